@@ -15,7 +15,12 @@ from campaigns.tier.disk import Disk
 from campaigns.tier.hosts import LINK_BYTES, Host, running_hosts
 from campaigns.tier.job import running_job
 
-_MODULES = ("campaigns.tier.ranks", "holdfast.save.tier_save", "holdfast.load.tier_load", "holdfast.load.fallback")
+_MODULES = (
+    "campaigns.tier.ranks",
+    "holdfast.save.folder_tier_save",
+    "holdfast.load.tier_load",
+    "holdfast.load.fallback",
+)
 _HOSTS = 4
 
 #: The number of the state that is saved.

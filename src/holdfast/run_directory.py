@@ -152,8 +152,6 @@ class RunDirectory:
     def _find_tier(self, local: LocalTier | None) -> TierState | None:
         if local is None:
             return None
-        if isinstance(self.path, ObjectPath):
-            raise InvalidArgumentError(f"a local tier for {self.path} is not supported yet: leave out local=")
         from holdfast.tier.state import tier_states  # noqa: PLC0415 - other saves do not need its modules
 
         return tier_states.get_state(local.path, self.path)
@@ -247,17 +245,22 @@ class RunDirectory:
                 self.runs.add(save.run_id)
 
     def _make_save(self, request: SaveRequest) -> TrainingSave:
+        if self._tier is not None and self._local is not None:
+            return self._make_tier_save(request, self._tier, self._local)
         if isinstance(self.path, ObjectPath):
             from holdfast.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
 
             return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
-        if self._tier is not None and self._local is not None:
-            from holdfast.save.tier_save import TierSave  # noqa: PLC0415 - as above
-
-            return TierSave(
-                request, self._current_ranks(), self._plans, self.base, self._timeout, self._tier, self._local
-            )
         return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
+
+    def _make_tier_save(self, request: SaveRequest, tier: TierState, local: LocalTier) -> TrainingSave:
+        if isinstance(self.path, ObjectPath):
+            from holdfast.save.object_tier_save import ObjectTierSave  # noqa: PLC0415 - as above
+
+            return ObjectTierSave(request, self.path, self._current_ranks(), self._plans, self._timeout, tier, local)
+        from holdfast.save.folder_tier_save import FolderTierSave  # noqa: PLC0415 - as above
+
+        return FolderTierSave(request, self._current_ranks(), self._plans, self.base, self._timeout, tier, local)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """Return the event listener, on the coordinator combined with a progress bar."""
@@ -370,12 +373,13 @@ class RunDirectory:
 
     def _drain_loaded(self, tier: TierLoad) -> None:
         """Begin to write a checkpoint that was loaded from the local tier into the run directory."""
-        from holdfast.save.generation_drain import DrainOptions, GenerationDrain  # noqa: PLC0415 - as above
+        from holdfast.save.drain_choice import make_drain  # noqa: PLC0415 - as above
+        from holdfast.save.generation_drain import DrainOptions  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
         options = DrainOptions(self._local.on_failure, self._keep, self._on_event)
-        drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
+        drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 

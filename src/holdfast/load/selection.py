@@ -156,7 +156,7 @@ class CheckpointSelector:
         if self._failed is not None:
             self._handle_failure(*self._failed)
         path = self._request.path
-        if not isinstance(path, ObjectPath) and FOLDER in finish_interrupted_replace(path):
+        if _has_collected(path):
             self._publish_collected(path)
         return self._retry_until_stable()
 
@@ -276,6 +276,13 @@ class CheckpointSelector:
         return SelectedCheckpoint(
             str(self._request.path / tag), tag, local.manifest.id, is_latest=is_latest, generation=local.key
         )
+
+
+def _has_collected(run: Path) -> bool:
+    """Return whether hosts have put parts of checkpoints into a run directory. Repair its names, too."""
+    if isinstance(run, ObjectPath):
+        return run.store.is_directory(run / FOLDER)
+    return FOLDER in finish_interrupted_replace(run)
 
 
 def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:

@@ -96,6 +96,7 @@ def _clean_up_objects(run: ObjectPath) -> list[Path]:
         if hidden.state in {"pin", "lock"}:
             remove_if_over(run / hidden.name, ABANDONED_SECONDS)
     _remove_stale_metrics(run)
+    removed += collected_parts.remove_superseded_parts(run)
     if failures:
         raise failures[0]
     return removed

@@ -15,6 +15,7 @@ from holdfast.errors import StorageError
 from holdfast.run.catalog import cached_checkpoints
 from holdfast.storage.directory_trees import remove_tree
 from holdfast.storage.file_lock import FileLock
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import list_names, remove_empty_directory
 
 #: The folder in a run directory.
@@ -43,6 +44,8 @@ def remove_parts(run: Path, is_unwanted: Callable[[int, str], bool]) -> list[Pat
     If a process writes a checkpoint from parts now, all stay.
     """
     folder, removed = run / FOLDER, list[Path]()
+    if isinstance(folder, ObjectPath):
+        return _remove_objects(folder, is_unwanted)
     names = list_names(folder)
     if LOCK in names and not _remove_lock(folder / LOCK):
         return removed
@@ -55,6 +58,15 @@ def remove_parts(run: Path, is_unwanted: Callable[[int, str], bool]) -> list[Pat
         with suppress(StorageError):  # another process uses it, or has removed it
             remove_empty_directory(folder)
     return removed
+
+
+def _remove_objects(folder: ObjectPath, is_unwanted: Callable[[int, str], bool]) -> list[Path]:
+    """Remove parts from an object store, which has no locks: a process that reads them finds that they were removed."""
+    matches = [match for name in folder.store.list_names(folder) if (match := _NAME.fullmatch(name))]
+    unwanted = [match.string for match in matches if is_unwanted(int(match["sequence"]), match["id"])]
+    for name in sorted(unwanted, key=lambda name: (name.endswith(".data"), name)):  # tables first
+        folder.store.remove_file(folder / name)
+    return [folder / name for name in sorted(unwanted)]
 
 
 def _remove_lock(path: Path) -> bool:

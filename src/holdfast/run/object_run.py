@@ -2,7 +2,8 @@
 
 An object store cannot rename, so a checkpoint cannot get its name by a rename. Instead, no two saves ever share a key:
 
-- ``RUN/TAG.ID/…`` has all files of one checkpoint, with its manifest: a whole checkpoint, for any reader.
+- ``RUN/TAG.ID/…`` has all files of one checkpoint, with its manifest: a whole checkpoint, for any reader. The id is
+  that of the manifest; if the checkpoint comes from the local tier, it is that of the attempt to drain it.
 - ``RUN/.tags/TAG/N`` is a *pointer*: a small object that names the id. It is created by a conditional write, which one
   of several writers wins. This is the commit of a save (``N`` = 1) and of an overwrite (``N`` = the highest + 1). The
   pointer with the highest ``N`` counts.
@@ -29,9 +30,9 @@ from holdfast.storage.store import store_of
 FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
 
 
-def checkpoint_folder(run: ObjectPath, tag: str, checkpoint_id: str) -> ObjectPath:
+def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
     """Return the prefix of the keys of a checkpoint."""
-    return run / f"{tag}.{checkpoint_id}"
+    return run / f"{tag}.{folder_id}"
 
 
 def is_copied_folder(name: str) -> bool:
@@ -84,7 +85,7 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
     return [
         UnpublishedFolder(run / name, max(time for time, _ in found), sum(size for _, size in found))
         for name, found in sorted(changes.items())
-        if found and name not in published and tag_of_folder(name) not in unreadable
+        if found and not name.startswith(".") and name not in published and tag_of_folder(name) not in unreadable
     ]
 
 
@@ -98,7 +99,7 @@ def has_lost_files(folder: Path) -> bool:
     if match is None or not isinstance(folder, ObjectPath) or store_of(folder).is_file(folder / NAME):
         return False
     entry = find_tag(folder.parent, match["tag"])
-    return entry is not None and entry.names_checkpoint(match["id"])
+    return entry is not None and entry.names_folder(match["id"])
 
 
 def lost_files_error(folder: Path) -> CorruptCheckpointError:

@@ -46,6 +46,9 @@ class Pointer(msgspec.Struct, frozen=True):
     """The content of a pointer: the checkpoint that it names, and what a list shows of it.
 
     So a list needs one small object of each checkpoint. The manifest decides if they differ.
+
+    ``id`` is that in the name of the folder. ``checkpoint`` is that of the manifest, if it is another one: each attempt
+    to drain a checkpoint of the local tier has a folder of its own.
     """
 
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -56,17 +59,23 @@ class Pointer(msgspec.Struct, frozen=True):
     world_size: int
     step: int | float | None = None
     metrics: dict[str, float | None] = {}
+    checkpoint: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of the checkpoint, as its manifest has it."""
+        return self.checkpoint or self.id
 
     @property
     def age(self) -> tuple[int, float, str]:
         """The key that sorts checkpoints from the oldest to the latest."""
-        return self.sequence, self.time, self.id
+        return self.sequence, self.time, self.checkpoint_id
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Pointer:
-        """Return the pointer to a checkpoint."""
+    def of(cls, manifest: Manifest, folder_id: str) -> Pointer:
+        """Return the pointer to a checkpoint in the folder with an id."""
         return cls(
-            manifest.id,
+            folder_id,
             manifest.run,
             manifest.sequence,
             manifest.time,
@@ -74,6 +83,7 @@ class Pointer(msgspec.Struct, frozen=True):
             manifest.provenance.world_size,
             manifest.step,
             dict(manifest.metrics),
+            "" if manifest.id == folder_id else manifest.id,
         )
 
 
@@ -95,8 +105,12 @@ class TagEntry:
         return self.objects[-1].path
 
     def names_checkpoint(self, checkpoint_id: str) -> bool:
-        """Return whether the pointer names a checkpoint."""
-        return isinstance(self.pointer, Pointer) and self.pointer.id == checkpoint_id
+        """Return whether the pointer names the checkpoint with an id, in whatever folder."""
+        return isinstance(self.pointer, Pointer) and self.pointer.checkpoint_id == checkpoint_id
+
+    def names_folder(self, folder_id: str) -> bool:
+        """Return whether the pointer names the folder with an id."""
+        return isinstance(self.pointer, Pointer) and self.pointer.id == folder_id
 
 
 def list_tags(run: ObjectPath) -> list[TagEntry]:
@@ -197,14 +211,14 @@ def is_pointer(data: bytes) -> bool:
     return True
 
 
-def is_published(run: ObjectPath, tag: str, checkpoint_id: str) -> bool:
-    """Return whether a pointer of a tag, also an older one, names a checkpoint.
+def is_published(run: ObjectPath, tag: str, folder_id: str) -> bool:
+    """Return whether a pointer of a tag, also an older one, names the folder with an id.
 
     Raises ``StorageError`` or ``CorruptCheckpointError`` if a pointer cannot be read: it may name this one.
     """
     for _ in range(_ATTEMPTS):
         pointers = map_requests(_read_pointer, list_pointers(run, tag))
-        if checkpoint_id in {pointer.id for pointer in pointers if isinstance(pointer, Pointer)}:
+        if folder_id in {pointer.id for pointer in pointers if isinstance(pointer, Pointer)}:
             return True
         if errors := [pointer for pointer in pointers if isinstance(pointer, HoldfastError)]:
             raise errors[0]

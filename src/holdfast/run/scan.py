@@ -151,7 +151,7 @@ def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
         time=pointer.time,
         nbytes=pointer.nbytes,
         run=pointer.run,
-        id=pointer.id,
+        id=pointer.checkpoint_id,
         saved_as=entry.tag,
         world_size=pointer.world_size,
     )

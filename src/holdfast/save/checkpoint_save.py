@@ -33,14 +33,14 @@ from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.ondisk.manifest import Manifest
-from holdfast.run.catalog import CheckpointIdentity, next_identity
+from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from holdfast.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
 from holdfast.run.scan import CheckpointInfo
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.base_checkpoint import Base, BaseCheckpoint, BaseFile, TensorVersions, identify_files
 from holdfast.save.incremental import Candidates, IncrementalSave
-from holdfast.save.negotiation import SaveAgreement, negotiate_save
+from holdfast.save.negotiation import SaveAgreement
 from holdfast.save.request import SaveRequest
 from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.storage import posix
@@ -91,12 +91,9 @@ class CheckpointSave(TrainingSave):
         #: On rank 0, the files of the new checkpoint.
         self._committed_files: Mapping[str, BaseFile] = {}
 
-    def prepare_save(self) -> None:
-        """Capture the training state, plan the save, and create the staging directory."""
-        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
-        self._captured, self._merged_values = agreement.captured, agreement.merged_values
-        self._versions = {key: self._captured.tensors[key].version for key in sorted(self._captured.frozen)}
-        candidates = self._plan_and_open(agreement)
+    def _plan_and_open(self, agreement: SaveAgreement) -> None:
+        """Plan, check that replicas are equal, and create the staging directory and its files."""
+        candidates = self._open_staging(agreement)
         if candidates.numbers():
             trusts_versions = self._is_overlapped and self._request.staging.check != "full"
             omitted = self._incremental.find_unchanged(candidates, self._versions if trusts_versions else {})
@@ -144,7 +141,7 @@ class CheckpointSave(TrainingSave):
         return HiddenName(self._request.tag, self._identity.run, self._identity.id, "partial")
 
     def _set_identity(self, identity: CheckpointIdentity) -> None:
-        self._identity = identity
+        super()._set_identity(identity)
         self._staging = StagingDirectory(self.path, self._hidden_name)
 
     def _remove_old_checkpoints(self) -> None:
@@ -168,11 +165,8 @@ class CheckpointSave(TrainingSave):
         finally:
             self._staging.release()
 
-    def _plan_and_open(self, agreement: SaveAgreement) -> Candidates:
-        """Plan, check that replicas are equal, and create the staging directory and its files.
-
-        Return the files that may be unchanged, which are links of files of the base.
-        """
+    def _open_staging(self, agreement: SaveAgreement) -> Candidates:
+        """Plan, and create the files. Return those that may be unchanged, which are links of files of the base."""
         cache, request = self._cache, self._request
 
         def plan_and_compare() -> _PreparedSave:
@@ -206,10 +200,6 @@ class CheckpointSave(TrainingSave):
         self._removes_old = opened.removes_old
         return opened.candidates
 
-    def _choose_identity(self) -> CheckpointIdentity:
-        """Return the identity of the new checkpoint, on rank 0."""
-        return next_identity(self._request.path, self._request.runs)
-
     def _clean_up(self) -> None:
         """Remove what interrupted saves have left in the run directory, on rank 0."""
         request = self._request
@@ -234,6 +224,7 @@ class CheckpointSave(TrainingSave):
             hosts = list(enumerate(agreement.host_of))
             cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
         self._plan = cache.plan
+        self._versions = {key: self._captured.tensors[key].version for key in sorted(self._captured.frozen)}
 
     def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
         """Create the staging directory and its files. Return the files that may be unchanged, which are links.

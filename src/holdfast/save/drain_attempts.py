@@ -14,17 +14,17 @@ ATTEMPTS, _FIRST_SECONDS = 5, 1.0
 T = TypeVar("T")
 
 
-def retry_drain(drain_once: Callable[[], T], note_failure: Callable[[HoldfastError, int], None]) -> T:
+def retry_drain(drain_once: Callable[[int], T], note_failure: Callable[[HoldfastError, int], None]) -> T:
     """Return the result of the first attempt that succeeds. All ranks fail, and try again, together.
 
-    ``note_failure`` is called with the error and the number of each attempt that failed. Raises the error of the last
-    one, or one that no other attempt can avoid.
+    ``drain_once`` is called with the number of the attempt, from 1 on, and ``note_failure`` with the error and the
+    number of each one that failed. Raises the error of the last one, or one that no other attempt can avoid.
     """
     attempt = 0
     while True:
         attempt += 1
         try:
-            return drain_once()
+            return drain_once(attempt)
         except HoldfastError as error:
             note_failure(error, attempt)
             if attempt == ATTEMPTS or isinstance(error, TagExistsError | StateError):

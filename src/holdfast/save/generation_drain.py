@@ -1,63 +1,34 @@
 """The drain of a generation that an earlier job has left in the local tier, after this one has loaded it.
 
 The ranks of this job may be others, in another number. So each part is written by a rank of a host that holds it, as
-the table of the part says. Pages of files that lie in parts of several hosts are sent to rank 0, which writes them: two
-hosts must not write one page.
+the table of the part says.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-import torch
-
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
-from holdfast.engine.io.checkpoint_files import CheckpointFiles
-from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.staging_memory import Arena
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.io.write import write_file_ranges
-from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.errors import (
-    CorruptCheckpointError,
-    FormatError,
     HoldfastError,
-    NoCheckpointError,
-    TagExistsError,
 )
-from holdfast.formats.native import holds_checkpoint, read_manifest
 from holdfast.observe.events import OnEvent
 from holdfast.observe.reporter import EventReporter
 from holdfast.observe.warning import warn_caller
-from holdfast.ondisk import manifest
-from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.ondisk.manifest import Manifest
-from holdfast.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
-from holdfast.run.staging_dir import StagingDirectory
 from holdfast.save.drain_attempts import retry_drain
 from holdfast.save.operation import SaveOperation
-from holdfast.storage.direct_io import SECTOR_BYTES, BufferedWriter
 from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.memory import Bytes
 from holdfast.tier.assembly import Assembly
-from holdfast.tier.generation import Generation
 from holdfast.tier.slots import Slot
 from holdfast.tier.state import TierState
-
-#: Bytes of a file: its number, the offset, the bytes.
-_Edge = tuple[int, int, bytes]
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -79,7 +50,6 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
         self._options = options
         self._label = assembly.generation.common.label
-        self._staging = StagingDirectory(self.path)
         self._reporter = EventReporter(
             self.path, options.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
         )
@@ -151,151 +121,13 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._tier.end_drain(None if drained is None else self._label.key, drained)
 
     def _note_failure(self, error: HoldfastError, attempt: int) -> None:
-        if self._staging.is_locked:
-            self._staging.discard()
+        self._discard_attempt()
         self._reporter.report_drain_failed(error, attempt, self._tier.undrained_seconds)
 
-    def _drain_once(self) -> CheckpointInfo:
-        _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", lambda _: self._open_staging())
-        if not raw:  # it is there already
-            return CheckpointInfo.of(self.path, self._label.manifest)
-        self._set_attempt(raw.decode())
-        committed = self._write_files()
-        info = CheckpointInfo.of(self.path, committed)
-        self._reporter.report_saved(info.path, info.step, info.nbytes, 0)
-        return info
+    @abstractmethod
+    def _drain_once(self, attempt: int) -> CheckpointInfo:
+        """Write all parts into an output that no other attempt has, and commit it, unless the checkpoint is there."""
 
-    def _open_staging(self) -> bytes:
-        if holds_checkpoint(self.path, self._label.manifest.id):
-            return b""
-        self._tier.check_not_fenced(self._label.manifest.tag)
-        attempt = secrets.token_hex(8)
-        self._set_attempt(attempt)
-        clean_up(self._tier.run, self._label.manifest.run)
-        self._staging.create(sum(file.size for file in self._generation.plan.files))
-        self._files.create_files()
-        return attempt.encode()
-
-    def _set_attempt(self, attempt: str) -> None:
-        if self._staging.name.id != attempt:
-            self._staging = StagingDirectory(
-                self.path, HiddenName(self._label.manifest.tag, self._label.manifest.run, attempt, "partial")
-            )
-
-    @property
-    def _files(self) -> CheckpointFiles:
-        return CheckpointFiles(self._staging.path, self._generation.plan)
-
-    def _write_files(self) -> Manifest:
-        def write_parts() -> HashedResult:
-            fragments: Fragments = {}
-            edges: list[_Edge] = []
-            for part, memory in self._memory.items():
-                edges += self._write_part(self._generation, part, memory)
-                for tensor, of_tensor in self._generation.tables[part].rows.to_fragments().items():
-                    fragments.setdefault(tensor, []).extend(of_tensor)
-            return HashedResult(fragments, _encode(edges))
-
-        def commit(fragments: Fragments, payloads: list[bytes]) -> bytes:
-            edges = [edge for raw in payloads for edge in msgspec.msgpack.decode(raw, type=list[_Edge])]
-            self._write_edges(edges)
-            label = self._label.manifest
-            finished = self._files.finalize(
-                fragments,
-                self._generation.common.small_files,
-                lambda files: msgspec.structs.replace(label, files=files),
-            )
-            self._publish()
-            self._remove_old_checkpoints()
-            return manifest.encode_manifest(finished)
-
-        order = range(self._session.size)
-        decision = vote_with_fragments(self._session, "writing", write_parts, commit, order)
-        return manifest.decode_manifest(decision, manifest.NAME)
-
-    def _write_part(self, generation: Generation, part: int, memory: Bytes) -> list[_Edge]:
-        """Write the bytes of a part, and return those in pages that other hosts may write, too."""
-        ranges = [file_range for file_range, _ in generation.tables[part].rows.iter_ranges()]
-        edges: list[FileRange] = []
-        if self._assembly.is_spread:
-            ranges, edges = split_at_pages(ranges)
-        provider = TensorBytes(torch.from_numpy(memory))
-        files = [self._staging.path / file.path for file in generation.plan.files]
-        on_moved = self._reporter.progress_counter("save", generation.tables[part].nbytes).add
-        write_file_ranges(files, ranges, lambda _: provider, on_moved)
-        return [
-            (edge.file, edge.offset, memory[edge.local : edge.local + edge.stop - edge.start].tobytes())
-            for edge in edges
-        ]
-
-    def _write_edges(self, edges: Sequence[_Edge]) -> None:
-        with ExitStack() as stack:
-            paths = [self._staging.path / file.path for file in self._generation.plan.files]
-            writers = {number: stack.enter_context(BufferedWriter(paths[number])) for number, _, _ in edges}
-            for number, offset, data in edges:
-                writers[number].write(offset, memoryview(data))
-            for writer in writers.values():
-                writer.sync()
-
-    def _publish(self) -> None:
-        # This process may have been stopped while another job continued the run.
-        self._tier.check_not_fenced(self._label.manifest.tag)
-        try:
-            if self._label.replaces:
-                self._staging.replace(check_replaceable=self._check_newest)
-                self._staging.remove_displaced()
-            else:
-                self._staging.publish()
-        except TagExistsError:
-            if not holds_checkpoint(self.path, self._label.manifest.id):
-                raise
-            self._staging.discard()
-
-    def _remove_old_checkpoints(self) -> None:
-        """Remove the checkpoints that are not kept. Failures only warn: the new one is committed."""
-        if self._options.keep is None:
-            return
-        try:
-            list(delete_checkpoints(expired_checkpoints(self._tier.run, self._label.manifest.run, self._options.keep)))
-        except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
-            warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
-
-    def _check_newest(self, folder: Path) -> None:
-        """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one, or this one."""
-        with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
-            existing = CheckpointInfo.of(folder, read_manifest(folder))
-            if existing.age >= CheckpointInfo.of(self.path, self._label.manifest).age:
-                raise TagExistsError(f"{self.path} is a newer checkpoint; it was left as it is")
-
-
-def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:
-    """Return the parts of ranges in pages of files that they fill, and the other parts."""
-    whole: list[FileRange] = []
-    edges: list[FileRange] = []
-    for run in _contiguous_runs(ranges):
-        first = -(-run[0].offset // SECTOR_BYTES) * SECTOR_BYTES
-        last = (run[-1].offset + run[-1].stop - run[-1].start) // SECTOR_BYTES * SECTOR_BYTES
-        for file_range in run:
-            low, high = file_range.offset, file_range.offset + file_range.stop - file_range.start
-            for start, stop, into in (
-                (low, min(high, first), edges),
-                (max(low, first), min(high, last), whole),
-                (max(low, first, last), high, edges),
-            ):
-                if start < stop:
-                    into.append(file_range.slice_bytes(start - low, stop - start))
-    return whole, edges
-
-
-def _contiguous_runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
-    """Yield ranges that follow each other in a file, in lists."""
-    run: list[FileRange] = []
-    for file_range in sorted(ranges, key=lambda one: (one.file, one.offset)):
-        if run:
-            last = run[-1]
-            if (last.file, last.offset + last.stop - last.start) != (file_range.file, file_range.offset):
-                yield run
-                run = []
-        run.append(file_range)
-    if run:
-        yield run
+    @abstractmethod
+    def _discard_attempt(self) -> None:
+        """Remove what a failed attempt has written, unless it is committed."""

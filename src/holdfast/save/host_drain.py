@@ -20,7 +20,8 @@ from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.background import background_saves
-from holdfast.save.generation_drain import DrainOptions, GenerationDrain
+from holdfast.save.drain_choice import make_drain
+from holdfast.save.generation_drain import DrainOptions
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.object_path import ObjectPath, parse_location
@@ -86,12 +87,12 @@ def drain(
         NoCheckpointError: No job has used the folder.
         StateError: The job still runs on this host, or another process drains the folder.
         TagExistsError: The run directory has another checkpoint with its tag.
-        StorageError: The file system reported an error.
+        StorageError: The file system, or the object store, reported an error.
         InvalidArgumentError: The folder is that of another run.
     """
     path, tier = parse_location(run), as_local_tier(local)
-    if isinstance(path, ObjectPath) or tier is None:
-        raise InvalidArgumentError(f"there is no local tier for {path}: pass the folder of a run, and local=")
+    if tier is None:
+        raise InvalidArgumentError(f"there is no local tier for {path}: pass local=")
     folder = TierFolder.find(tier.path, path)
     try:
         with wrap_os_errors("lock", folder.path):
@@ -118,7 +119,8 @@ class _HostDrain:
     """The drain of one folder. ``problems`` are those found so far."""
 
     def __init__(self, run: Path, folder: TierFolder, on_event: OnEvent) -> None:
-        make_durable_directory(run)
+        if not isinstance(run, ObjectPath):
+            make_durable_directory(run)
         self._run, self._folder, self._on_event = run, folder, on_event
         self._collected = CollectedParts.of(run)
         self._state = TierState(folder.path, run)
@@ -134,7 +136,8 @@ class _HostDrain:
     def publish_complete(self) -> CheckpointInfo | None:
         """Publish the newest checkpoint of which all parts are there, if one is pending."""
         for generation in self._list_pending():
-            if generation.is_complete and (info := self._publish(generation, self._find_intact(generation))):
+            own = {} if isinstance(self._run, ObjectPath) else self._find_intact(generation)
+            if generation.is_complete and (info := self._publish(generation, own)):
                 self._collected.remove_outdated(self._run)
                 return info
         return None
@@ -172,10 +175,10 @@ class _HostDrain:
     def _find_intact(self, generation: HostGeneration) -> dict[int, PartTable]:
         """Return the tables of the parts on this host whose bytes are intact."""
         self.problems.update(dict.fromkeys(generation.problems))
-        return {rank: table for rank, table in generation.tables.items() if self._is_intact(self._folder, table)}
+        tables, folder = generation.tables, self._folder.path
+        return {rank: table for rank, table in tables.items() if self._is_intact(folder / table.data, table)}
 
-    def _is_intact(self, folder: TierFolder, table: PartTable) -> bool:
-        path = folder.path / table.data
+    def _is_intact(self, path: Path, table: PartTable) -> bool:
         try:
             corrupt = find_corrupt_range(table, map_to_read(path, table.nbytes))
         except StorageError as error:
@@ -204,7 +207,7 @@ class _HostDrain:
     def _publish(self, generation: HostGeneration, intact: Mapping[int, PartTable]) -> CheckpointInfo | None:
         """Write a checkpoint into the run directory. Return ``None`` if a part of it turns out to be corrupt."""
         if not _find_missing(generation, intact):
-            return self._write(generation, intact, {})
+            return self._write(generation, intact, {}, {})
         while True:
             with self._collected.try_lock() as is_locked:
                 current = self._refresh(generation)
@@ -214,25 +217,44 @@ class _HostDrain:
                     return None
                 if is_locked:
                     others = {rank: table for rank, table in current.collected.items() if rank not in intact}
-                    broken = [table for table in others.values() if not self._is_intact(self._collected.folder, table)]
-                    for table in broken:  # its host may put it again
-                        self._collected.folder.remove_table(table.name.name)
-                    if broken or _find_missing(current, {**intact, **others}):
-                        return None
-                    return self._write(current, intact, others)
+                    try:
+                        with self._collected.open_parts(others) as paths:
+                            return self._write_with(current, intact, others, paths)
+                    except StorageError as error:
+                        if error.errno != errno.ENOENT or not self._refresh(current).is_durable:
+                            raise  # else another host has written the checkpoint, and removed the parts
             time.sleep(_POLL_SECONDS)
 
+    def _write_with(
+        self,
+        generation: HostGeneration,
+        own: Mapping[int, PartTable],
+        others: Mapping[int, PartTable],
+        paths: Mapping[int, Path],
+    ) -> CheckpointInfo | None:
+        """Write a checkpoint from own parts, and others in the run directory, whose bytes are at ``paths``."""
+        broken = [table for rank, table in others.items() if not self._is_intact(paths[rank], table)]
+        for table in broken:  # its host may put it again
+            self._collected.folder.remove_table(table.name.name)
+        if broken or _find_missing(generation, {**own, **others}):
+            return None
+        return self._write(generation, own, others, paths)
+
     def _write(
-        self, generation: HostGeneration, own: Mapping[int, PartTable], others: Mapping[int, PartTable]
+        self,
+        generation: HostGeneration,
+        own: Mapping[int, PartTable],
+        others: Mapping[int, PartTable],
+        paths: Mapping[int, Path],
     ) -> CheckpointInfo | None:
         if generation.common is None:
             return None
         tables = dict(sorted({**others, **own}.items()))
-        folder_of = dict.fromkeys(others, self._collected.folder.path) | dict.fromkeys(own, self._folder.path)
-        places = {rank: {0: str(folder_of[rank] / table.data)} for rank, table in tables.items()}
+        path_of = {**paths, **{rank: self._folder.path / table.data for rank, table in own.items()}}
+        places = {rank: {0: str(path_of[rank])} for rank in tables}
         assembly = Assembly(Generation(generation.common, tables), places, [0], 0)
         options = DrainOptions("raise", None, self._on_event)
-        operation = GenerationDrain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, options)
+        operation = make_drain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
             return background_saves.run_save(operation, self._run, None, asynchronous=False).wait()
 

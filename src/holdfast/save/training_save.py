@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,10 @@ from holdfast.formats.native import RANKS
 from holdfast.formats.native import STATE as STATE_FILE
 from holdfast.observe.reporter import EventReporter
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.run.catalog import CheckpointIdentity
+from holdfast.run.catalog import CheckpointIdentity, next_identity
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
+from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
 from holdfast.save.request import SaveRequest
 from holdfast.state.capture import build_ranks_file, build_state_file
@@ -56,6 +58,28 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         self._reporter = EventReporter(
             self.path, request.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
         )
+
+    def prepare_save(self) -> None:
+        """Capture the training state, plan the save, and open its output."""
+        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
+        self._captured, self._merged_values = agreement.captured, agreement.merged_values
+        self._plan_and_open(agreement)
+
+    @abstractmethod
+    def _plan_and_open(self, agreement: SaveAgreement) -> None:
+        """Plan, check that replicas are equal, and open the output. It ends in a vote."""
+
+    @abstractmethod
+    def _update_plan(self, agreement: SaveAgreement) -> None:
+        """Plan the save, unless the plan of an earlier one is still right."""
+
+    def _choose_identity(self) -> CheckpointIdentity:
+        """Return the identity of the new checkpoint, on rank 0."""
+        return next_identity(self._request.path, self._request.runs)
+
+    def _set_identity(self, identity: CheckpointIdentity) -> None:
+        """Note the identity of the new checkpoint."""
+        self._identity = identity
 
     @property
     def path(self) -> Path:

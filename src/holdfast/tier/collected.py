@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,9 @@ from holdfast.storage.directory_trees import remove_tree
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.mapped_file import map_to_read
 from holdfast.storage.memory import Bytes
-from holdfast.storage.posix import list_names, make_durable_directory, path_exists, wrap_os_errors, write_small
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.posix import list_names, make_durable_directory, wrap_os_errors, write_small
+from holdfast.storage.store import store_of
 from holdfast.tier.epochs import is_retired, read_epochs
 from holdfast.tier.folder import DATA_SUFFIX, TierFolder
 from holdfast.tier.generation import Common
@@ -37,12 +39,17 @@ class CollectedParts:
     @classmethod
     def of(cls, run: Path) -> CollectedParts:
         """Return those of a run directory, which need not have any."""
-        return cls(TierFolder(run / FOLDER, f"parts of {run}"))
+        folder = TierFolder(run / FOLDER, f"parts of {run}")
+        if isinstance(folder.path, ObjectPath):
+            from holdfast.tier.object_parts import ObjectParts  # noqa: PLC0415 - few jobs use an object store
+
+            return ObjectParts(folder)
+        return cls(folder)
 
     @property
     def exist(self) -> bool:
         """True if there may be some."""
-        return path_exists(self.folder.path)
+        return store_of(self.folder.path).path_exists(self.folder.path)
 
     def put_part(self, table: PartTable, memory: Bytes, writer: str) -> None:
         """Put a part of a host, unless it is there. ``writer``: the identity of the host's folder."""
@@ -88,6 +95,11 @@ class CollectedParts:
         remove_tree(draft)
         write_small(draft, data)
         replace_file(draft, self.folder.path / name)
+
+    @contextmanager
+    def open_parts(self, tables: Mapping[int, PartTable]) -> Iterator[Mapping[int, Path]]:
+        """Yield the paths of files with the bytes of parts, which are there as long as the block lasts."""
+        yield {rank: self.folder.path / table.data for rank, table in tables.items()}
 
     @contextmanager
     def try_lock(self) -> Iterator[bool]:

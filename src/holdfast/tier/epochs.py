@@ -10,6 +10,7 @@ In the run directory the files are in ``.epochs``. They are small, and one is ma
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,9 +29,13 @@ _SUFFIX = ".json"
 
 
 class _Epoch(msgspec.Struct, frozen=True):
-    """``start`` is the sequence number of the checkpoint from which the epoch continues; 0 without one."""
+    """``start`` is the sequence number of the checkpoint from which the epoch continues; 0 without one.
+
+    ``claim`` differs in all epochs. If the answer of an object store was lost, the bytes tell who has written them.
+    """
 
     start: int
+    claim: str = ""
 
 
 def read_epochs(run: Path) -> Mapping[int, int]:
@@ -52,16 +57,22 @@ def claim_epoch(run: Path, start: int, above: int = 0) -> int:
 
     Its number is larger than ``above``: a run directory may have lost its epochs.
     """
-    folder, data = run / FOLDER, msgspec.json.encode(_Epoch(start))
+    folder, data = run / FOLDER, msgspec.json.encode(_Epoch(start, secrets.token_hex(8)))
     if not isinstance(run, ObjectPath):
         posix.make_durable_directory(folder)
     number = max([above, *read_epochs(run)])
     while True:
         number += 1
         path = folder / f"{number:06d}{_SUFFIX}"
-        is_created = path.store.create_object(path, data) if isinstance(path, ObjectPath) else create_small(path, data)
-        if is_created:
+        if _create(path, data):
             return number
+
+
+def _create(path: Path, data: bytes) -> bool:
+    """Create a file or object. Return whether no other process has. A store may ignore that it exists already."""
+    if isinstance(path, ObjectPath):
+        return path.store.create_object(path, data) and path.store.read_small(path) == data
+    return create_small(path, data)
 
 
 def is_retired(epochs: Mapping[int, int], epoch: int, sequence: int) -> bool:

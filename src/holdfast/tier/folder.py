@@ -27,11 +27,10 @@ from typing import Self
 import msgspec
 
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StorageError
-from holdfast.storage.atomic_rename import create_small, replace_small
+from holdfast.storage.atomic_rename import create_small
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import is_local
 from holdfast.storage.posix import (
-    check_regular,
     directory_identity,
     file_size,
     host_id,
@@ -40,8 +39,8 @@ from holdfast.storage.posix import (
     list_regular_files,
     make_private_directory,
     read_small,
-    remove_file,
 )
+from holdfast.storage.store import store_of
 from holdfast.tier.generation import Common, check_common
 from holdfast.tier.part import (
     COMMON_SUFFIX,
@@ -243,19 +242,20 @@ class TierFolder:
         return slots
 
     def _list_names(self) -> set[str]:
-        return list_names(self.path)
+        return store_of(self.path).list_names(self.path)
 
     def _read(self, name: str) -> bytes:
-        check_regular(self.path / name, within=(self.path,))  # a FIFO would block
-        return read_small(self.path / name, _TABLE_BYTES)
+        store = store_of(self.path)
+        store.check_regular(self.path / name, within=(self.path,))  # a FIFO would block
+        return store.read_small(self.path / name, _TABLE_BYTES)
 
     def _write(self, name: str, data: bytes) -> None:
-        replace_small(self.path / name, data)
+        store_of(self.path).replace_small(self.path / name, data)
 
     def _remove(self, name: str) -> None:
         """Remove a file, unless another process has. A folder of this name is not the tier's, and stays."""
         try:
-            remove_file(self.path / name)
+            store_of(self.path).remove_file(self.path / name)
         except StorageError as error:
             if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
                 raise

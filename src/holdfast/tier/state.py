@@ -19,7 +19,7 @@ from holdfast.errors import StateError, StorageError
 from holdfast.ondisk.manifest import LARGEST
 from holdfast.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
 from holdfast.run.scan import CheckpointInfo
-from holdfast.tier.epochs import claim_epoch, read_epochs
+from holdfast.tier.epochs import claim_epoch, is_retired, read_epochs
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.options import LocalTier
 from holdfast.tier.part import GenerationKey
@@ -182,6 +182,11 @@ class TierState:
         """Raise ``StateError`` if another job has continued the run, on rank 0."""
         if max(read_epochs(self.run), default=0) > self._epoch:
             raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
+
+    def check_not_retired(self, key: GenerationKey, tag: str) -> None:
+        """Raise ``StateError`` if another job has continued the run from an older checkpoint than a generation."""
+        if is_retired(read_epochs(self.run), key.epoch, key.sequence):
+            raise StateError(f"another job has continued the run without {self.run / tag}: it is not written there")
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import BLOCK_BYTES
-from holdfast.save.generation_drain import split_at_pages
+from holdfast.save.folder_drain import split_at_pages
 from holdfast.storage.direct_io import SECTOR_BYTES
 from holdfast.tier.part import (
     GenerationKey,

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from holdfast.errors import InvalidArgumentError, NoCheckpointError
-from holdfast.storage.object_path import ObjectPath, parse_location
+from holdfast.errors import NoCheckpointError
+from holdfast.storage.object_path import parse_location
 from holdfast.storage.posix import local_path
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.host_catalog import HostGeneration, list_generations
@@ -19,8 +19,6 @@ def find_folder(run: str, local: str) -> tuple[Path, TierFolder]:
     Raises ``InvalidArgumentError``, ``NoCheckpointError`` or ``StorageError``.
     """
     path = parse_location(run)
-    if isinstance(path, ObjectPath):
-        raise InvalidArgumentError(f"there is no local tier for {path}: leave out --local")
     return path, TierFolder.find(local_path(local), path)
 
 

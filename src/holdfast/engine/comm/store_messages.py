@@ -24,11 +24,12 @@ class StoreMessages:
     """The messages of one rank in one round of a session: at most one to each rank, and one from each."""
 
     def __init__(self, session: Session, number: int = 0) -> None:
+        """Begin with the round ``number``."""
         self._session, self._round = session, number
 
     def for_round(self, number: int) -> StoreMessages:
-        """Return the messages of another round, which do not mix with those of this one."""
-        return StoreMessages(self._session, number)
+        """Return the messages of the n-th round from this one on, which do not mix with those of others."""
+        return StoreMessages(self._session, self._round + number)
 
     def send(self, message: bytes, receiver: int) -> None:
         """Send a message. Do not wait until it is received."""

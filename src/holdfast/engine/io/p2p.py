@@ -40,6 +40,9 @@ class SentBytes(NamedTuple):
     peer: int
 
 
+#: More than the sessions of a job. Tags have 31 bits.
+_SESSIONS = 2**24
+
 #: Sends and receives in progress.
 Works = Sequence[SentBytes]
 
@@ -54,20 +57,22 @@ class Lane(IntEnum):
 class P2PExchange:
     """One rank's part in the exchange of one save or load."""
 
-    def __init__(self, group: dist.ProcessGroup, session: Session) -> None:
+    def __init__(self, group: dist.ProcessGroup, session: Session, attempt: int = 0) -> None:
+        """``attempt`` counts exchanges in a session of which an earlier one may have left messages."""
         self.rank = session.rank
         self._group, self._session = group, session
+        self._tag = session.number + attempt * _SESSIONS
         self._executors = [DaemonExecutor("holdfast p2p") for _ in Lane]
         self._awaited = self.rank
 
     def send(self, data: Bytes, receiver: int) -> SentBytes:
         """Start to send. ``data`` must not change until the work is done."""
-        work = dist.isend(torch.from_numpy(data), group=self._group, tag=self._session.number, group_dst=receiver)
+        work = dist.isend(torch.from_numpy(data), group=self._group, tag=self._tag, group_dst=receiver)
         return self._require_work(work, receiver)
 
     def receive(self, buffer: Bytes, sender: int) -> SentBytes:
         """Start to receive as many bytes as ``buffer`` has."""
-        work = dist.irecv(torch.from_numpy(buffer), group=self._group, tag=self._session.number, group_src=sender)
+        work = dist.irecv(torch.from_numpy(buffer), group=self._group, tag=self._tag, group_src=sender)
         return self._require_work(work, sender)
 
     @staticmethod

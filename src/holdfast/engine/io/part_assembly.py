@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.engine.io.cell_exchange import ReceivedRun
-from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.io.requests import MemoryProvider
 from holdfast.engine.io.write import copy_and_hash
 from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
 from holdfast.ondisk.block_crcs import Fragment, combine_crcs, crc64
@@ -42,13 +42,13 @@ class PartAssembly:
         self._start, self._buffer = start, buffer
         self._ranges: list[_HashedRange] = []
 
-    def add_range(self, file_range: FileRange, shard: TensorBytes) -> Iterator[tuple[int, Fragment]]:
+    def add_range(self, file_range: FileRange, source: MemoryProvider) -> Iterator[tuple[int, Fragment]]:
         """Add bytes of a tensor, and yield their fragments."""
         for piece in split_at_blocks(file_range):
             nbytes = piece.stop - piece.start
-            memory = shard.view(piece.local, piece.local + nbytes) if nbytes >= _MIN_IN_PLACE else None
+            memory = source.view(piece.local, piece.local + nbytes) if nbytes >= _MIN_IN_PLACE else None
             if memory is None:
-                crc = copy_and_hash(self._slice(piece.offset, nbytes), shard, piece.local)
+                crc = copy_and_hash(self._slice(piece.offset, nbytes), source, piece.local)
             else:
                 crc = crc64(memory)
             self._ranges.append(_HashedRange(piece.offset - self._start, nbytes, crc, memory))

@@ -20,6 +20,16 @@ class ByteProvider(Protocol):
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
 
 
+class MemoryProvider(ByteProvider, Protocol):
+    """A source of the bytes of a tensor, of which large ranges may be in memory."""
+
+    def view(self, start: int, stop: int) -> Bytes | None:
+        """Return bytes ``[start, stop)`` in place, or ``None`` if they must be copied."""
+
+
+#: Returns the source of the bytes of tensor number n, which may be in memory.
+MemoryOf = Callable[[int], MemoryProvider]
+
 #: Returns this rank's shard of tensor number n.
 ShardOf = Callable[[int], TensorBytes]
 

@@ -1,7 +1,8 @@
-"""Upload of finished local files to an object store, in the parts in which saves upload theirs."""
+"""Upload of finished local files and of memory to an object store, in the parts of saves, and the way back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from holdfast.ondisk.block_crcs import combine
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.body import Body
 from holdfast.storage.direct_io import BufferedReader
+from holdfast.storage.memory import Bytes
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import file_size
 
@@ -25,28 +27,52 @@ def upload_file(path: ObjectPath, source: Path) -> None:
 
     If the upload fails, its parts are removed.
     """
-    size, store = file_size(source), path.store
-    check_file_size(str(path), size)
-    upload = store.create_upload(path, {}) if size > PART_BYTES else None
-    target = UploadTarget(path, size, upload)
+    size = file_size(source)
     with BufferedReader(source) as reader:
 
-        def send_part(part: int) -> tuple[str, int, int]:
-            start = part * PART_BYTES
-            data = np.empty(min(PART_BYTES, size - start), np.uint8)
+        def read(start: int, stop: int) -> Bytes:
+            data = np.empty(stop - start, np.uint8)
             reader.read(start, data.data)
-            body = Body.of(data.data)
-            return target.send_part(part, body), body.crc64nvme, body.nbytes
+            return data
 
-        try:
-            sent = run_in_threads(send_part, range(max(1, -(-size // PART_BYTES))), _THREADS)
-            if upload is not None:
-                crc = 0
-                for _, crc_of_part, nbytes in sent:
-                    crc = combine(crc, crc_of_part, nbytes)
-                store.complete_upload(upload, [receipt for receipt, _, _ in sent], size, crc)
-        except BaseException:
-            if upload is not None:
-                with suppress(HoldfastError):  # the first error says why
-                    store.abort_upload(upload)
-            raise
+        _upload(path, size, read)
+
+
+def upload_memory(path: ObjectPath, memory: Bytes) -> None:
+    """Upload bytes as :func:`upload_file` does."""
+    _upload(path, len(memory), lambda start, stop: memory[start:stop])
+
+
+def _upload(path: ObjectPath, size: int, read: Callable[[int, int], Bytes]) -> None:
+    check_file_size(str(path), size)
+    store = path.store
+    upload = store.create_upload(path, {}) if size > PART_BYTES else None
+    target = UploadTarget(path, size, upload)
+
+    def send_part(part: int) -> tuple[str, int, int]:
+        start = part * PART_BYTES
+        body = Body.of(read(start, min(start + PART_BYTES, size)).data)
+        return target.send_part(part, body), body.crc64nvme, body.nbytes
+
+    try:
+        sent = run_in_threads(send_part, range(max(1, -(-size // PART_BYTES))), _THREADS)
+        if upload is not None:
+            crc = 0
+            for _, crc_of_part, nbytes in sent:
+                crc = combine(crc, crc_of_part, nbytes)
+            store.complete_upload(upload, [receipt for receipt, _, _ in sent], size, crc)
+    except BaseException:
+        if upload is not None:
+            with suppress(HoldfastError):  # the first error says why
+                store.abort_upload(upload)
+        raise
+
+
+def download_object(path: ObjectPath, into: Bytes) -> None:
+    """Fill memory with the first bytes of an object; several parts at a time."""
+    with path.store.open_reader(path) as reader:
+
+        def read_part(start: int) -> None:
+            reader.read(start, into[start : start + PART_BYTES].data)
+
+        run_in_threads(read_part, range(0, len(into), PART_BYTES), _THREADS)

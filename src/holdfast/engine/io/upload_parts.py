@@ -21,7 +21,7 @@ from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.io.cell_exchange import CellExchange, ReceivedRun
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.part_assembly import PartAssembly
-from holdfast.engine.io.requests import Fragments, OnBytesMoved, ShardOf, merge_fragments
+from holdfast.engine.io.requests import Fragments, MemoryOf, OnBytesMoved, merge_fragments
 from holdfast.engine.io.write_stripes import hash_fragments
 from holdfast.engine.plan.cells import CellGrain
 from holdfast.engine.plan.file_ranges import FileRange
@@ -142,9 +142,9 @@ class PartUploader:
         targets: Sequence[UploadTarget],
         rank: int,
         file_ranges: Sequence[FileRange],
-        shard_of: ShardOf,
+        bytes_of: MemoryOf,
     ) -> None:
-        self._plan, self._targets, self._shard_of = plan, targets, shard_of
+        self._plan, self._targets, self._bytes_of = plan, targets, bytes_of
         self._rank, self._ranges = rank, file_ranges
         self._starts = [_Position(file_range.file, file_range.offset) for file_range in file_ranges]
         self._sent_starts = [_Position(transfer.file, transfer.start) for transfer in plan.sent]
@@ -188,7 +188,7 @@ class PartUploader:
         kept, cut = cut_out(own, sent)
         for transfer, sent_ranges in cut:
             for file_range in sent_ranges:
-                data = cells.pack_range(transfer, file_range, self._shard_of(file_range.tensor))
+                data = cells.pack_range(transfer, file_range, self._bytes_of(file_range.tensor))
                 hashed.append(list(hash_fragments(file_range, data)))
         cells.start()
         return kept, list(cells.receive_runs())
@@ -227,7 +227,7 @@ class PartUploader:
         return [
             fragment
             for file_range in part.file_ranges
-            for fragment in assembly.add_range(file_range, self._shard_of(file_range.tensor))
+            for fragment in assembly.add_range(file_range, self._bytes_of(file_range.tensor))
         ]
 
     @contextmanager
