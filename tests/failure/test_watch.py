@@ -278,6 +278,28 @@ def test_a_save_in_flight_ends_with_the_name_of_the_dead_rank(tmp_path: Path, in
     assert [found.tag for found in holdfast.list_checkpoints(tmp_path)] == ["first"]
 
 
+def save_when_the_watch_has_ended(pipe: Connection, rank: int, path: str) -> Any:
+    with suppress(RankFailedError), holdfast.watch(**FAST):
+        holdfast.save_checkpoint(path, "first", {"w": torch.ones(4)})
+        report_ready(pipe)
+        time.sleep(600)
+    try:
+        holdfast.save_checkpoint(path, "second", {"w": torch.ones(4)})
+    except RankFailedError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_save_fails_with_the_name_of_the_dead_rank_also_after_the_watch(tmp_path: Path) -> None:
+    with watched_ranks(3, save_when_the_watch_has_ended, str(tmp_path)) as ranks:
+        ranks.await_ready()
+        killed = ranks.send(1, signal.SIGKILL)
+        for rank in (0, 2):
+            outcome = ranks.outcome(rank)
+            assert "rank 1 died" in str(outcome.result)
+            assert outcome.at - killed < 20
+
+
 def two_groups(pipe: Connection, rank: int) -> Any:
     pair = dist.new_group([1, 2])
     others = [dist.new_group([0, 3])]
