@@ -531,6 +531,10 @@ def call_wrongly(case: str) -> None:
         holdfast.copy_state(model, source={"model": Other()}, sources=[0])
     elif case == "other ranks":
         holdfast.copy_state(model, sources=[rank])
+    elif case == "number":
+        holdfast.copy_state(model, sources=1)
+    elif case == "one rank":
+        holdfast.copy_state(source=Other() if rank else {"model": model}, timeout=10)
     elif case == "outside":
         holdfast.copy_state(model, sources=[0, 2])
     elif case == "key":
@@ -548,6 +552,8 @@ def call_wrongly(case: str) -> None:
         ("no source", InvalidArgumentError, "no rank is a source"),
         ("both", InvalidArgumentError, "not both"),
         ("other ranks", RankMismatchError, "ranks disagree about sources: rank 0 has ['0'], rank 1 has ['1']"),
+        ("number", InvalidArgumentError, "sources must be a list of ranks, such as [0, 1]; got 1"),
+        ("one rank", InvalidArgumentError, "source must be a dict of objects"),
         ("outside", InvalidArgumentError, "ranks of the process group, 0 to 1; got 2"),
         ("key", InvalidArgumentError, "got the key 'weights'"),
         ("components", RankMismatchError, "what the sources give: rank 0 passes model, rank 1 model, optimizer"),
@@ -558,6 +564,15 @@ def test_wrong_calls_are_one_error_on_all_ranks(ranks: Ranks, case: str, kind: t
     for error in ranks.outcomes(2, call_wrongly, case):
         assert isinstance(error, kind)
         assert message in str(error)
+
+
+def copy_from_iterator(value: int) -> int:
+    holdfast.copy_state({"a": (tensor := torch.tensor(value + dist.get_rank()))}, sources=iter([1]))
+    return int(tensor)
+
+
+def test_sources_may_be_an_iterator(ranks: Ranks) -> None:
+    assert ranks(2, copy_from_iterator, 5) == [6, 6]
 
 
 def test_a_source_that_is_no_dict_is_an_error() -> None:

@@ -326,6 +326,14 @@ class TestShow:
             assert shown[key] == expected[key]
         assert "parts on this host: " in shown["notes"][0]
 
+    def test_shows_tensors_that_are_larger_than_the_first_file(self, tmp_path: Path) -> None:
+        local = holdfast.LocalTier(tmp_path / "host0", drain_every=NEVER)
+        model = {"small": torch.zeros(2)}
+        directory = holdfast.RunDirectory(tmp_path / "run", local=local)
+        directory.save("a", model, user_content=torch.zeros(10_000)).wait()
+        shown = invoke_json(*commands(tmp_path, "show"))
+        assert shown["bytes"] > 40_000
+
     def test_a_tag_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
         _end_job(tmp_path)
         assert "it has b" in invoke(*commands(tmp_path, "show"), "--tag", "c", code=2).stderr

@@ -106,6 +106,31 @@ def test_a_fault_in_a_save_is_raised_by_all(ranks: Ranks, tmp_path: Path, where:
     ranks(3, run, str(tmp_path), "save", "", NOBODY)
 
 
+class WithoutMessageError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("message")
+
+
+class Unsaveable:
+    def state_dict(self) -> dict[str, Any]:
+        raise WithoutMessageError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is loaded."""
+
+
+def save_without_message(path: str) -> None:
+    stateful = {"s": Unsaveable() if dist.get_rank() == 1 else torch.nn.Linear(1, 1)}
+    holdfast.save_checkpoint(path, "a", MODEL, stateful=stateful, timeout=10)
+
+
+def test_an_error_whose_message_fails_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.outcomes(3, save_without_message, str(tmp_path)):
+        assert isinstance(error, RankFailedError)
+        assert "rank 1 of 3" in str(error)
+        assert "WithoutMessageError: (no message: its __str__ raised KeyError)" in str(error)
+
+
 @pytest.mark.parametrize("where", LEADING)
 def test_a_fault_of_the_leader_is_raised_by_all(ranks: Ranks, tmp_path: Path, where: str) -> None:
     outcomes = ranks.outcomes(3, run, str(tmp_path), "save", where, 0)

@@ -152,6 +152,11 @@ def test_a_process_that_gloo_blocks_for_a_stopped_rank_ends() -> None:
         assert 3 < time.time() - stopped < 9
 
 
+class WithoutMessageError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("message")
+
+
 def end_early(pipe: Connection, rank: int, ending: str) -> str:
     watch = holdfast.watch(**FAST)
     report_ready(pipe)
@@ -160,6 +165,10 @@ def end_early(pipe: Connection, rank: int, ending: str) -> str:
             watch.close()
         if ending == "raise":
             raise ValueError("mine")
+        if ending == "surrogate":
+            raise ValueError("mine: \ud800" + 5000 * "x")
+        if ending == "no message":
+            raise WithoutMessageError
         if ending == "destroy":
             dist.destroy_process_group()
             time.sleep(5.0)
@@ -175,11 +184,21 @@ def test_a_rank_that_ends_normally_is_no_failure(ending: str) -> None:
         assert [ranks.outcome(rank).result for rank in range(3)] == ["late", "early", "late"]
 
 
-def test_the_error_that_ends_a_rank_is_named() -> None:
-    with watched_ranks(3, end_early, "raise") as ranks:
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [
+        ("raise", "ValueError: mine ("),
+        ("surrogate", r"ValueError: mine: \ud800xxxx"),
+        ("no message", "WithoutMessageError: (no message: its __str__ raised KeyError)"),
+    ],
+)
+def test_the_error_that_ends_a_rank_is_named(ending: str, error: str) -> None:
+    with watched_ranks(3, end_early, ending) as ranks:
         ranks.await_ready()
         for rank in (0, 2):
-            assert str(ranks.outcome(rank).result).startswith("rank 1 ended with an error: ValueError: mine (")
+            message = str(ranks.outcome(rank).result)
+            assert message.startswith(f"rank 1 ended with an error: {error}")
+            assert len(message) < 2000
 
 
 def rank_0_ends_first(pipe: Connection, rank: int) -> str:
@@ -257,6 +276,28 @@ def test_a_save_in_flight_ends_with_the_name_of_the_dead_rank(tmp_path: Path, in
             assert "rank 1 died" in str(outcome.result)
             assert outcome.at - killed < 9
     assert [found.tag for found in holdfast.list_checkpoints(tmp_path)] == ["first"]
+
+
+def save_when_the_watch_has_ended(pipe: Connection, rank: int, path: str) -> Any:
+    with suppress(RankFailedError), holdfast.watch(**FAST):
+        holdfast.save_checkpoint(path, "first", {"w": torch.ones(4)})
+        report_ready(pipe)
+        time.sleep(600)
+    try:
+        holdfast.save_checkpoint(path, "second", {"w": torch.ones(4)})
+    except RankFailedError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_save_fails_with_the_name_of_the_dead_rank_also_after_the_watch(tmp_path: Path) -> None:
+    with watched_ranks(3, save_when_the_watch_has_ended, str(tmp_path)) as ranks:
+        ranks.await_ready()
+        killed = ranks.send(1, signal.SIGKILL)
+        for rank in (0, 2):
+            outcome = ranks.outcome(rank)
+            assert "rank 1 died" in str(outcome.result)
+            assert outcome.at - killed < 20
 
 
 def two_groups(pipe: Connection, rank: int) -> Any:

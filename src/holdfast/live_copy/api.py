@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from holdfast.engine.comm.session import RankGroup, current_process_group
 from holdfast.live_copy.operation import CopyOperation
-from holdfast.live_copy.request import CopyRequest, check_source
+from holdfast.live_copy.request import CopyRequest, list_ranks
 from holdfast.live_copy.result import CopyResult
 from holdfast.ondisk.validation import check_timeout
 from holdfast.process.gc_pause import gc_paused
@@ -115,7 +115,7 @@ def copy_state(
         | ({"rng"} if rng is None else set()),
     )
     objects = TrainingObjects(model, optimizer, scheduler, user_content, stateful=stateful, dataloader=dataloader)
-    request = CopyRequest(objects, check_source(source), sources, policy)
+    request = CopyRequest(objects, source, list_ranks(sources), policy)
     operation = CopyOperation(request, _latest_ranks.get(process_group), check_timeout(timeout))
     background_saves.wait_for_copies()
     # Tensors that are created in inference mode could not be trained.

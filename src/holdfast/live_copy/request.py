@@ -21,7 +21,8 @@ class CopyRequest:
     """The part of one rank in a copy.
 
     ``objects`` are those of the call itself, ``source`` those in its argument ``source``. ``sources`` are the ranks
-    whose ``objects`` are the source; with ``None`` these are the ranks that pass a ``source``.
+    whose ``objects`` are the source; with ``None`` these are the ranks that pass a ``source``. Both are as the caller
+    passed them: they may be wrong on one rank alone, so all ranks check them together.
     """
 
     objects: TrainingObjects
@@ -45,7 +46,11 @@ class CopyRequest:
 
     def describe_call(self) -> CallDescription:
         """Return the arguments that must be equal on all ranks."""
-        sources = "the ranks that pass source=" if self.sources is None else sorted(map(str, self.sources))
+        sources: object = self.sources
+        if isinstance(sources, tuple):
+            sources = sorted(map(str, sources))
+        elif sources is None:
+            sources = "the ranks that pass source="
         return CallDescription("copy_state", {"sources": str(sources)})
 
     def describe_policy(self) -> str:
@@ -59,6 +64,7 @@ class CopyRequest:
         if self.sources is not None:
             self._check_sources(self.sources, size)
         if self.source is not None:
+            _check_source(self.source)
             unknown = sorted(map(str, self.source.keys() - {*_SOURCE_NAMES}))
             if unknown:
                 raise InvalidArgumentError(
@@ -74,18 +80,26 @@ class CopyRequest:
                 "pass sources= with ranks, if the objects of these ranks are copied to the other ranks, or source= "
                 "with objects, on the ranks that have them; not both"
             )
+        if not isinstance(sources, tuple):
+            raise InvalidArgumentError(f"sources must be a list of ranks, such as [0, 1]; got {sources!r:.80}")
         outside = [rank for rank in sources if not isinstance(rank, int) or not 0 <= rank < size]
         if outside or not sources:
-            raise InvalidArgumentError(
-                f"sources must be ranks of the process group, 0 to {size - 1}; got {outside[0] if outside else 'none'}"
-            )
+            got = repr(outside[0]) if outside else "none"
+            raise InvalidArgumentError(f"sources must be ranks of the process group, 0 to {size - 1}; got {got}")
 
 
-def check_source(source: object) -> Mapping[str, Any] | None:
-    """Return the argument ``source``. Raises ``InvalidArgumentError`` if it is not a dict of objects."""
-    if source is not None and not isinstance(source, Mapping):
+def list_ranks(sources: Any) -> Any:
+    """Return the argument ``sources`` as a tuple, which can be read more than once, or as it is if it is no list."""
+    try:
+        return None if sources is None else tuple(sources)
+    except TypeError:
+        return sources
+
+
+def _check_source(source: object) -> None:
+    """Raise ``InvalidArgumentError`` if the argument ``source`` is not a dict of objects."""
+    if not isinstance(source, Mapping):
         raise InvalidArgumentError(
             f"source must be a dict of objects, such as {{'model': model, 'optimizer': optimizer}}; got {source!r}. "
             "Ranks are passed as sources="
         )
-    return source

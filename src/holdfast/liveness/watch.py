@@ -9,7 +9,6 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from holdfast.engine.comm.known_failures import known_failures
 from holdfast.engine.comm.rendezvous import SessionStore
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.plan.spec import digest_bytes
@@ -142,7 +141,6 @@ class Watch(ClosingMixin):
         if self._watcher is not None:
             self._at_exit.cancel()
             self._watcher.stop(error)
-            known_failures.clear()
         self._main_thread.close()
 
 

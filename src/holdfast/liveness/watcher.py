@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from holdfast.engine.comm.polling import poll_until
-from holdfast.engine.comm.vote import COORDINATOR_RANK
+from holdfast.engine.comm.vote import COORDINATOR_RANK, describe_error
 from holdfast.errors import HoldfastError
 from holdfast.liveness.board import FAREWELL, Board, Notice
 from holdfast.liveness.heartbeats import Ring, SilenceMeter, find_unchanged
@@ -29,6 +29,9 @@ _SETTLE_SECONDS = 0.005
 
 #: The number of intervals for which the ranks after a silent one are observed, too.
 _SWEEP_INTERVALS = 3
+
+#: The most characters of the message of an error that every rank logs.
+_MOST_DETAIL = 1000
 
 _log = logging.getLogger("holdfast")
 
@@ -238,7 +241,7 @@ class Watcher:
         if not self._has_joined:
             return
         if self._error is not None and self._loss is None:
-            detail = f"{type(self._error).__name__}: {self._error}"
+            detail = describe_error(self._error)[:_MOST_DETAIL]
             self._board.post_notice(Notice(self._loss_of([self._rank], Evidence.RAISED, detail)))
         poll_until(self._has_said_farewell, self._times.farewell_seconds, lambda: "")
         self._board.settle()

@@ -151,7 +151,9 @@ def check_table(common: Common, table: PartTable, file: str) -> PartTable:
 
 def describe_layout(common: Common) -> PartTable:
     """Return a table that covers all tensors, without CRCs: from it follow the headers of a checkpoint to be shown."""
-    sizes = layout_plan(common.groups).tensor_sizes
-    whole = [FileRange(tensor, 0, nbytes, 0, 0, 0) for tensor, nbytes in enumerate(sizes)]
+    plan = layout_plan(common.groups)
+    files = [number for number, file in enumerate(plan.files) for _ in file.entries]
+    sizes = zip(files, plan.tensor_sizes, strict=True)
+    whole = [FileRange(tensor, 0, nbytes, 0, file, 0) for tensor, (file, nbytes) in enumerate(sizes)]
     rows = PartRows.from_ranges([(part, 0) for file_range in whole for part in split_at_blocks(file_range)])
     return PartTable(PartName(common.label.key, 0, 1), "", 0, rows)

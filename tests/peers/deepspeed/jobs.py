@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ def run(spec: dict[str, Any]) -> None:
         record["client_state"] = {key: client[key] for key in spec.get("client_state", {})}
         note(engine, record, out, "loaded")
     if "holdfast_load" in spec:
-        path, client = load_checkpoint(engine, spec["holdfast_load"], **spec.get("load_options", {}))
+        with warnings.catch_warnings(record=True) as caught:
+            path, client = load_checkpoint(engine, spec["holdfast_load"], **spec.get("load_options", {}))
         record["client_state"] = client
+        record["warnings"] = [str(item.message) for item in caught if "not all that was asked for" in str(item.message)]
         note(engine, record, out, "loaded")
     for number, steps in enumerate(spec.get("steps", [])):
         record.setdefault("losses", []).extend(train(engine, range(*steps)))
@@ -60,7 +63,8 @@ def is_refused(engine: Any, spec: dict[str, Any]) -> bool:
         engine.module.get_parameter(spec["change_weight"]).data.add_(1)
     kind, message = spec["save_error"]
     try:
-        save_checkpoint(engine, spec["refused_save"], client_state=spec.get("client_state", {}))
+        saved = engine.module if spec.get("pass_module") else engine
+        save_checkpoint(saved, spec["refused_save"], client_state=spec.get("client_state", {}))
     except HoldfastError as error:
         return type(error).__name__ == kind and message in str(error)
     return False

@@ -61,6 +61,7 @@ def test_another_stage_resumes_on_another_number_of_ranks(saved: Any, tmp_path: 
         assert differing(record.state("trained0"), resumed.state("loaded")) == [], label
         assert differing_values(record, resumed, ("trained0", "loaded")) == {}, label
         assert resumed.values["client_state"] == {"epoch": 3, "best": 2.5}, label
+        assert resumed.values["warnings"] == [], label
         assert resumed.values["loaded"]["global_samples"] == record.values["trained0"]["global_samples"], label
         if dtype == "fp16":
             for name in ("scale", "scale_iteration"):

@@ -73,6 +73,16 @@ def test_what_cannot_be_stored_is_refused_by_its_name_on_all_ranks(tmp_path: Pat
             "save_error": ["InvalidArgumentError", "client_state has 'global_steps'"],
         },
         {
+            "stage": 1,
+            "client_state": [3],
+            "save_error": ["InvalidArgumentError", "client_state must be a dict, such as {'epoch': 3}; got [3]"],
+        },
+        {
+            "stage": 1,
+            "pass_module": True,
+            "save_error": ["InvalidArgumentError", "pass the engine that deepspeed.initialize returned; got Net"],
+        },
+        {
             "stage": 2,
             "options": {"config": {"gradient_accumulation_steps": 2}},
             "steps": [[0, 3]],

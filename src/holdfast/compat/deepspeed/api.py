@@ -9,7 +9,13 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from holdfast import api
 from holdfast.compat.deepspeed.engine_state import EngineState
-from holdfast.compat.deepspeed.engine_values import EngineContent, collect_values, restore_values, separate_client_state
+from holdfast.compat.deepspeed.engine_values import (
+    EngineContent,
+    as_component,
+    collect_values,
+    restore_values,
+    separate_client_state,
+)
 from holdfast.compat.deepspeed.partitions import open_engine
 from holdfast.engine.comm.session import RankGroup
 from holdfast.observe.events import OnEvent
@@ -85,7 +91,7 @@ def save_checkpoint(
     Raises:
         StateError: The engine has a form that cannot be stored, such as states on NVMe; gradients are accumulated; or
             weights were changed without their master weights. The message names the parameter.
-        InvalidArgumentError: ``client_state`` has a key of the engine's values.
+        InvalidArgumentError: ``engine`` is no engine, or ``client_state`` no dict or with a key of the engine's values.
         Exception: All errors of :func:`holdfast.save_checkpoint`.
     """
 
@@ -151,7 +157,7 @@ def load_checkpoint(
             tag,
             state.model,
             state.optimizer if with_optimizer else None,
-            scheduler,
+            as_component(scheduler),
             allow_missing=("scheduler",),
             timeout=timeout,
             **given,

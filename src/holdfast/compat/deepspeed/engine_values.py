@@ -40,7 +40,12 @@ class EngineContent:
 
 
 def collect_values(engine: Any, client_state: Mapping[str, Any]) -> EngineContent:
-    """Return the values of an engine. Raises ``InvalidArgumentError`` if the client state has one of their keys."""
+    """Return the values of an engine.
+
+    Raises ``InvalidArgumentError`` if the client state is no dict, or has one of their keys.
+    """
+    if not isinstance(client_state, Mapping):
+        raise InvalidArgumentError(f"client_state must be a dict, such as {{'epoch': 3}}; got {client_state!r:.80}")
     taken = sorted((ENGINE_KEYS | _SOURCE_KEYS) & client_state.keys())
     if taken:
         raise InvalidArgumentError(
@@ -54,11 +59,15 @@ def collect_values(engine: Any, client_state: Mapping[str, Any]) -> EngineConten
     scaler = find_scaler(engine)
     if scaler is not None:
         content[_SCALER] = dict(vars(scaler))
-    scheduler = engine.lr_scheduler
-    if scheduler is not None and scheduler.state_dict().keys() == _COUNTER:
-        content[_SCHEDULER] = scheduler.state_dict()
-        scheduler = None
-    return EngineContent({**content, **client_state}, scheduler)
+    component = as_component(engine.lr_scheduler)
+    if component is not engine.lr_scheduler:
+        content[_SCHEDULER] = engine.lr_scheduler.state_dict()
+    return EngineContent({**content, **client_state}, component)
+
+
+def as_component(scheduler: Any) -> Any:
+    """Return a scheduler of torch, and ``None`` for one of DeepSpeed's own, whose state is among the values."""
+    return None if scheduler is not None and scheduler.state_dict().keys() == _COUNTER else scheduler
 
 
 def find_scaler(engine: Any) -> Any:
@@ -82,7 +91,7 @@ def restore_values(engine: Any, result: RestoreResult, scheduler: Any) -> None:
     Raises ``MismatchError`` if the checkpoint has no state of ``scheduler``, or of another kind of loss scaler.
     """
     content = result.user_content if isinstance(result.user_content, Mapping) else {}
-    if scheduler is not None and "scheduler" in result.missing:
+    if scheduler is not None and (as_component(scheduler) is None or "scheduler" in result.missing):
         state = content.get(_SCHEDULER)
         if state is None:
             raise MismatchError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -23,7 +24,7 @@ from torch import nn
 
 from holdfast.compat.deepspeed.engine_state import EngineState, WeightCopy
 from holdfast.compat.deepspeed.flat_group import FlatGroup, RankPlace
-from holdfast.errors import StateError
+from holdfast.errors import InvalidArgumentError, StateError
 from holdfast.state.model.flat_model import FlatModel
 from holdfast.state.model.flat_shards import FlatShard
 from holdfast.state.model.fsdp1 import named_modules
@@ -35,8 +36,11 @@ _Names = Mapping[int, list[str]]
 def open_engine(engine: Any) -> EngineState:
     """Return the state of an engine. Use it as a context manager: ZeRO-3 gathers parameters again at its end.
 
-    Raises ``StateError`` if the engine has a form that holdfast does not store.
+    Raises ``StateError`` if the engine has a form that holdfast does not store, and ``InvalidArgumentError`` if it is
+    no engine.
     """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise InvalidArgumentError(f"pass the engine that deepspeed.initialize returned; got {type(engine).__name__}")
     _check_engine(engine)
     for kind, view in _VIEWS.items():
         if type(engine.optimizer) is kind:

@@ -28,7 +28,10 @@ class _KnownFailure:
 
 
 class KnownFailures:
-    """The failures of one process. Ranks are numbered as in the default group, whose next incarnation has none."""
+    """The failures of one process. Ranks are numbered as in the default group, whose next incarnation has none.
+
+    They outlast the watch: the error about them ends it, and saves in the background must still learn of them.
+    """
 
     def __init__(self) -> None:
         self._failures: tuple[_KnownFailure, ...] = ()

@@ -44,7 +44,7 @@ class RankFailure(msgspec.Struct, frozen=True):
         if isinstance(error, HoldfastError):
             number = error.errno if isinstance(error, OSError) else None
             return cls(_public_type(error).__name__, _to_printable(error.args[-1] if error.args else ""), number)
-        return cls(RankFailedError.__name__, f"{type(error).__name__}: {_to_printable(error)}")
+        return cls(RankFailedError.__name__, describe_error(error))
 
     def to_error(self) -> HoldfastError:
         """Rebuild the error on any rank."""
@@ -194,6 +194,15 @@ def format_ranks(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and its message, which code outside this package may fail to make."""
+    try:
+        message = _to_printable(error)
+    except Exception as failure:  # noqa: BLE001 - any code
+        message = f"(no message: its __str__ raised {type(failure).__name__})"
+    return f"{type(error).__name__}: {message}"
 
 
 def _to_printable(message: object) -> str:
