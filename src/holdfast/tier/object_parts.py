@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast.engine.io.upload_files import download_object, upload_memory
 from holdfast.errors import InvalidArgumentError
 from holdfast.run.upload_staging import UploadStaging
-from holdfast.storage.mapped_file import map_to_write, reserve_span
+from holdfast.storage.mapped_file import map_reserved
 from holdfast.storage.memory import Bytes
 from holdfast.storage.object_path import ObjectPath
 from holdfast.tier.collected import CollectedParts
@@ -52,8 +52,8 @@ class ObjectParts(CollectedParts):
             paths = {rank: staging.path / f"{rank:06d}{DATA_SUFFIX}" for rank in tables}
             for rank, table in tables.items():
                 if table.nbytes:
-                    reserve_span(paths[rank], table.nbytes, 0, table.nbytes)
-                    download_object(self._prefix / table.data, map_to_write(paths[rank]))
+                    memory = map_reserved(paths[rank], table.nbytes)
+                    download_object(self._prefix / table.data, memory[: table.nbytes])
             yield paths
         finally:
             staging.discard()
