@@ -20,7 +20,8 @@ def check_run_directory(run: Path, saved: Sequence[set[State]], durable: set[Sta
 
     ``saved`` are the states that each incarnation has begun to save.
     """
-    found = {State.of_tag(entry.name) for entry in run.iterdir() if parse_hidden_name(entry.name) is None}
+    visible = (entry.name for entry in run.iterdir() if parse_hidden_name(entry.name) is None)
+    found = {State.of_tag(name) for name in visible if not name.startswith(".")}
     for state in sorted(found):
         if state not in saved[state.incarnation]:
             raise ViolationError(f"{run / state.tag} is there, and nobody has saved it")
