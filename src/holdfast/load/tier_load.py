@@ -71,12 +71,11 @@ class _AssembledParts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Hosts(msgspec.Struct, frozen=True, array_like=True):
-    """The text of the job, the hosts of its ranks, and the beginnings of the names of their files.
+    """The hosts of the ranks, and the beginnings of the names of their files.
 
     The run directory lacks the parts of ``ranks`` of the generation ``lacking``.
     """
 
-    job: str
     host_of: list[int]
     writers: list[str]
     lacking: GenerationKey | None
@@ -107,12 +106,19 @@ class TierLoad:
         From now on, an earlier job that is still alive changes none of them.
         """
         session = self._ranks.open_session(self._timeout)
-        job = self._gather(session)
-        session.run_on_all("taking over the local tier", lambda: self.tier.take_over(job))
+        _, raw = session.vote(
+            "beginning to look into the local tier",
+            lambda: self.tier.folder.find_newest_epoch(),
+            _encode,
+            lambda posted: self.tier.reserve_epoch(max(map(msgspec.msgpack.decode, posted))).encode(),
+        )
+        # On all hosts before any of them looks: else an earlier job may complete a generation, and remove one, meanwhile.
+        session.run_on_all("taking over the local tier", lambda: self.tier.take_over(raw.decode()))
+        self._gather(session)
         session.leave()
 
-    def _gather(self, session: Session) -> str:
-        """Exchange what the hosts have. Return the text of the job."""
+    def _gather(self, session: Session) -> None:
+        """Exchange what the hosts have."""
 
         def list_own() -> HostOffer:
             folder = self.tier.folder
@@ -125,14 +131,13 @@ class TierLoad:
             self._unreadable = [one.problem for offer in offers for one in offer.generations if one.problem]
             host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
             writers = [offers[rank].writer for rank in first_ranks]
-            return _encode(_Hosts(self.tier.job, host_of, writers, *self._find_lacking(offers, epochs)))
+            return _encode(_Hosts(host_of, writers, *self._find_lacking(offers, epochs)))
 
         _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
         hosts: _Hosts = msgspec.msgpack.decode(raw, type=_Hosts)
         self._host_of, self._writers = hosts.host_of, hosts.writers
         if hosts.lacking is not None:
             self._complete_collected(session, hosts.lacking, hosts.ranks)
-        return hosts.job
 
     def _find_lacking(
         self, offers: Sequence[HostOffer], epochs: Mapping[int, int]

@@ -20,7 +20,7 @@ from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
-from holdfast.errors import HoldfastError, SpaceShortageError, StateError
+from holdfast.errors import HoldfastError, SpaceShortageError, StateError, StorageError
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.manifest import Manifest
@@ -201,8 +201,8 @@ class TierSave(CheckpointSave):
         if self.completed_locally is not None:
             self.completed_locally.set_result(None)
         self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
-        self._keep_newest(self._slot)
-        self._tier.remove_generations(lambda key: key >= common.label.key)
+        if self._keep_newest(self._slot):
+            self._tier.remove_generations(lambda key: key >= common.label.key)
         if not self._begun.drains:
             self._release_slot()
         return info
@@ -240,20 +240,26 @@ class TierSave(CheckpointSave):
         self._tier.note_complete(self._key)
         return common
 
-    def _keep_newest(self, slot: Slot) -> None:
-        """Copy the part to other hosts. Then the slots of the generation before may be used again.
+    def _keep_newest(self, slot: Slot) -> bool:
+        """Copy the part to other hosts. Return whether the generations before are not needed any more.
 
-        A failure only warns: the checkpoint is complete without copies.
+        A failure only warns: the checkpoint is complete without copies. If another rank has failed, its host may be
+        lost, and only a generation before, which has copies, can be loaded. If memory is short, that must not stay.
         """
-        copies: list[Slot] = []
+        slots = self._tier.slots
         try:
             copies = self._make_redundant(slot)
         except HoldfastError as error:
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
-        self._tier.slots.keep([slot, *copies])
+            if not isinstance(error, StorageError):
+                slots.keep_beside([slot])
+                return False
+            copies = []
+        slots.keep([slot, *copies])
         for copy in copies:
-            self._tier.slots.unpin(copy)
+            slots.unpin(copy)
+        return True
 
     def _make_redundant(self, slot: Slot) -> list[Slot]:
         """Copy the part to other hosts, or compute parity. Return the pinned slots with what this rank got."""

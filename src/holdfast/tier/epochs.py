@@ -1,15 +1,20 @@
 """Epochs: which generations of the local tier belong to the training as it went on, and which to an abandoned branch.
 
 A host that was disconnected may come back with generations that are newer than the one from which the others continued.
-And a user may go back to an older checkpoint on purpose. So each job that uses the tier claims an *epoch* when it loads
-or first saves: it creates a file in the run directory that no other job can create, with the sequence number of the
-checkpoint from which it continues. A generation is *retired* if a later epoch continued from an older checkpoint.
+And a user may go back to an older checkpoint on purpose. So each job that uses the tier claims an *epoch*:
 
-In the run directory the files are in ``.epochs``. They are small, and one is made at each start of a job.
+1. When it begins to load, or at its first save, it reserves a number: it creates a file in the run directory that no
+   other job can create. The reservation orders jobs: from then on, one with a lower number drains nothing, takes over
+   no folder, and ends no load. So a job that was stopped while another one went on changes nothing when it wakes up.
+2. When it has loaded, it writes the sequence number of the checkpoint from which it continues. A generation is
+   *retired* if a later epoch continued from an older checkpoint.
+
+In the run directory the files are in ``.epochs``. They are small, and two are made at each start of a job.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,7 +29,10 @@ from holdfast.storage.store import store_of
 #: The folder of the epochs in a run directory.
 FOLDER = ".epochs"
 
-_SUFFIX = ".json"
+_SUFFIX, _RESERVED = ".json", ".reserved"
+
+#: A folder of a tier knows its job by a text that begins with the job's epoch.
+_JOB = re.compile(r"(?P<epoch>\d{8})-[0-9a-f]+")
 
 
 class _Epoch(msgspec.Struct, frozen=True):
@@ -47,21 +55,49 @@ def read_epochs(run: Path) -> Mapping[int, int]:
     return starts
 
 
-def claim_epoch(run: Path, start: int, above: int = 0) -> int:
-    """Claim the next epoch of a run, which continues from the checkpoint with the sequence number ``start``.
+def find_newest_epoch(run: Path) -> int:
+    """Return the largest number that a job of a run has reserved; 0 if none has."""
+    names = store_of(run).list_names(run / FOLDER)
+    numbers = (name.removesuffix(_SUFFIX).removesuffix(_RESERVED) for name in names)
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
-    Its number is larger than ``above``: a run directory may have lost its epochs.
-    """
-    folder, data = run / FOLDER, msgspec.json.encode(_Epoch(start))
+
+def reserve_epoch(run: Path, above: int = 0) -> int:
+    """Reserve the next epoch of a run. Its number is larger than ``above``: a run directory may have lost its epochs."""
     if not isinstance(run, ObjectPath):
-        posix.make_durable_directory(folder)
-    number = max([above, *read_epochs(run)])
+        posix.make_durable_directory(run / FOLDER)
+    number = max(above, find_newest_epoch(run))
     while True:
         number += 1
-        path = folder / f"{number:06d}{_SUFFIX}"
-        is_created = path.store.create_object(path, data) if isinstance(path, ObjectPath) else create_small(path, data)
-        if is_created:
+        if _create(run / FOLDER / f"{number:06d}{_RESERVED}", b""):
             return number
+
+
+def begin_epoch(run: Path, number: int, start: int) -> None:
+    """Begin a reserved epoch, which continues from the checkpoint with the sequence number ``start``."""
+    _create(run / FOLDER / f"{number:06d}{_SUFFIX}", msgspec.json.encode(_Epoch(start)))
+
+
+def claim_epoch(run: Path, start: int, above: int = 0) -> int:
+    """Reserve the next epoch of a run, and begin it."""
+    number = reserve_epoch(run, above)
+    begin_epoch(run, number, start)
+    return number
+
+
+def _create(path: Path, data: bytes) -> bool:
+    return path.store.create_object(path, data) if isinstance(path, ObjectPath) else create_small(path, data)
+
+
+def name_job(epoch: int, token: str) -> str:
+    """Return the text by which folders know a job: its epoch, and random digits."""
+    return f"{epoch:08d}-{token}"
+
+
+def parse_job_epoch(job: str) -> int:
+    """Return the epoch of a job from its text; 0 if it is none."""
+    match = _JOB.fullmatch(job)
+    return 0 if match is None else int(match["epoch"])
 
 
 def is_retired(epochs: Mapping[int, int], epoch: int, sequence: int) -> bool:
