@@ -16,7 +16,7 @@ from campaigns.tier.histories.durable import check_run_directory
 from campaigns.tier.histories.notes import read_notes
 from campaigns.tier.histories.oracle import Known, Oracle
 from campaigns.tier.histories.plan import Incarnation, Incident, draw_history
-from campaigns.tier.histories.training import TIMEOUT, Places, train
+from campaigns.tier.histories.training import SIGNAL_FOR_STACKS, Places, train
 
 #: The seconds after which a job counts as hanging, and those in which a moment must come.
 _MAX_SECONDS, _PATIENCE = 90.0, 3.0
@@ -115,14 +115,14 @@ class _History:
             return (incident.victim, word) in job.messages
 
         def is_ready() -> bool:
-            ready = "here" if not incident.is_loaded and incident.moment is None else "loaded"
-            return has_come() or bool(job.outcomes) or job.count_messages(ready) == job.size
+            has_begun = (0, "load has begun") in job.messages and not incident.is_loaded and incident.moment is None
+            return has_come() or bool(job.outcomes) or has_begun or job.count_messages("loaded") == job.size
 
         if not waiting.wait_until(is_ready, _MAX_SECONDS):
-            raise ViolationError(f"the job hangs at its load; ranks have said {sorted(job.messages)}")
+            raise _describe_hang(job)
         if incident.kind == "end":
-            if not waiting.wait_until(lambda: len(job.outcomes) == job.size, _MAX_SECONDS):
-                raise ViolationError(f"the job does not end; {sorted(job.outcomes)} have ended")
+            if not waiting.wait_until(job.have_ended, _MAX_SECONDS):
+                raise _describe_hang(job)
             return True
         seconds = incident.seconds if incident.moment is None else _PATIENCE
         waiting.wait_until(lambda: has_come() or bool(job.outcomes), seconds)
@@ -132,10 +132,9 @@ class _History:
         """Raise ``ViolationError`` if ranks have failed before anything happened."""
         is_hit = any(word in {"killed", "stopped"} for _, word in job.messages)
         failed = {rank: (end.error, end.message) for rank, end in job.outcomes.items() if end.error}
-        if failed and not is_hit:
+        # On a machine with too much to do, a rank may be late.
+        if not is_hit and any(kind != "RankTimeoutError" for kind, _ in failed.values()):
             raise ViolationError(f"ranks fail before anything happens to them: {failed}")
-        if incident.kind == "end" and len(job.outcomes) != incarnation.size:
-            raise ViolationError("the job has not ended well")
 
     def _let_happen(self, waiting: _Waiting, incarnation: Incarnation) -> None:
         incident, job = incarnation.incident, waiting.job
@@ -155,7 +154,7 @@ class _History:
         if not incident.is_patient:
             waiting.wait_until(lambda: job.have_ended(*victims), _SOON * incident.seconds)
         elif not waiting.wait_until(lambda: job.have_ended(*victims), _MAX_SECONDS):
-            raise ViolationError(f"ranks hang after others were killed: {sorted(set(others) - job.outcomes.keys())}")
+            raise _describe_hang(job)
         untyped = {rank: job.outcomes[rank] for rank in others if rank in job.outcomes}
         untyped = {rank: end for rank, end in untyped.items() if end.error and not end.is_typed}
         if untyped:
@@ -163,6 +162,15 @@ class _History:
         job.__exit__(None, None, None)
         for host in incident.lost:
             shutil.rmtree(self._places.tier(host), ignore_errors=True)
+
+
+def _describe_hang(job: Job) -> ViolationError:
+    """Return the violation that ranks hang. They write their stacks into files of the history."""
+    hanging = [rank for rank in range(job.size) if rank not in job.outcomes]
+    for rank in hanging:
+        job.send_signal(rank, SIGNAL_FOR_STACKS)
+    time.sleep(1.0)
+    return ViolationError(f"ranks {hanging} hang; ranks have said {sorted(job.messages)}")
 
 
 def _list_victims(incarnation: Incarnation) -> list[int]:

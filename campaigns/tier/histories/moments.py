@@ -28,6 +28,11 @@ class Moment:
     needs: str = ""
 
     @property
+    def is_ordered(self) -> bool:
+        """False before the job has a place in the order of all: if it was stopped then, it would be the newest one."""
+        return self.point.name != "reserving an epoch"
+
+    @property
     def name(self) -> str:
         """The phase and the point."""
         return f"{self.phase}: {self.point.name}"

@@ -44,7 +44,7 @@ class Incident:
     """What happens, to which rank, and when.
 
     It happens when the victim reaches ``moment`` for the time number ``turn``; or, without one, ``seconds`` after the
-    start, or after the load if ``is_loaded``. ``is_patient``: the other ranks run until they fail; else they are killed
+    load has begun, or after it has ended if ``is_loaded``. ``is_patient``: the other ranks run until they fail; else they are killed
     soon. ``lost``: the hosts that are lost in addition. ``wakes_after``: the seconds of the next incarnation after which
     who was stopped goes on.
     """
@@ -64,7 +64,7 @@ class Incident:
         """Where it happens."""
         if self.moment is not None:
             return self.moment.name
-        return "at random" if self.is_loaded else "at random from the start"
+        return "at random" if self.is_loaded else "at random from the load on"
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def _draw_incarnation(draw: random.Random, number: int, hosts: str, *, is_last: 
 def _draw_incident(draw: random.Random, number: int, hosts: str, options: TierOptions, *, is_last: bool) -> Incident:
     kind = "end" if is_last else draw.choices(list(KINDS), list(KINDS.values()))[0]
     moment = _draw_moment(draw, number, hosts, options) if kind not in {"go on", "end"} and draw.random() < 0.7 else None
+    if kind.startswith("stop") and moment is not None and not moment.is_ordered:
+        moment = None
     victim = 0 if moment is not None and moment.point.rank_0_only else draw.randrange(len(hosts))
     lost = ""
     if kind == "kill all" and draw.random() < 0.6:

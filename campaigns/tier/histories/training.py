@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
+import signal
 import time
 import warnings
 from contextlib import ExitStack
@@ -21,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from campaigns.common.job import Rank
-from campaigns.common.points import call_at_point
+from campaigns.common.points import Point, call_at_point
 from campaigns.tier import known_state
 from campaigns.tier.histories.notes import NoteWriter, State
 from campaigns.tier.histories.plan import Incarnation
@@ -29,6 +31,12 @@ from holdfast.observe.events import Event, Saved, SavedLocally
 
 #: The seconds that ranks wait for each other.
 TIMEOUT = 5.0
+
+#: A rank that gets it writes the stacks of its threads into a file of the history.
+SIGNAL_FOR_STACKS = signal.SIGUSR1
+
+#: On rank 0: from then on, this job is newer than those before.
+_RESERVED = Point("epoch reserved", "holdfast.tier.state.reserve_epoch", after=True)
 
 #: The saves of an incarnation that ends well.
 _STEPS = 4
@@ -106,6 +114,8 @@ def train(rank: Rank, places: Places, incarnation: Incarnation) -> None:
     number = dist.get_rank()
     notes = NoteWriter(places.notes, incarnation.number, number)
     _note_warnings(notes)
+    stacks = (places.folder / f"stacks-{incarnation.number}-{number}").open("w")
+    faulthandler.register(SIGNAL_FOR_STACKS, stacks)
     options = asdict(incarnation.options)
     directory = holdfast.RunDirectory(
         places.run,
@@ -117,6 +127,7 @@ def train(rank: Rank, places: Places, incarnation: Incarnation) -> None:
     training = Training(incarnation.layout)
     rank.wait_for_all_ranks()
     with ExitStack() as traps:
+        traps.enter_context(call_at_point(_RESERVED, lambda: rank.send_message("load has begun")))
         _set_trap(rank, incarnation, ("load", "loaded drain"), traps)
         state = _load(directory, training, notes, incarnation)
         rank.send_message("loaded")

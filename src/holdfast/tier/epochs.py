@@ -5,9 +5,10 @@ And a user may go back to an older checkpoint on purpose. So each job that uses 
 
 1. When it begins to load, or at its first save, it reserves a number: it creates a file in the run directory that no
    other job can create. The reservation orders jobs: from then on, one with a lower number drains nothing, takes over
-   no folder, and ends no load. So a job that was stopped while another one went on changes nothing when it wakes up.
-2. When it has loaded, it writes the sequence number of the checkpoint from which it continues. A generation is
-   *retired* if a later epoch continued from an older checkpoint.
+   no folder, and begins no epoch. So a job that was stopped while another one went on changes nothing when it wakes up.
+2. When it has loaded, it begins its epoch: it creates another file, with the sequence number of the checkpoint from
+   which it continues. A later job creates this file, too, but without a number, if it is not there yet: one of both
+   succeeds. A generation is *retired* if a later epoch continued from an older checkpoint.
 
 In the run directory the files are in ``.epochs``. They are small, and two are made at each start of a job.
 """
@@ -36,46 +37,61 @@ _JOB = re.compile(r"(?P<epoch>\d{8})-[0-9a-f]+")
 
 
 class _Epoch(msgspec.Struct, frozen=True):
-    """``start`` is the sequence number of the checkpoint from which the epoch continues; 0 without one."""
+    """``start`` is the sequence number of the checkpoint from which the epoch continues; 0 without one.
 
-    start: int
+    It is ``None`` for an epoch that must not begin any more.
+    """
+
+    start: int | None
 
 
 def read_epochs(run: Path) -> Mapping[int, int]:
-    """Return the starts of all epochs of a run, by their numbers. Raises ``CorruptCheckpointError`` naming a file."""
+    """Return the starts of the epochs of a run that began, by their numbers.
+
+    Raises ``CorruptCheckpointError`` naming a file.
+    """
     folder = run / FOLDER
     starts = {}
-    for name in store_of(run).list_names(folder):
-        number = name.removesuffix(_SUFFIX)
-        if name.endswith(_SUFFIX) and number.isdecimal():
-            try:
-                starts[int(number)] = msgspec.json.decode(store_of(folder).read_small(folder / name), type=_Epoch).start
-            except msgspec.DecodeError as error:
-                raise CorruptCheckpointError(f"{folder / name} is corrupt: {error}; remove it") from error
+    for number in _list_numbers(run, _SUFFIX):
+        path = _path_of(run, number, _SUFFIX)
+        try:
+            start = msgspec.json.decode(store_of(folder).read_small(path), type=_Epoch).start
+        except msgspec.DecodeError as error:
+            raise CorruptCheckpointError(f"{path} is corrupt: {error}; remove it") from error
+        if start is not None:
+            starts[number] = start
     return starts
 
 
 def find_newest_epoch(run: Path) -> int:
     """Return the largest number that a job of a run has reserved; 0 if none has."""
-    names = store_of(run).list_names(run / FOLDER)
-    numbers = (name.removesuffix(_SUFFIX).removesuffix(_RESERVED) for name in names)
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return max(_list_numbers(run, _SUFFIX) | _list_numbers(run, _RESERVED), default=0)
 
 
 def reserve_epoch(run: Path, above: int = 0) -> int:
-    """Reserve the next epoch of a run. Its number is larger than ``above``: a run directory may have lost its epochs."""
+    """Reserve the next epoch of a run. Its number is larger than ``above``: a run directory may have lost its epochs.
+
+    Epochs with lower numbers that have not begun never will.
+    """
     if not isinstance(run, ObjectPath):
         posix.make_durable_directory(run / FOLDER)
     number = max(above, find_newest_epoch(run))
     while True:
         number += 1
-        if _create(run / FOLDER / f"{number:06d}{_RESERVED}", b""):
-            return number
+        if _create(_path_of(run, number, _RESERVED), b""):
+            break
+    for older in _list_numbers(run, _RESERVED) - _list_numbers(run, _SUFFIX):
+        if older < number:
+            _create(_path_of(run, older, _SUFFIX), msgspec.json.encode(_Epoch(None)))
+    return number
 
 
-def begin_epoch(run: Path, number: int, start: int) -> None:
-    """Begin a reserved epoch, which continues from the checkpoint with the sequence number ``start``."""
-    _create(run / FOLDER / f"{number:06d}{_SUFFIX}", msgspec.json.encode(_Epoch(start)))
+def begin_epoch(run: Path, number: int, start: int) -> bool:
+    """Begin a reserved epoch, which continues from the checkpoint with the sequence number ``start``.
+
+    Return whether it has begun: not if another job has reserved a later epoch.
+    """
+    return _create(_path_of(run, number, _SUFFIX), msgspec.json.encode(_Epoch(start)))
 
 
 def claim_epoch(run: Path, start: int, above: int = 0) -> int:
@@ -83,6 +99,15 @@ def claim_epoch(run: Path, start: int, above: int = 0) -> int:
     number = reserve_epoch(run, above)
     begin_epoch(run, number, start)
     return number
+
+
+def _list_numbers(run: Path, suffix: str) -> set[int]:
+    names = (name.removesuffix(suffix) for name in store_of(run).list_names(run / FOLDER) if name.endswith(suffix))
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def _path_of(run: Path, number: int, suffix: str) -> Path:
+    return run / FOLDER / f"{number:06d}{suffix}"
 
 
 def _create(path: Path, data: bytes) -> bool:

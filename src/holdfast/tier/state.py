@@ -110,8 +110,8 @@ class TierState:
         """
         if not self._reserved:  # nothing was loaded
             self.job = self.reserve_epoch(self.folder.find_newest_epoch())
-        self._check_newest(f"this one cannot continue {self.run}")
-        begin_epoch(self.run, self._reserved, start)
+        if not begin_epoch(self.run, self._reserved, start):
+            raise StateError(f"another job has continued the run {self.run}")
         self._epoch, self._reserved = self._reserved, 0
         self.durable = list_checkpoints(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
@@ -198,11 +198,8 @@ class TierState:
 
     def check_not_fenced(self, tag: str) -> None:
         """Raise ``StateError`` if another job has continued the run, on rank 0."""
-        self._check_newest(f"{self.run / tag} stays in its local tier")
-
-    def _check_newest(self, consequence: str) -> None:
         if find_newest_epoch(self.run) > max(self._epoch, self._reserved):
-            raise StateError(f"another job has continued the run: {consequence}")
+            raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""
