@@ -12,5 +12,6 @@ CONTEXT.set_forkserver_preload(
         *("torch.distributed.tensor.parallel", "holdfast.run_directory", "holdfast.api", "holdfast.data.loader"),
         *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
         *("campaigns.tier.histories.training", "holdfast.save.tier_save", "holdfast.load.tier_load"),
+        *("holdfast.load.fallback", "holdfast.save.generation_drain"),
     ]
 )

@@ -43,17 +43,19 @@ class HistoryOutcome:
     violation: str = ""
 
 
-def run_history(seed: int, length: int, scratch: Path) -> HistoryOutcome:
-    """Run a history in a folder of its own. Return what happened."""
+def run_history(seed: int, length: int, scratch: Path, only: str = "") -> HistoryOutcome:
+    """Run a history in a folder of its own, which stays if something is violated. Return what happened."""
     places = Places(scratch / f"history{seed}")
     places.notes.mkdir(parents=True)
     outcome = HistoryOutcome()
-    plan = draw_history(seed, length)
+    plan = draw_history(seed, length, only)
     try:
         _History(places, outcome).run(plan)
     except ViolationError as error:
         number = len(outcome.happened)
-        outcome.violation = f"--seed {seed} --histories 1 --length {length}, incarnation {number}: {error}"
+        repeat = f"--histories 1 --seed {seed} --length {length}" + (f" --only '{only}'" if only else "")
+        past = "".join(f"\n  {incarnation}" for incarnation in plan[: number + 1])
+        outcome.violation = f"{error}\n  in incarnation {number} of the history {repeat}, in {places.folder}:{past}"
     else:
         shutil.rmtree(places.folder)
     return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from campaigns.common.job import STORES
 from campaigns.tier.histories.moments import MOMENTS, PHASES, Moment
@@ -50,14 +50,14 @@ class Incident:
     """
 
     kind: str
-    victim: int
-    moment: Moment | None
-    turn: int
-    seconds: float
-    is_loaded: bool
-    is_patient: bool
-    lost: str
-    wakes_after: float
+    victim: int = 0
+    moment: Moment | None = None
+    turn: int = 1
+    seconds: float = 0.0
+    is_loaded: bool = True
+    is_patient: bool = True
+    lost: str = ""
+    wakes_after: float = 0.0
 
     @property
     def phase(self) -> str:
@@ -95,30 +95,38 @@ class Incarnation:
         return min(self.options.copies, len(distinct) - 1)
 
 
-def draw_history(seed: int, length: int) -> list[Incarnation]:
-    """Draw the incarnations of a history; the last one ends well."""
+def draw_history(seed: int, length: int, only: str = "") -> list[Incarnation]:
+    """Draw the incarnations of a history; the last one ends well.
+
+    ``only``: incidents happen at moments whose names contain this text, if the incarnation can reach one.
+    """
     draw = random.Random(seed)
     hosts = _draw_hosts(draw, HOSTS)
     incarnations: list[Incarnation] = []
     for number in range(length):
-        incarnation = _draw_incarnation(draw, number, hosts, is_last=number == length - 1)
+        job = _draw_job(draw, number, hosts)
+        incarnation = replace(job, incident=_draw_incident(draw, job, only, is_last=number == length - 1))
         incarnations.append(incarnation)
         hosts = _draw_next_hosts(draw, incarnation)
     return incarnations
 
 
-def _draw_incarnation(draw: random.Random, number: int, hosts: str, *, is_last: bool) -> Incarnation:
+def _draw_job(draw: random.Random, number: int, hosts: str) -> Incarnation:
+    """Draw an incarnation that ends well."""
     redundancy = draw.choice([(0, 0), (1, 0), (1, 0), (2, 0), (0, 2), (0, 3)])
     options = TierOptions(*redundancy, draw.choice([1, 2, 3, NEVER, NEVER]))
     layout = draw.choice(LAYOUTS)
     is_asynchronous, pause = draw.random() < 0.7, draw.choice([0.0, 0.005, 0.03])
-    incident = _draw_incident(draw, number, hosts, options, is_last=is_last)
-    return Incarnation(number, hosts, layout, options, is_asynchronous, pause, draw.choice(STORES), incident)
+    return Incarnation(number, hosts, layout, options, is_asynchronous, pause, draw.choice(STORES), Incident("end"))
 
 
-def _draw_incident(draw: random.Random, number: int, hosts: str, options: TierOptions, *, is_last: bool) -> Incident:
-    kind = "end" if is_last else draw.choices(list(KINDS), list(KINDS.values()))[0]
-    moment = _draw_moment(draw, number, hosts, options) if kind not in {"go on", "end"} and draw.random() < 0.7 else None
+def _draw_incident(draw: random.Random, job: Incarnation, only: str, *, is_last: bool) -> Incident:
+    if is_last:
+        return job.incident
+    hosts = job.hosts
+    kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
+    has_moment = kind not in {"go on", "end"} and (draw.random() < 0.7 or bool(only))
+    moment = _draw_moment(draw, job, only) if has_moment else None
     if kind.startswith("stop") and moment is not None and not moment.is_ordered:
         moment = None
     victim = 0 if moment is not None and moment.point.rank_0_only else draw.randrange(len(hosts))
@@ -141,16 +149,19 @@ def _draw_incident(draw: random.Random, number: int, hosts: str, options: TierOp
     )
 
 
-def _draw_moment(draw: random.Random, number: int, hosts: str, options: TierOptions) -> Moment:
+def _draw_moment(draw: random.Random, job: Incarnation, only: str) -> Moment | None:
     has = {""}
-    if number:
+    if job.number:
         has.add("earlier")
-    if options.drain_every != NEVER:
+    if job.options.drain_every != NEVER:
         has.add("drains")
-    if (options.copies or options.parity) and len(set(hosts)) > 1:
-        has |= {"redundancy", "parity"} if options.parity else {"redundancy"}
-    moments = [moment for moment in MOMENTS if moment.needs in has]
-    phase = draw.choice([phase for phase in PHASES if any(moment.phase == phase for moment in moments)])
+    if (job.options.copies or job.options.parity) and len(set(job.hosts)) > 1:
+        has |= {"redundancy", "parity"} if job.options.parity else {"redundancy"}
+    moments = [moment for moment in MOMENTS if moment.needs in has and only in moment.name]
+    phases = [phase for phase in PHASES if any(moment.phase == phase for moment in moments)]
+    if not phases:
+        return None
+    phase = draw.choice(phases)
     return draw.choice([moment for moment in moments if moment.phase == phase])
 
 
