@@ -19,6 +19,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import RankFailedError, SpaceShortageError
 from holdfast.load import tier_load
+from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.generation_drain import GenerationDrain
 from holdfast.save.tier_save import TierSave
 from holdfast.tier import state
 from holdfast.tier.copies import PartCopies
@@ -215,3 +217,85 @@ def test_copies_that_find_no_memory_leave_no_older_generation_that_takes_it(rank
     ranks(3, _save_and_fail_to_copy, str(tmp_path), SpaceShortageError, [3], 3)
     parts = [path.name for path in tmp_path.glob("host*/*.part")]
     assert len({name.partition("-of-")[0][:30] for name in parts}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A checkpoint that an earlier job publishes when another one has gone on
+
+
+def _open_on_host(base: Path, host: str, **options: Any) -> holdfast.RunDirectory:
+    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / host, **options))
+
+
+def _load_and_save_on_other_host(base: Path, *steps: int) -> None:
+    directory = _open_on_host(base, "other", drain_every=NEVER)
+    directory.restore(None, state_of(-1))
+    save_steps(directory, *steps)
+
+
+def _load_on_other_host(base: Path) -> float | None:
+    directory = _open_on_host(base, "other")
+    step = directory.restore(None, state_of(-1)).step
+    directory.wait()
+    return step
+
+
+def test_what_an_earlier_job_publishes_late_is_withdrawn(tmp_path: Path) -> None:
+    """It was stopped between its last look at epochs and the rename. The other job lost its host, and went back."""
+    directory = _open_on_host(tmp_path, "host", drain_every=5)
+    directory.save("step_1", state_of(1), step=1, forced=True)
+    save_steps(directory, 2, 3, 4, 5)
+    with (
+        stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        save_steps(directory, 6)
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert run_killed_job(_load_on_other_host, tmp_path) == 20
+
+
+def test_what_an_earlier_job_replaces_late_gets_its_name_back(tmp_path: Path) -> None:
+    directory = _open_on_host(tmp_path, "host", drain_every=NEVER)
+    directory.save("last", state_of(1), step=1, forced=True)
+    directory.save("last", state_of(2), step=2, overwrite=True)
+    with (
+        stopped_before(StagingDirectory, "replace", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        directory.save("last", state_of(3), step=3, overwrite=True, forced=True)
+    assert [(info.tag, info.step) for info in holdfast.list_checkpoints(tmp_path / "run")] == [("last", 1)]
+    assert run_killed_job(_load_on_other_host, tmp_path) == 20
+
+
+def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: Path) -> None:
+    run_killed_job(_save_on_host, tmp_path)
+    with stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)):
+        directory = _open_on_host(tmp_path, "host")
+        assert directory.restore(None, state_of(-1)).step == 3
+        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+            directory.wait()
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert run_killed_job(_load_on_other_host, tmp_path) == 20
+
+
+def _save_on_host(base: Path) -> None:
+    directory = _open_on_host(base, "host", drain_every=NEVER)
+    directory.save("step_1", state_of(1), step=1, forced=True)
+    save_steps(directory, 2, 3)
+
+
+def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Path) -> None:
+    directory = open_run(tmp_path)
+    save_steps(directory, 1)
+    with (
+        stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_begin_from_tier, tmp_path)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        directory.save("step_2", state_of(2), step=2, forced=True)
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_2"]
+
+
+def _begin_from_tier(base: Path) -> None:
+    """Load step 2, and be killed before it is drained."""
+    with mock.patch.object(GenerationDrain, "_drain", side_effect=holdfast.StateError("killed")):
+        assert open_run(base).restore(None, state_of(-1)).step == 2

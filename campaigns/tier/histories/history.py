@@ -19,7 +19,7 @@ from campaigns.tier.histories.plan import Incarnation, Incident, draw_history
 from campaigns.tier.histories.training import SIGNAL_FOR_STACKS, Places, train
 
 #: The seconds after which a job counts as hanging, and those in which a moment must come.
-_MAX_SECONDS, _PATIENCE = 90.0, 3.0
+_MAX_SECONDS, _PATIENCE = 240.0, 3.0
 
 #: The most seconds after an incident until other ranks are killed, if they are not left to fail.
 _SOON = 0.3

@@ -4,7 +4,8 @@ States form a tree: each follows from the state of the step before or, at the fi
 that this had loaded. What is loaded must be
 
 - one state that a rank began to save, in all elements and on all ranks (no mixture);
-- no state of a branch that a later incarnation left when it loaded an older state (the newest epoch);
+- no state of a branch that a later incarnation left when it loaded an older state (the newest epoch); but if that one
+  has completed nothing, the run directory may have got a newer state just when it loaded;
 - at least as new as each state that a rank was told to be complete, if it is still somewhere: durable; or on hosts that
   all are there; or copied, with no more hosts lost than copies survive.
 """
@@ -90,7 +91,9 @@ class Oracle:
         if state is None:
             return
         for later in self.history[state.incarnation + 1 : known.plan.number]:
-            has_claimed = later.has_loaded and (later.loaded is not None or later.states("local"))
+            is_durable = known.loads[0].text == "run directory"
+            has_begun = later.has_loaded and later.loaded is not None and not is_durable
+            has_claimed = has_begun or bool(later.states("local"))
             if has_claimed and not self._leads_to(state, later.loaded):
                 raise ViolationError(
                     f"loaded {state} of a branch that incarnation {later.plan.number} left when it loaded "

@@ -80,6 +80,16 @@ class Incarnation:
     store: str
     incident: Incident
 
+    def __str__(self) -> str:
+        options, incident = self.options, self.incident
+        mode = "asynchronous" if self.is_asynchronous else "synchronous"
+        loses = f", loses {incident.lost}" if incident.lost else ""
+        return (
+            f"{self.number}: {self.layout} on hosts {self.hosts}, {mode}, {options.copies} copies, parity "
+            f"{options.parity}, drains 1 of {options.drain_every}: {incident.kind}, rank {incident.victim}, "
+            f"{incident.phase}, turn {incident.turn}{loses}"
+        )
+
     @property
     def size(self) -> int:
         """The number of ranks."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -322,6 +323,13 @@ class TierSave(CheckpointSave):
         if self._slot is not None:  # this process may have been stopped while another job continued the run
             self._tier.check_not_fenced(self._request.tag)
         super()._publish_checkpoint(committed)
+        if self._slot is not None:
+            self._tier.check_published(CheckpointInfo.of(self.path, committed))
+
+    def _check_newest(self, committed: Manifest, folder: Path) -> None:
+        if self._slot is not None:
+            self._tier.check_replaces(self.path, folder)
+        super()._check_newest(committed, folder)
 
     def _set_attempt(self, attempt: str) -> None:
         self._staging = StagingDirectory(self.path, self._hidden_name._replace(id=attempt))

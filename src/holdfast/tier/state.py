@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from holdfast.errors import StateError, StorageError
+from holdfast.errors import StateError, StorageError, TagExistsError
 from holdfast.ondisk.manifest import LARGEST
 from holdfast.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
+from holdfast.run.cleanup import delete_checkpoints
 from holdfast.run.scan import CheckpointInfo
-from holdfast.tier.epochs import begin_epoch, find_newest_epoch, name_job, reserve_epoch
+from holdfast.tier.epochs import begin_epoch, find_newest_epoch, name_job, read_epochs, reserve_epoch
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.options import LocalTier
 from holdfast.tier.part import GenerationKey
@@ -198,8 +199,34 @@ class TierState:
 
     def check_not_fenced(self, tag: str) -> None:
         """Raise ``StateError`` if another job has continued the run, on rank 0."""
-        if find_newest_epoch(self.run) > max(self._epoch, self._reserved):
+        if self._is_fenced():
             raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
+
+    def _is_fenced(self) -> bool:
+        return find_newest_epoch(self.run) > max(self._epoch, self._reserved)
+
+    def check_replaces(self, path: Path, folder: Path) -> None:
+        """Check on rank 0, before and after the checkpoint at ``path`` is replaced, that no other job has continued.
+
+        ``folder`` is where the old checkpoint is: at ``path``, or, after it, aside. Raises ``StateError``, or
+        ``TagExistsError`` so that the old one gets its name back.
+        """
+        if folder == path:
+            self.check_not_fenced(path.name)
+        elif self._is_fenced():
+            raise TagExistsError(f"another job has continued the run meanwhile: {path} stays as it was")
+
+    def check_published(self, info: CheckpointInfo) -> None:
+        """Remove a checkpoint that was just published if another job has continued the run, on rank 0.
+
+        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what the
+        other job has saved since. Raises ``StateError``.
+        """
+        if self._is_fenced():
+            starts = read_epochs(self.run).items()
+            if all(start < info.sequence for epoch, start in starts if epoch > self._epoch):
+                list(delete_checkpoints([info]))
+            raise StateError(f"another job has continued the run: {info.path} stays in its local tier")
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""
