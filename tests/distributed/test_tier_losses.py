@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
@@ -70,9 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def save_all(base: str, case: Case) -> None:
     rank, training = dist.get_rank(), Training(case.layout)
-    local = holdfast.LocalTier(
-        f"{base}/{case.hosts[rank]}", copies=case.copies, parity=case.parity, drain_every=NEVER
-    )
+    local = holdfast.LocalTier(f"{base}/{case.hosts[rank]}", copies=case.copies, parity=case.parity, drain_every=NEVER)
     directory = holdfast.RunDirectory(f"{base}/run", local=local)
     for step, save in enumerate(case.saves, 1):
         training.fill(State(0, step))
@@ -126,7 +124,9 @@ def load(base: str, case: Case) -> tuple[float | None, list[str]]:
 def expect(case: Case) -> int | None:
     """Return the step that must be loaded: the newest one that is complete somewhere."""
     durable = [step for step, save in enumerate(case.saves, 1) if save.drained and save.end in {"copied", "alone"}]
-    in_tier = [step for step in list_kept(case.saves) if survives(case, has_copies=case.saves[step - 1].end == "copied")]
+    in_tier = [
+        step for step in list_kept(case.saves) if survives(case, has_copies=case.saves[step - 1].end == "copied")
+    ]
     return max([*durable, *in_tier], default=None)
 
 
@@ -165,7 +165,7 @@ def is_computable(case: Case, rank: int, order: list[str], there: set[str]) -> b
     return is_in_group and all(host in there for host in group if host != case.hosts[rank])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(cases())
 def test_the_newest_checkpoint_that_is_complete_somewhere_is_loaded(ranks: Ranks, case: Case) -> None:
     with tempfile.TemporaryDirectory() as base:

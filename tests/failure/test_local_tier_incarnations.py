@@ -269,7 +269,9 @@ def test_what_an_earlier_job_replaces_late_gets_its_name_back(tmp_path: Path) ->
 
 def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: Path) -> None:
     run_killed_job(_save_on_host, tmp_path)
-    with stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)):
+    with stopped_before(
+        StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)
+    ):
         directory = _open_on_host(tmp_path, "host")
         assert directory.restore(None, state_of(-1)).step == 3
         with pytest.raises(holdfast.StateError, match="another job has continued the run"):

@@ -182,7 +182,11 @@ def _list_victims(incarnation: Incarnation) -> list[int]:
     if kind.endswith("all"):
         return list(range(incarnation.size))
     host = incarnation.hosts[victim]
-    return [rank for rank in range(incarnation.size) if rank == victim or ("host" in kind and host == incarnation.hosts[rank])]
+    return [
+        rank
+        for rank in range(incarnation.size)
+        if rank == victim or ("host" in kind and host == incarnation.hosts[rank])
+    ]
 
 
 @dataclass
