@@ -27,7 +27,7 @@ from tests.helpers.pool import Ranks
 
 NEVER = 10**6
 
-#: How a save ends: with its copies; without them, because a rank failed; without a label; or without the part of a rank.
+#: How a save ends: with its copies; without them, as a rank failed; without a label; or without the part of a rank.
 ENDS = ("copied", "alone", "unlabelled", "partial")
 
 

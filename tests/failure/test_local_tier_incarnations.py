@@ -7,7 +7,7 @@ and kills real ranks at random moments.
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -186,7 +186,9 @@ def _save_and_fail_to_copy(base: str, error: type[Exception], failing: list[int]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(1, last + 1):
-            with mock.patch.object(PartCopies, "make", side_effect=error("failed")) if step in failing else suppress():
+            with (
+                mock.patch.object(PartCopies, "make", side_effect=error("failed")) if step in failing else nullcontext()
+            ):
                 save_steps(directory, step)
 
 

@@ -97,7 +97,7 @@ class _History:
         incident = incarnation.incident
         waiting = _Waiting(job, before)
         is_hit = self._await_incident(waiting, incident)
-        self._check_no_early_failure(job, incarnation, incident)
+        self._check_no_early_failure(job)
         self._refresh()
         self._oracle.check_load(known)
         self._let_happen(waiting, incarnation)
@@ -130,7 +130,7 @@ class _History:
         waiting.wait_until(lambda: has_come() or bool(job.outcomes), seconds)
         return has_come() or incident.moment is None
 
-    def _check_no_early_failure(self, job: Job, incarnation: Incarnation, incident: Incident) -> None:
+    def _check_no_early_failure(self, job: Job) -> None:
         """Raise ``ViolationError`` if ranks have failed before anything happened."""
         is_hit = any(word in {"killed", "stopped"} for _, word in job.messages)
         failed = {rank: (end.error, end.message) for rank, end in job.outcomes.items() if end.error}
@@ -191,7 +191,7 @@ def _list_victims(incarnation: Incarnation) -> list[int]:
 
 @dataclass
 class _Alive:
-    """A job that is stopped or goes on while the next one runs. ``wakes`` are the ranks that go on ``after`` seconds."""
+    """A job that is stopped or goes on while the next one runs. The ranks ``wakes`` go on ``after`` seconds."""
 
     job: Job
     wakes: Sequence[int]

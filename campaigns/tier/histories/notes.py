@@ -36,7 +36,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Note:
-    """One note of a rank. ``kind`` is one of:
+    """One note of a rank.
+
+    The kinds are:
 
     - ``loaded``: the state was loaded from ``text``; without a state, there was none.
     - ``wrong``: the loaded state has other elements in the tensors that ``text`` lists.

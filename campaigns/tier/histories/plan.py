@@ -44,9 +44,9 @@ class Incident:
     """What happens, to which rank, and when.
 
     It happens when the victim reaches ``moment`` for the time number ``turn``; or, without one, ``seconds`` after the
-    load has begun, or after it has ended if ``is_loaded``. ``is_patient``: the other ranks run until they fail; else they are killed
-    soon. ``lost``: the hosts that are lost in addition. ``wakes_after``: the seconds of the next incarnation after which
-    who was stopped goes on.
+    load has begun, or after it has ended if ``is_loaded``. ``is_patient``: the other ranks run until they fail; else
+    they are killed soon. ``lost``: the hosts that are lost in addition. ``wakes_after``: the seconds of the next
+    incarnation after which who was stopped goes on.
     """
 
     kind: str

@@ -59,7 +59,7 @@ class Places:
         return self.folder / "notes"
 
     def tier(self, host: str) -> Path:
-        """The folder of the tier of a host."""
+        """Return the folder of the tier of a host."""
         return self.folder / f"host_{host}"
 
 

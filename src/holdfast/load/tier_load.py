@@ -106,13 +106,17 @@ class TierLoad:
         From now on, an earlier job that is still alive changes none of them.
         """
         session = self._ranks.open_session(self._timeout)
+
+        def find_newest_epoch() -> int:
+            return self.tier.folder.find_newest_epoch()  # the folder may be refused
+
         _, raw = session.vote(
             "beginning to look into the local tier",
-            lambda: self.tier.folder.find_newest_epoch(),
+            find_newest_epoch,
             _encode,
             lambda posted: self.tier.reserve_epoch(max(map(msgspec.msgpack.decode, posted))).encode(),
         )
-        # On all hosts before any of them looks: else an earlier job may complete a generation, and remove one, meanwhile.
+        # On all hosts before any of them looks: else an earlier job may complete one and remove another meanwhile.
         session.run_on_all("taking over the local tier", lambda: self.tier.take_over(raw.decode()))
         self._gather(session)
         session.leave()

@@ -219,8 +219,8 @@ class TierState:
     def check_published(self, info: CheckpointInfo) -> None:
         """Remove a checkpoint that was just published if another job has continued the run, on rank 0.
 
-        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what the
-        other job has saved since. Raises ``StateError``.
+        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what
+        the other job has saved since. Raises ``StateError``.
         """
         if self._is_fenced():
             starts = read_epochs(self.run).items()
