@@ -254,7 +254,7 @@ class TierSave(CheckpointSave):
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
             if not isinstance(error, StorageError):
-                slots.keep_beside([slot])
+                slots.keep_alone([slot])
                 return False
             copies = []
         slots.keep([slot, *copies])

@@ -83,14 +83,14 @@ class Slots:
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """Keep the parts of the newest generation, and no longer those that were kept before."""
-        self.keep_beside(slots)
+        self.keep_alone(slots)
         with self._lock:
             for slot in self._kept:
                 slot.pins -= 1
             self._kept, self._kept_alone = self._kept_alone, ()
 
-    def keep_beside(self, slots: Sequence[Slot]) -> None:
-        """Keep the parts of the newest generation, which has no copies, beside those of the newest one that has."""
+    def keep_alone(self, slots: Sequence[Slot]) -> None:
+        """Keep the parts of the newest generation, which has no copies, and those of the newest one that has."""
         with self._lock:
             for slot in slots:
                 slot.pins += 1
