@@ -123,11 +123,22 @@ def load(base: str, case: Case) -> tuple[float | None, list[str]]:
 
 def expect(case: Case) -> int | None:
     """Return the step that must be loaded: the newest one that is complete somewhere."""
-    durable = [step for step, save in enumerate(case.saves, 1) if save.drained and save.end in {"copied", "alone"}]
+    durable = list_durable(case.saves)
     in_tier = [
         step for step in list_kept(case.saves) if survives(case, has_copies=case.saves[step - 1].end == "copied")
     ]
     return max([*durable, *in_tier], default=None)
+
+
+def list_durable(saves: tuple[Save, ...]) -> list[int]:
+    """Return the steps in the run directory. If a save that is to be drained fails, the next one is."""
+    durable, is_due = [], False
+    for step, save in enumerate(saves, 1):
+        is_due |= save.drained
+        if is_due and save.end in {"copied", "alone"}:
+            durable.append(step)
+            is_due = False
+    return durable
 
 
 def list_kept(saves: tuple[Save, ...]) -> list[int]:
