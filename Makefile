@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test interop frameworks peers matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier clean
+.PHONY: demo demo-hosts test interop frameworks peers matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -130,6 +130,10 @@ hosts: .venv/installed
 ## tier: measure loads from the memory of four hosts, what saves cost, and a frozen disk; needs root and 16 GB of memory
 tier: .venv/installed
 	$(BIN)/python -m campaigns.tier figures
+
+## tier-kill: kill and stop ranks and hosts of jobs with a local tier, at random moments, over 300 times
+tier-kill: .venv/installed
+	TMPDIR=/dev/shm $(BIN)/python -m campaigns.tier.histories
 
 ## gcs: the suite of all stores with a real bucket of Google Cloud Storage, BUCKET=name; it deletes what it writes
 gcs: .venv/installed

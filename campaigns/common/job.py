@@ -145,6 +145,10 @@ class Job:
                 for pipe in self._pipes:
                     pipe.send("go")
 
+    def count_messages(self, message: str) -> int:
+        """Return how many ranks have sent a message."""
+        return sum((rank, message) in self.messages for rank in range(self.size))
+
     def have_ended(self, *without: int) -> bool:
         """Return whether all these ranks have ended or died."""
         there = [rank for rank, pipe in enumerate(self._pipes) if not pipe.closed and rank not in without]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,17 +158,17 @@ LOAD_POINTS = (
 
 
 @contextmanager
-def call_at_point(point: Point, action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` when this process first reaches a point."""
+def call_at_point(point: Point, action: Callable[[], None], turn: int = 1) -> Iterator[None]:
+    """Call ``action`` when this process reaches a point for the time number ``turn``."""
     call = pkgutil.resolve_name(point.function)
-    sprung = threading.Lock()
+    turns = itertools.count(1)
 
     def wrapped(*args: Any, **options: Any) -> Any:
         here = not point.phase or args[0].phase == point.phase
-        if here and not point.after and sprung.acquire(blocking=False):
+        if here and not point.after and next(turns) == turn:
             action()
         result = call(*args, **options)
-        if here and point.after and sprung.acquire(blocking=False):
+        if here and point.after and next(turns) == turn:
             action()
         return result
 

@@ -15,6 +15,7 @@ import holdfast
 from holdfast import api
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.storage import mapped_file
+from holdfast.tier.epochs import name_job
 from tests.helpers.killed_jobs import run_killed_job
 
 #: A number of saves of which none is drained.
@@ -216,7 +217,7 @@ def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path
     save_steps(older, 1, 2, 3)
     assert older._tier is not None
     job = older._tier.job
-    older._tier.folder.take_over("another job")
+    older._tier.folder.take_over(name_job(99, "a"))
     with pytest.raises(holdfast.StateError, match="another job has continued the run"):
         save_steps(older, 4)
     assert older._tier.job == job

@@ -23,14 +23,12 @@ class TierHosts:
     """The hosts of a job, and what their local tiers have together.
 
     Attributes:
-        job: The text by which the folders know the job.
         host_of: The number of each rank's host.
         writers: The beginnings of the names of files, one for each host.
         local: On rank 0, the complete generations, oldest first.
         unreadable: On rank 0, why labels of generations could not be read.
     """
 
-    job: str
     host_of: Sequence[int]
     writers: Sequence[str]
     local: Sequence[LocalCheckpoint] = ()
@@ -44,7 +42,6 @@ class TierHosts:
 class _Gathered(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0. The run directory lacks the parts of ``ranks`` of the generation ``lacking``."""
 
-    job: str
     host_of: list[int]
     writers: list[str]
     lacking: GenerationKey | None
@@ -66,21 +63,35 @@ def gather_hosts(tier: TierState, session: Session) -> TierHosts:
         unreadable.extend(one.problem for offer in offers for one in offer.generations if one.problem)
         host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
         writers = [offers[rank].writer for rank in first_ranks]
-        return _encode(_Gathered(tier.job, host_of, writers, *_find_lacking(tier, offers, local, epochs)))
+        return _encode(_Gathered(host_of, writers, *_find_lacking(tier, offers, local, epochs)))
 
     _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
     gathered: _Gathered = msgspec.msgpack.decode(raw, type=_Gathered)
-    hosts = TierHosts(gathered.job, gathered.host_of, gathered.writers, local, unreadable)
+    hosts = TierHosts(gathered.host_of, gathered.writers, local, unreadable)
     if gathered.lacking is not None:
         _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)
     return hosts
 
 
 def take_over(tier: TierState, ranks: RankGroup, timeout: float) -> TierHosts:
-    """Gather the hosts. From then on, an earlier job that is still alive changes nothing in their folders."""
+    """Begin a job: reserve an epoch, and gather the hosts.
+
+    From then on, an earlier job that is still alive changes nothing in their folders.
+    """
     session = ranks.open_session(timeout)
+
+    def find_newest_epoch() -> int:
+        return tier.folder.find_newest_epoch()  # the folder may be refused
+
+    _, raw = session.vote(
+        "beginning to look into the local tier",
+        find_newest_epoch,
+        _encode,
+        lambda posted: tier.reserve_epoch(max(map(msgspec.msgpack.decode, posted))).encode(),
+    )
+    # On all hosts before any of them looks: else an earlier job may complete one and remove another meanwhile.
+    session.run_on_all("taking over the local tier", lambda: tier.take_over(raw.decode()))
     hosts = gather_hosts(tier, session)
-    session.run_on_all("taking over the local tier", lambda: tier.take_over(hosts.job))
     session.leave()
     return hosts
 

@@ -37,7 +37,7 @@ class TierLoad:
 
     def __init__(self, tier: TierState, ranks: RankGroup, timeout: float) -> None:
         self.tier, self._ranks, self._timeout = tier, ranks, timeout
-        self._hosts = TierHosts("", (), ())
+        self._hosts = TierHosts((), ())
         self._assembler: PartAssembler | None = None
         #: The generation that was loaded last, or tried.
         self.assembly: Assembly | None = None

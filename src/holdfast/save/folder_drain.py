@@ -113,7 +113,7 @@ class FolderDrain(GenerationDrain):
                 self._generation.common.small_files,
                 lambda files: msgspec.structs.replace(label, files=files),
             )
-            self._publish()
+            self._publish(CheckpointInfo.of(self.path, finished))
             self._remove_old_checkpoints()
             return manifest.encode_manifest(finished)
 
@@ -145,7 +145,7 @@ class FolderDrain(GenerationDrain):
             for writer in writers.values():
                 writer.sync()
 
-    def _publish(self) -> None:
+    def _publish(self, info: CheckpointInfo) -> None:
         # This process may have been stopped while another job continued the run.
         self._tier.check_not_fenced(self._label.manifest.tag)
         try:
@@ -154,6 +154,7 @@ class FolderDrain(GenerationDrain):
                 self._staging.remove_displaced()
             else:
                 self._staging.publish()
+            self._tier.check_published(info)
         except TagExistsError:
             if not holds_checkpoint(self.path, self._label.manifest.id):
                 raise
@@ -170,6 +171,7 @@ class FolderDrain(GenerationDrain):
 
     def _check_newest(self, folder: Path) -> None:
         """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one, or this one."""
+        self._tier.check_replaces(self.path, folder)
         with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
             if existing.age >= CheckpointInfo.of(self.path, self._label.manifest).age:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 
 import msgspec
 
@@ -80,6 +81,13 @@ class FolderTierSave(TierSave, CheckpointSave):
         if self._stage.has_slot:  # this process may have been stopped while another job continued the run
             self._stage.tier.check_not_fenced(self._request.tag)
         super()._publish_checkpoint(committed)
+        if self._stage.has_slot:
+            self._stage.tier.check_published(CheckpointInfo.of(self.path, committed))
+
+    def _check_newest(self, committed: Manifest, folder: Path) -> None:
+        if self._stage.has_slot:
+            self._stage.tier.check_replaces(self.path, folder)
+        super()._check_newest(committed, folder)
 
     def _set_attempt(self, text: str) -> None:
         self._staging = StagingDirectory(self.path, self._hidden_name._replace(id=text))

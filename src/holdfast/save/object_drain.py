@@ -84,7 +84,9 @@ class ObjectDrain(GenerationDrain):
 
     def _open_publication(self, folder_id: str) -> ObjectPublication:
         tier, tag, key = self._tier, self._label.manifest.tag, self._label.key
-        checks = PublicationChecks(lambda: tier.check_not_fenced(tag), lambda: tier.check_not_retired(key, tag))
+        checks = PublicationChecks(
+            lambda: tier.check_not_fenced(tag), lambda: tier.check_not_superseded(key.sequence, tag)
+        )
         return ObjectPublication(self._run, tag, folder_id, checks)
 
     def _plan_upload(self) -> SavePlan:

@@ -54,7 +54,7 @@ class ObjectTierSave(TierSave, ObjectSave):
         """See :class:`TierSave`. Each attempt has a folder of its own, so that no two processes write one object."""
         request, tier, key = self._request, self._stage.tier, self._stage.key
         checks = PublicationChecks(
-            lambda: tier.check_not_fenced(request.tag), lambda: tier.check_not_retired(key, request.tag)
+            lambda: tier.check_not_fenced(request.tag), lambda: tier.check_not_superseded(key.sequence, request.tag)
         )
 
         def begin_uploads(_: list[bytes]) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.observe.warning import warn_caller
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.retention import is_kept_by_merit
@@ -24,7 +24,6 @@ from holdfast.save.tier_stage import TierStage
 from holdfast.save.training_save import TrainingSave
 from holdfast.tier.generation import Common, GenerationLabel
 from holdfast.tier.options import LocalTier
-from holdfast.tier.slots import Slot
 from holdfast.tier.state import NextSave, TierState
 
 
@@ -140,7 +139,7 @@ class TierSave(TrainingSave):
         if self.completed_locally is not None:
             self.completed_locally.set_result(None)
         self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
-        stage.keep_newest(self._make_copies())
+        self._keep_newest()
         if self.follow_up is None:
             stage.release()
         return info
@@ -150,14 +149,23 @@ class TierSave(TrainingSave):
         label = GenerationLabel(self._stage.key.epoch, self._build_manifest({}), self._request.overwrite)
         return Common(label, {}, self._build_small_files(rank_values))
 
-    def _make_copies(self) -> list[Slot]:
-        """Make copies or parity. A failure only warns: the checkpoint is complete without."""
+    def _keep_newest(self) -> None:
+        """Make copies or parity. Then the generations before are not needed any more.
+
+        A failure only warns: the checkpoint is complete without copies. If another rank has failed, its host may be
+        lost, and only a generation before, which has copies, can be loaded. If memory is short, that must not stay.
+        """
         try:
-            return self._stage.make_redundant()
+            copies = self._stage.make_redundant()
         except HoldfastError as error:
             if self._session.rank == COORDINATOR_RANK:
                 warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
-        return []
+            if isinstance(error, StorageError):
+                self._stage.keep_newest()
+            else:
+                self._stage.keep_beside_older()
+        else:
+            self._stage.keep_newest(copies)
 
     def _drain(self) -> CheckpointInfo:
         """Write the staged bytes into the run directory, and try again if that fails."""

@@ -182,13 +182,18 @@ class TierStage:
         partners = choose_partners(begun.hosts, begun.domains, options.copies)
         return PartCopies(self._ranks, self._session, self.tier, partners, options.copy_rate).make(slot, table)
 
-    def keep_newest(self, copies: Sequence[Slot]) -> None:
-        """Keep the part and the copies. The slots of the generation before may be used again."""
+    def keep_newest(self, copies: Sequence[Slot] = ()) -> None:
+        """Keep the part and the copies. The generations before are not needed any more."""
         if self._slot is not None:
             self.tier.slots.keep([self._slot, *copies])
         for copy in copies:
             self.tier.slots.unpin(copy)
         self.tier.remove_generations(lambda key: key >= self.key)
+
+    def keep_beside_older(self) -> None:
+        """Keep the part, which has no copies, and the newest generation that has."""
+        if self._slot is not None:
+            self.tier.slots.keep_alone([self._slot])
 
     def end_drain(self, drained: CheckpointInfo | None) -> None:
         """Note that the drain has ended, if there is one. ``drained`` is the checkpoint in the run directory."""

@@ -6,8 +6,8 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 - ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`holdfast.tier.part`);
 - ``.common``: what a generation has in addition to its parts (:mod:`holdfast.tier.generation`);
 - ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
-- ``owner``: a random text of the job that uses the folder. An older job that is still alive overwrites and removes
-  nothing any more.
+- ``owner``: the text of the job that uses the folder: its epoch, and random digits. An older job that is still alive
+  overwrites and removes nothing any more.
 
 Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
 host that dies takes its memory with it.
@@ -26,7 +26,13 @@ from typing import Self
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, StorageError
+from holdfast.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    StateError,
+    StorageError,
+)
 from holdfast.storage.atomic_rename import create_small
 from holdfast.storage.file_lock import FileLock
 from holdfast.storage.filesystems import is_local
@@ -41,6 +47,7 @@ from holdfast.storage.posix import (
     read_small,
 )
 from holdfast.storage.store import store_of
+from holdfast.tier.epochs import parse_job_epoch
 from holdfast.tier.generation import Common, check_common
 from holdfast.tier.part import (
     COMMON_SUFFIX,
@@ -112,13 +119,28 @@ class TierFolder:
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
 
     def take_over(self, job: str) -> None:
-        """Make a job the owner of the folder. All its processes on this host may call it."""
-        if not self.is_owned_by(job):
+        """Make a job the owner of the folder. All its processes on this host may call it.
+
+        Raises ``StateError`` if a job with a later epoch is.
+        """
+        owner = self._read_owner()
+        if parse_job_epoch(owner) > parse_job_epoch(job):
+            raise StateError(f"another job has continued the run, and uses {self.path} now")
+        if owner != job:
             self._write(_OWNER, job.encode())
 
     def is_owned_by(self, job: str) -> bool:
         """Return whether no other job has taken over the folder since this one has."""
-        return _OWNER in self._list_names() and self._read(_OWNER) == job.encode()
+        return self._read_owner() == job
+
+    def _read_owner(self) -> str:
+        """Return the text of the job that uses the folder; an empty one if none does."""
+        return self._read(_OWNER).decode(errors="replace") if _OWNER in self._list_names() else ""
+
+    def find_newest_epoch(self) -> int:
+        """Return the newest epoch that this folder knows; 0 if there is none."""
+        keys = (key.epoch for key in self.list_parts())
+        return max([parse_job_epoch(self._read_owner()), *keys])
 
     def list_parts(self, kind: str = "part") -> Mapping[GenerationKey, list[PartName]]:
         """Return the names of the parts of each generation, oldest first; with the kind ``"parity"``, of parities."""

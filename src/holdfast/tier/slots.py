@@ -40,7 +40,9 @@ class Slots:
     def __init__(self, folder: TierFolder) -> None:
         self._folder = folder
         self._lock, self._slots = threading.Lock(), list[Slot]()
+        #: The slots of the newest generation whose copies are made, and those of a newer one without copies.
         self._kept: Sequence[Slot] = ()
+        self._kept_alone: Sequence[Slot] = ()
         self._writer, self._alive = _lock_new_writer(folder.path)
         weakref.finalize(self, self._alive.close)
 
@@ -81,12 +83,20 @@ class Slots:
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """Keep the parts of the newest generation, and no longer those that were kept before."""
+        self.keep_alone(slots)
+        with self._lock:
+            for slot in self._kept:
+                slot.pins -= 1
+            self._kept, self._kept_alone = self._kept_alone, ()
+
+    def keep_alone(self, slots: Sequence[Slot]) -> None:
+        """Keep the parts of the newest generation, which has no copies, and those of the newest one that has."""
         with self._lock:
             for slot in slots:
                 slot.pins += 1
-            for slot in self._kept:
+            for slot in self._kept_alone:
                 slot.pins -= 1
-            self._kept = slots
+            self._kept_alone = slots
 
     @property
     def writer(self) -> str:

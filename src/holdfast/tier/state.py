@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from holdfast.errors import StateError, StorageError
+from holdfast.errors import StateError, StorageError, TagExistsError
 from holdfast.ondisk.manifest import LARGEST
 from holdfast.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
+from holdfast.run.cleanup import delete_checkpoints
 from holdfast.run.scan import CheckpointInfo
-from holdfast.tier.epochs import claim_epoch, is_retired, read_epochs
+from holdfast.tier.epochs import begin_epoch, find_newest_epoch, name_job, read_epochs, reserve_epoch
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.options import LocalTier
 from holdfast.tier.part import GenerationKey
@@ -48,13 +49,15 @@ class TierState:
     def _reset(self) -> None:
         #: On rank 0: the epoch of this job, its newest sequence number and run, and the tags that are taken.
         self._epoch, self._sequence, self._run_id = 0, 0, ""
+        #: On rank 0, the epoch that the newest load has reserved.
+        self._reserved = 0
         self._tags: set[str] = set()
         #: On rank 0, the checkpoints in the run directory, as far as this job knows.
         self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
         self._has_failed_drain = False
-        #: The random text by which the folder knows this job: the same on all ranks once it has the folder.
-        self.job, self._has_folder = secrets.token_hex(8), False
+        #: The text by which the folder knows this job: the same on all ranks once it has the folder.
+        self.job, self._has_folder = "", False
         #: The newest complete generation, and whether it is in the run directory.
         self.newest: GenerationKey | None = None
         self.is_drained = True
@@ -91,22 +94,35 @@ class TierState:
         self._forget_in_fork()
         return frozenset(self._tags) if self._epoch else None
 
-    def begin_epoch(self, start: int, run_id: str, loaded: CheckpointInfo | None = None) -> None:
-        """Claim an epoch, on rank 0, that continues from the checkpoint with the sequence number ``start``.
+    def reserve_epoch(self, above: int) -> str:
+        """Reserve an epoch, on rank 0, with a number larger than ``above``. Return the text of the job.
 
-        ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken.
+        From now on, older jobs drain nothing and take over no folder.
         """
-        keys = self.folder.list_parts()
-        self._epoch = claim_epoch(self.run, start, above=max((key.epoch for key in keys), default=0))
+        self._forget_in_fork()
+        self._reserved = reserve_epoch(self.run, above)
+        return name_job(self._reserved, secrets.token_hex(8))
+
+    def begin_epoch(self, start: int, run_id: str, loaded: CheckpointInfo | None = None) -> None:
+        """Begin the reserved epoch, on rank 0, which continues from the checkpoint with the sequence number ``start``.
+
+        ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken. Raises ``StateError`` if another job
+        has reserved a later epoch meanwhile.
+        """
+        if not self._reserved:  # nothing was loaded
+            self.job = self.reserve_epoch(self.folder.find_newest_epoch())
+        if not begin_epoch(self.run, self._reserved, start):
+            raise StateError(f"another job has continued the run {self.run}")
+        self._epoch, self._reserved = self._reserved, 0
         self.durable = list_checkpoints(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
-        sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in keys)]
+        sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in self.folder.list_parts())]
         self._sequence, self._run_id = max(sequences), run_id
         self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
 
     def follow_epochs(self) -> None:
         """Continue nothing, but note when a job does from now on: then this process must drain nothing any more."""
-        self._epoch = max(read_epochs(self.run), default=0)
+        self._epoch = find_newest_epoch(self.run)
 
     def plan_save(
         self, tag: str, runs: frozenset[str], options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
@@ -159,7 +175,10 @@ class TierState:
                 self.durable = durable
 
     def take_over(self, job: str) -> None:
-        """Take over the folder for this job, whose text rank 0 has chosen."""
+        """Take over the folder for this job, whose text rank 0 has chosen.
+
+        Raises ``StateError`` if a job with a later epoch has it.
+        """
         self.folder.take_over(job)
         self.job, self._has_folder = job, True
 
@@ -180,13 +199,43 @@ class TierState:
 
     def check_not_fenced(self, tag: str) -> None:
         """Raise ``StateError`` if another job has continued the run, on rank 0."""
-        if max(read_epochs(self.run), default=0) > self._epoch:
+        if self._is_fenced():
             raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
 
-    def check_not_retired(self, key: GenerationKey, tag: str) -> None:
-        """Raise ``StateError`` if another job has continued the run from an older checkpoint than a generation."""
-        if is_retired(read_epochs(self.run), key.epoch, key.sequence):
+    def _is_fenced(self) -> bool:
+        return find_newest_epoch(self.run) > max(self._epoch, self._reserved)
+
+    def check_replaces(self, path: Path, folder: Path) -> None:
+        """Check on rank 0, before and after the checkpoint at ``path`` is replaced, that no other job has continued.
+
+        ``folder`` is where the old checkpoint is: at ``path``, or, after it, aside. Raises ``StateError``, or
+        ``TagExistsError`` so that the old one gets its name back.
+        """
+        if folder == path:
+            self.check_not_fenced(path.name)
+        elif self._is_fenced():
+            raise TagExistsError(f"another job has continued the run meanwhile: {path} stays as it was")
+
+    def check_published(self, info: CheckpointInfo) -> None:
+        """Remove a checkpoint that was just published if another job has continued the run, on rank 0.
+
+        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what
+        the other job has saved since. Raises ``StateError``.
+        """
+        if self._is_fenced():
+            if self._was_continued_without(info.sequence):
+                list(delete_checkpoints([info]))
+            raise StateError(f"another job has continued the run: {info.path} stays in its local tier")
+
+    def check_not_superseded(self, sequence: int, tag: str) -> None:
+        """Raise ``StateError`` on rank 0 if another job has continued the run without a checkpoint of this one."""
+        if self._is_fenced() and self._was_continued_without(sequence):
             raise StateError(f"another job has continued the run without {self.run / tag}: it is not written there")
+
+    def _was_continued_without(self, sequence: int) -> bool:
+        """Return whether all later epochs continued from older checkpoints, or have not begun yet."""
+        starts = read_epochs(self.run).items()
+        return all(start < sequence for epoch, start in starts if epoch > self._epoch)
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""

@@ -8,7 +8,16 @@ import pytest
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.manifest import Manifest, Provenance
 from holdfast.tier.catalog import HostOffer, OfferedGeneration, find_complete
-from holdfast.tier.epochs import claim_epoch, is_retired, read_epochs
+from holdfast.tier.epochs import (
+    begin_epoch,
+    claim_epoch,
+    find_newest_epoch,
+    is_retired,
+    name_job,
+    parse_job_epoch,
+    read_epochs,
+    reserve_epoch,
+)
 from holdfast.tier.part import GenerationKey
 
 
@@ -26,6 +35,22 @@ def test_of_many_claims_at_a_time_each_gets_another_epoch(tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert sorted(claimed) == list(range(1, 9))
+
+
+def test_an_epoch_begins_only_if_no_later_one_was_reserved(tmp_path: Path) -> None:
+    first, second = reserve_epoch(tmp_path), reserve_epoch(tmp_path)
+    assert find_newest_epoch(tmp_path) == second == first + 1
+    assert read_epochs(tmp_path) == {}
+    assert not begin_epoch(tmp_path, first, 7)
+    assert begin_epoch(tmp_path, second, 5)
+    assert read_epochs(tmp_path) == {second: 5}
+    assert reserve_epoch(tmp_path, above=9) == 10
+    assert read_epochs(tmp_path) == {second: 5}
+
+
+def test_the_text_of_a_job_has_its_epoch() -> None:
+    assert parse_job_epoch(name_job(17, "0af3")) == 17
+    assert [parse_job_epoch(text) for text in ("", "0af3", "17-0af3", "a job")] == [0, 0, 0, 0]
 
 
 def test_a_file_that_is_no_epoch_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""Moments of saves, drains and loads with a local tier at which something can happen to a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from campaigns.common.points import Point
+
+_FOLDER = "holdfast.tier.folder.TierFolder"
+_SLOTS = "holdfast.tier.slots.Slots"
+_STATE = "holdfast.tier.state"
+_LOAD = "holdfast.load.tier_load"
+_DRAIN = "holdfast.save.generation_drain"
+_STAGING = "holdfast.run.staging_dir.StagingDirectory"
+_P2P = "holdfast.engine.io.p2p.P2PExchange"
+_RENAME = "holdfast.storage.atomic_rename._renameat2"
+
+#: When the rank waits for the moment: while it loads, while it drains what it has loaded, or when it trains.
+PHASES = ("load", "loaded drain", "save", "drain")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of one phase, which only ranks reach whose tier has the option ``needs``."""
+
+    phase: str
+    point: Point
+    needs: str = ""
+
+    @property
+    def is_ordered(self) -> bool:
+        """False before the job has a place in the order of all: if it was stopped then, it would be the newest one."""
+        return self.point.name != "reserving an epoch"
+
+    @property
+    def name(self) -> str:
+        """The phase and the point."""
+        return f"{self.phase}: {self.point.name}"
+
+
+def _of(phase: str, *points: Point, needs: str = "") -> tuple[Moment, ...]:
+    return tuple(Moment(phase, point, needs) for point in points)
+
+
+MOMENTS = (
+    *_of(
+        "save",
+        Point("reserving a slot", f"{_SLOTS}.take"),
+        Point("slot reserved", f"{_SLOTS}.take", after=True),
+        Point("deciding about the save", f"{_STATE}.TierState.plan_save", rank_0_only=True),
+        Point("copying into the slot", "holdfast.save.shard_writer.stage_tensors"),
+        Point("hashing", "holdfast.save.tier_save.hash_ranges"),
+        Point("writing the table", f"{_FOLDER}.write_part"),
+        Point("table written", f"{_FOLDER}.write_part", after=True),
+        Point("writing the label", f"{_FOLDER}.write_common"),
+        Point("label written", f"{_FOLDER}.write_common", after=True),
+        Point("complete in the tier", f"{_STATE}.TierState.note_complete", after=True),
+        Point("keeping the newest", f"{_SLOTS}.keep"),
+        Point("removing older generations", f"{_FOLDER}.remove_generations"),
+        Point("older generations removed", f"{_FOLDER}.remove_generations", after=True),
+        Point("removing a table", f"{_FOLDER}.remove_table"),
+        Point("table removed", f"{_FOLDER}.remove_table", after=True),
+    ),
+    *_of(
+        "save",
+        Point("exchanging tables", "holdfast.tier.copies.exchange_tables"),
+        Point("sending to another host", f"{_P2P}.send"),
+        Point("receiving from another host", f"{_P2P}.receive"),
+        Point("waiting for another host", f"{_P2P}.wait"),
+        needs="redundancy",
+    ),
+    *_of("save", Point("writing the table of a parity", f"{_FOLDER}.write_parity"), needs="parity"),
+    *_of(
+        "drain",
+        Point("looking for later epochs", f"{_STATE}.TierState.check_not_fenced", rank_0_only=True),
+        Point("no later epoch found", f"{_STATE}.TierState.check_not_fenced", after=True, rank_0_only=True),
+        Point("creating the staging directory", f"{_STAGING}.create", rank_0_only=True),
+        Point("writing", "holdfast.save.shard_writer.write_file_ranges"),
+        Point("publishing", f"{_STAGING}.publish", rank_0_only=True),
+        Point("renaming", _RENAME, rank_0_only=True),
+        Point("renamed", _RENAME, after=True, rank_0_only=True),
+        Point("ending the drain", f"{_STATE}.TierState.end_drain"),
+        needs="drains",
+    ),
+    *_of(
+        "loaded drain",
+        Point("mapping the parts", f"{_DRAIN}.GenerationDrain._map_parts"),
+        Point("opening the staging directory", f"{_DRAIN}.GenerationDrain._open_staging", rank_0_only=True),
+        Point("writing a part", f"{_DRAIN}.write_file_ranges"),
+        Point("writing shared pages", f"{_DRAIN}.GenerationDrain._write_edges", rank_0_only=True),
+        Point("publishing", f"{_DRAIN}.GenerationDrain._publish", rank_0_only=True),
+        Point("renaming", _RENAME, rank_0_only=True),
+        Point("published", f"{_DRAIN}.GenerationDrain._publish", after=True, rank_0_only=True),
+        needs="earlier",
+    ),
+    *_of(
+        "load",
+        Point("listing what the host has", f"{_LOAD}.list_offers"),
+        Point("listed what the host has", f"{_LOAD}.list_offers", after=True),
+        Point("taking over the folder", f"{_STATE}.TierState.take_over"),
+        Point("folder taken over", f"{_STATE}.TierState.take_over", after=True),
+        Point("verifying parts", f"{_LOAD}.TierLoad._verify_parts"),
+        Point("fetching from other hosts", f"{_LOAD}.run_transfers"),
+        Point("putting values in place", "holdfast.state.restore.LoadTargets.apply"),
+        Point("values in place", "holdfast.state.restore.LoadTargets.apply", after=True),
+        Point("reserving an epoch", f"{_STATE}.reserve_epoch", rank_0_only=True),
+        Point("epoch reserved", f"{_STATE}.reserve_epoch", after=True, rank_0_only=True),
+        Point("beginning an epoch", f"{_STATE}.begin_epoch", rank_0_only=True),
+        Point("epoch begun", f"{_STATE}.begin_epoch", after=True, rank_0_only=True),
+        Point("removing other generations", f"{_FOLDER}.remove_generations"),
+        Point("other generations removed", f"{_FOLDER}.remove_generations", after=True),
+        needs="earlier",
+    ),
+    *_of("load", Point("computing lost parts", f"{_LOAD}.rebuild_parts"), needs="earlier"),
+)

@@ -1,0 +1,305 @@
+"""Tests two incarnations of a job with a local tier that are alive at once, and copies that fail with a rank.
+
+A job that is stopped is played by a call that first lets another job run. ``python -m campaigns.tier.histories`` stops
+and kills real ranks at random moments.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import RankFailedError, SpaceShortageError
+from holdfast.load import tier_load
+from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.generation_drain import GenerationDrain
+from holdfast.save.tier_save import TierSave
+from holdfast.tier import state
+from holdfast.tier.copies import PartCopies
+from holdfast.tier.epochs import find_newest_epoch
+from holdfast.tier.state import TierState
+from tests.helpers.killed_jobs import run_killed_job
+from tests.helpers.pool import Ranks
+
+#: A number of saves of which none is drained.
+NEVER = 10**6
+
+
+def open_run(base: Path, **options: Any) -> holdfast.RunDirectory:
+    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / "tier", drain_every=NEVER, **options))
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3000,), float(step))}
+
+
+def save_steps(directory: holdfast.RunDirectory, *steps: int) -> None:
+    for step in steps:
+        directory.save(f"step_{step}", state_of(step), step=step)
+
+
+def load_step(base: Path) -> float:
+    """Load the latest checkpoint as a new job, and return its step, which its bytes must be of."""
+    loaded, directory = state_of(-1), open_run(base)
+    step = directory.restore(None, loaded).step
+    directory.wait()
+    assert torch.equal(loaded["w"], state_of(int(step or 0))["w"])
+    return float(step or 0)
+
+
+def job_that_saves(base: Path, *steps: int) -> None:
+    directory = open_run(base)
+    with suppress(holdfast.NoCheckpointError):
+        directory.restore(None, state_of(-1))
+        directory.wait()
+    save_steps(directory, *steps)
+
+
+def stopped_before(owner: Any, name: str, meanwhile: Callable[[], object]) -> Any:
+    """Let another job run when this one is about to call a function for the first time."""
+    original, has_run = getattr(owner, name), []
+
+    def run_other_first(*args: Any, **options: Any) -> Any:
+        if not has_run:
+            has_run.append(True)
+            meanwhile()
+        return original(*args, **options)
+
+    return mock.patch.object(owner, name, run_other_first)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(TierState, "take_over"), (tier_load, "list_offers"), (state, "begin_epoch")]
+)
+def test_a_load_that_was_stopped_while_another_job_went_on_takes_nothing_from_it(
+    tmp_path: Path, owner: Any, name: str
+) -> None:
+    run_killed_job(job_that_saves, tmp_path, 1, 2)
+    with (
+        stopped_before(owner, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        open_run(tmp_path).restore(None, state_of(-1))
+    assert run_killed_job(load_step, tmp_path) == 4
+
+
+@pytest.mark.parametrize("name", ["plan_save", "take_slot"])
+def test_a_first_save_that_was_stopped_while_another_job_went_on_takes_nothing_from_it(
+    tmp_path: Path, name: str
+) -> None:
+    directory = open_run(tmp_path)
+    with pytest.raises(holdfast.NoCheckpointError):
+        directory.restore(None, state_of(-1))
+    with (
+        stopped_before(TierState, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        save_steps(directory, 1)
+    assert run_killed_job(load_step, tmp_path) == 4
+
+
+def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path: Path) -> None:
+    older = open_run(tmp_path)
+    save_steps(older, 1, 2)
+    refused: list[str] = []
+
+    def save_more() -> None:
+        try:
+            save_steps(older, 3, 4, 5)
+        except holdfast.StateError as error:
+            refused.append(str(error))
+
+    listed = tier_load.list_offers
+
+    def list_and_wait(*args: Any) -> Any:
+        offers = listed(*args)
+        save_more()
+        return offers
+
+    assert older._tier is not None
+    newer = open_run(tmp_path)
+    newer._tier = TierState(tmp_path / "tier", tmp_path / "run")
+    loaded = state_of(-1)
+    with mock.patch.object(tier_load, "list_offers", list_and_wait):
+        assert newer.restore(None, loaded).step == 2
+    assert torch.equal(loaded["w"], state_of(2)["w"])
+    assert refused
+    newer.wait()
+
+
+def test_from_the_beginning_of_a_load_an_earlier_job_drains_nothing(tmp_path: Path) -> None:
+    older = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
+    older.save("step_1", state_of(1), step=1)
+    older.wait()
+    with stopped_before(TierSave, "_publish_checkpoint", lambda: run_killed_job(_fail_to_load, tmp_path)):
+        older.save("step_2", state_of(2), step=2)
+        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+            older.wait()
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+
+
+def _fail_to_load(base: Path) -> None:
+    with pytest.raises(holdfast.MismatchError):
+        open_run(base).restore(None, {"other": torch.zeros(3)})
+
+
+def test_a_job_goes_on_after_a_load_that_failed(tmp_path: Path) -> None:
+    directory = open_run(tmp_path)
+    save_steps(directory, 1, 2)
+    with pytest.raises(holdfast.MismatchError):
+        directory.restore(None, {"other": torch.zeros(3)})
+    save_steps(directory, 3)
+    directory.finalize()
+    assert [info.tag for info in directory.list()] == ["step_3"]
+    assert run_killed_job(load_step, tmp_path) == 3
+
+
+def test_a_job_in_a_run_directory_without_epochs_takes_over_the_folder_of_a_later_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        run_killed_job(job_that_saves, tmp_path, step)
+    known = find_newest_epoch(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    run_killed_job(job_that_saves, tmp_path, 4)
+    assert find_newest_epoch(tmp_path / "run") > known
+    assert run_killed_job(load_step, tmp_path) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Copies that fail
+
+
+def _open_with_copies(base: str) -> holdfast.RunDirectory:
+    local = holdfast.LocalTier(f"{base}/host{dist.get_rank()}", copies=1, drain_every=NEVER)
+    return holdfast.RunDirectory(f"{base}/run", local=local)
+
+
+def _save_and_fail_to_copy(base: str, error: type[Exception], failing: list[int], last: int) -> None:
+    directory = _open_with_copies(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(1, last + 1):
+            with (
+                mock.patch.object(PartCopies, "make", side_effect=error("failed")) if step in failing else nullcontext()
+            ):
+                save_steps(directory, step)
+
+
+def _load_from_copies(base: str) -> tuple[float | None, str]:
+    loaded = state_of(-1)
+    restored = _open_with_copies(base).restore(None, loaded)
+    assert torch.equal(loaded["w"], state_of(int(restored.step or 0))["w"])
+    return restored.step, restored.source
+
+
+@pytest.mark.parametrize(("failing", "last", "expected"), [([3], 3, 2), ([3, 4, 5], 5, 2), ([3, 4], 5, 5)])
+def test_if_a_rank_fails_in_the_copies_the_generation_before_survives_the_loss_of_its_host(
+    ranks: Ranks, tmp_path: Path, failing: list[int], last: int, expected: int
+) -> None:
+    ranks(3, _save_and_fail_to_copy, str(tmp_path), RankFailedError, failing, last)
+    shutil.rmtree(tmp_path / "host1")
+    assert ranks(3, _load_from_copies, str(tmp_path)) == [(expected, "local tier")] * 3
+
+
+def test_without_a_lost_host_the_newest_generation_is_loaded_although_it_has_no_copies(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(3, _save_and_fail_to_copy, str(tmp_path), RankFailedError, [3], 3)
+    assert ranks(3, _load_from_copies, str(tmp_path)) == [(3, "local tier")] * 3
+
+
+def test_copies_that_find_no_memory_leave_no_older_generation_that_takes_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, _save_and_fail_to_copy, str(tmp_path), SpaceShortageError, [3], 3)
+    parts = [path.name for path in tmp_path.glob("host*/*.part")]
+    assert len({name.partition("-of-")[0][:30] for name in parts}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A checkpoint that an earlier job publishes when another one has gone on
+
+
+def _open_on_host(base: Path, host: str, **options: Any) -> holdfast.RunDirectory:
+    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / host, **options))
+
+
+def _load_and_save_on_other_host(base: Path, *steps: int) -> None:
+    directory = _open_on_host(base, "other", drain_every=NEVER)
+    directory.restore(None, state_of(-1))
+    save_steps(directory, *steps)
+
+
+def _load_on_other_host(base: Path) -> float | None:
+    directory = _open_on_host(base, "other")
+    step = directory.restore(None, state_of(-1)).step
+    directory.wait()
+    return step
+
+
+def test_what_an_earlier_job_publishes_late_is_withdrawn(tmp_path: Path) -> None:
+    """It was stopped between its last look at epochs and the rename. The other job lost its host, and went back."""
+    directory = _open_on_host(tmp_path, "host", drain_every=5)
+    directory.save("step_1", state_of(1), step=1, forced=True)
+    save_steps(directory, 2, 3, 4, 5)
+    with (
+        stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        save_steps(directory, 6)
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert run_killed_job(_load_on_other_host, tmp_path) == 20
+
+
+def test_what_an_earlier_job_replaces_late_gets_its_name_back(tmp_path: Path) -> None:
+    directory = _open_on_host(tmp_path, "host", drain_every=NEVER)
+    directory.save("last", state_of(1), step=1, forced=True)
+    directory.save("last", state_of(2), step=2, overwrite=True)
+    with (
+        stopped_before(StagingDirectory, "replace", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        directory.save("last", state_of(3), step=3, overwrite=True, forced=True)
+    assert [(info.tag, info.step) for info in holdfast.list_checkpoints(tmp_path / "run")] == [("last", 1)]
+    assert run_killed_job(_load_on_other_host, tmp_path) == 20
+
+
+def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: Path) -> None:
+    run_killed_job(_save_on_host, tmp_path)
+    with stopped_before(
+        StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)
+    ):
+        directory = _open_on_host(tmp_path, "host")
+        assert directory.restore(None, state_of(-1)).step == 3
+        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+            directory.wait()
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert run_killed_job(_load_on_other_host, tmp_path) == 20
+
+
+def _save_on_host(base: Path) -> None:
+    directory = _open_on_host(base, "host", drain_every=NEVER)
+    directory.save("step_1", state_of(1), step=1, forced=True)
+    save_steps(directory, 2, 3)
+
+
+def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Path) -> None:
+    directory = open_run(tmp_path)
+    save_steps(directory, 1)
+    with (
+        stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_begin_from_tier, tmp_path)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        directory.save("step_2", state_of(2), step=2, forced=True)
+    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_2"]
+
+
+def _begin_from_tier(base: Path) -> None:
+    """Load step 2, and be killed before it is drained."""
+    with mock.patch.object(GenerationDrain, "_drain", side_effect=holdfast.StateError("killed")):
+        assert open_run(base).restore(None, state_of(-1)).step == 2
