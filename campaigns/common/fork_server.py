@@ -11,7 +11,7 @@ CONTEXT.set_forkserver_preload(
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
         *("torch.distributed.tensor.parallel", "holdfast.run_directory", "holdfast.api", "holdfast.data.loader"),
         *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
-        *("campaigns.tier.histories.training", "holdfast.save.tier_save", "holdfast.load.tier_load"),
-        *("holdfast.load.fallback", "holdfast.save.generation_drain"),
+        *("campaigns.tier.histories.training", "holdfast.save.folder_tier_save", "holdfast.load.tier_load"),
+        *("holdfast.load.fallback", "holdfast.save.folder_drain"),
     ]
 )

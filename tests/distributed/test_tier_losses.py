@@ -95,7 +95,7 @@ def failing(end: str) -> mock._patch:
         return mock.patch.object(TierFolder, "write_part", side_effect=failure)
     if end == "alone":
         return mock.patch.multiple(
-            "holdfast.save.tier_save",
+            "holdfast.save.tier_stage",
             PartCopies=mock.Mock(spec=PartCopies, side_effect=RankFailedError("a rank has failed")),
             PartParity=mock.Mock(spec=PartParity, side_effect=RankFailedError("a rank has failed")),
         )

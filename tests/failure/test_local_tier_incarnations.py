@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import RankFailedError, SpaceShortageError
-from holdfast.load import tier_load
+from holdfast.load import tier_hosts
 from holdfast.run.staging_dir import StagingDirectory
+from holdfast.save.folder_tier_save import FolderTierSave
 from holdfast.save.generation_drain import GenerationDrain
-from holdfast.save.tier_save import TierSave
 from holdfast.tier import state
 from holdfast.tier.copies import PartCopies
 from holdfast.tier.epochs import find_newest_epoch
@@ -77,7 +77,7 @@ def stopped_before(owner: Any, name: str, meanwhile: Callable[[], object]) -> An
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(TierState, "take_over"), (tier_load, "list_offers"), (state, "begin_epoch")]
+    ("owner", "name"), [(TierState, "take_over"), (tier_hosts, "list_offers"), (state, "begin_epoch")]
 )
 def test_a_load_that_was_stopped_while_another_job_went_on_takes_nothing_from_it(
     tmp_path: Path, owner: Any, name: str
@@ -117,7 +117,7 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
         except holdfast.StateError as error:
             refused.append(str(error))
 
-    listed = tier_load.list_offers
+    listed = tier_hosts.list_offers
 
     def list_and_wait(*args: Any) -> Any:
         offers = listed(*args)
@@ -128,7 +128,7 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
     newer = open_run(tmp_path)
     newer._tier = TierState(tmp_path / "tier", tmp_path / "run")
     loaded = state_of(-1)
-    with mock.patch.object(tier_load, "list_offers", list_and_wait):
+    with mock.patch.object(tier_hosts, "list_offers", list_and_wait):
         assert newer.restore(None, loaded).step == 2
     assert torch.equal(loaded["w"], state_of(2)["w"])
     assert refused
@@ -139,7 +139,7 @@ def test_from_the_beginning_of_a_load_an_earlier_job_drains_nothing(tmp_path: Pa
     older = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
     older.save("step_1", state_of(1), step=1)
     older.wait()
-    with stopped_before(TierSave, "_publish_checkpoint", lambda: run_killed_job(_fail_to_load, tmp_path)):
+    with stopped_before(FolderTierSave, "_publish_checkpoint", lambda: run_killed_job(_fail_to_load, tmp_path)):
         older.save("step_2", state_of(2), step=2)
         with pytest.raises(holdfast.StateError, match="another job has continued the run"):
             older.wait()

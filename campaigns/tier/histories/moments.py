@@ -9,8 +9,10 @@ from campaigns.common.points import Point
 _FOLDER = "holdfast.tier.folder.TierFolder"
 _SLOTS = "holdfast.tier.slots.Slots"
 _STATE = "holdfast.tier.state"
-_LOAD = "holdfast.load.tier_load"
-_DRAIN = "holdfast.save.generation_drain"
+_HOSTS = "holdfast.load.tier_hosts"
+_FETCH = "holdfast.load.part_fetch"
+_ASSEMBLER = "holdfast.load.part_assembler"
+_DRAIN = "holdfast.save.folder_drain"
 _STAGING = "holdfast.run.staging_dir.StagingDirectory"
 _P2P = "holdfast.engine.io.p2p.P2PExchange"
 _RENAME = "holdfast.storage.atomic_rename._renameat2"
@@ -49,7 +51,7 @@ MOMENTS = (
         Point("slot reserved", f"{_SLOTS}.take", after=True),
         Point("deciding about the save", f"{_STATE}.TierState.plan_save", rank_0_only=True),
         Point("copying into the slot", "holdfast.save.shard_writer.stage_tensors"),
-        Point("hashing", "holdfast.save.tier_save.hash_ranges"),
+        Point("hashing", "holdfast.save.tier_stage.hash_ranges"),
         Point("writing the table", f"{_FOLDER}.write_part"),
         Point("table written", f"{_FOLDER}.write_part", after=True),
         Point("writing the label", f"{_FOLDER}.write_common"),
@@ -66,7 +68,7 @@ MOMENTS = (
         Point("exchanging tables", "holdfast.tier.copies.exchange_tables"),
         Point("sending to another host", f"{_P2P}.send"),
         Point("receiving from another host", f"{_P2P}.receive"),
-        Point("waiting for another host", f"{_P2P}.wait"),
+        Point("waiting for another host", f"{_P2P}.wait_for_any"),
         needs="redundancy",
     ),
     *_of("save", Point("writing the table of a parity", f"{_FOLDER}.write_parity"), needs="parity"),
@@ -84,23 +86,23 @@ MOMENTS = (
     ),
     *_of(
         "loaded drain",
-        Point("mapping the parts", f"{_DRAIN}.GenerationDrain._map_parts"),
-        Point("opening the staging directory", f"{_DRAIN}.GenerationDrain._open_staging", rank_0_only=True),
+        Point("mapping the parts", "holdfast.save.generation_drain.GenerationDrain._map_parts"),
+        Point("opening the staging directory", f"{_DRAIN}.FolderDrain._open_staging", rank_0_only=True),
         Point("writing a part", f"{_DRAIN}.write_file_ranges"),
-        Point("writing shared pages", f"{_DRAIN}.GenerationDrain._write_edges", rank_0_only=True),
-        Point("publishing", f"{_DRAIN}.GenerationDrain._publish", rank_0_only=True),
+        Point("writing shared pages", f"{_DRAIN}.FolderDrain._write_edges", rank_0_only=True),
+        Point("publishing", f"{_DRAIN}.FolderDrain._publish", rank_0_only=True),
         Point("renaming", _RENAME, rank_0_only=True),
-        Point("published", f"{_DRAIN}.GenerationDrain._publish", after=True, rank_0_only=True),
+        Point("published", f"{_DRAIN}.FolderDrain._publish", after=True, rank_0_only=True),
         needs="earlier",
     ),
     *_of(
         "load",
-        Point("listing what the host has", f"{_LOAD}.list_offers"),
-        Point("listed what the host has", f"{_LOAD}.list_offers", after=True),
+        Point("listing what the host has", f"{_HOSTS}.list_offers"),
+        Point("listed what the host has", f"{_HOSTS}.list_offers", after=True),
         Point("taking over the folder", f"{_STATE}.TierState.take_over"),
         Point("folder taken over", f"{_STATE}.TierState.take_over", after=True),
-        Point("verifying parts", f"{_LOAD}.TierLoad._verify_parts"),
-        Point("fetching from other hosts", f"{_LOAD}.run_transfers"),
+        Point("verifying parts", f"{_ASSEMBLER}.PartAssembler.verify_share"),
+        Point("fetching from other hosts", f"{_FETCH}.run_transfers"),
         Point("putting values in place", "holdfast.state.restore.LoadTargets.apply"),
         Point("values in place", "holdfast.state.restore.LoadTargets.apply", after=True),
         Point("reserving an epoch", f"{_STATE}.reserve_epoch", rank_0_only=True),
@@ -111,5 +113,5 @@ MOMENTS = (
         Point("other generations removed", f"{_FOLDER}.remove_generations", after=True),
         needs="earlier",
     ),
-    *_of("load", Point("computing lost parts", f"{_LOAD}.rebuild_parts"), needs="earlier"),
+    *_of("load", Point("computing lost parts", f"{_ASSEMBLER}.rebuild_parts"), needs="earlier"),
 )
