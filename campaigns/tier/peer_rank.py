@@ -37,6 +37,9 @@ _WARM_UP = 3
 #: No save goes to storage by itself.
 _NEVER = 10**6
 
+#: What holdfast imports at the first save and load. Peers import theirs before, with their classes.
+_MODULES = ("holdfast.save.tier_save", "holdfast.load.tier_load", "holdfast.load.fallback")
+
 
 class Tier(Protocol):
     """A checkpoint in memory."""
@@ -55,10 +58,12 @@ class Holdfast:
     """The local tier of holdfast, without copies: there is one host."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for module in _MODULES:
+            importlib.import_module(module)
         local = holdfast.LocalTier(folder / "memory" / "tier", copies=0, drain_every=_NEVER)
         self._directory = holdfast.RunDirectory(folder / "run", local=local, async_save=True, timeout=120)
         self._state = model, optimizer
-        self._handle: holdfast.SaveHandle | None = None
+        self._handle: holdfast.SaveHandle[Any] | None = None
 
     def save(self, step: int) -> None:
         """Save."""

@@ -1,11 +1,11 @@
 """``python -m campaigns.tier.peers``: the local tier beside other tiers in memory, on one machine without accelerators.
 
-Four ranks save a state of FSDP2 into memory. Then one is killed, the launcher starts all again, and they load it. At the
-end, fewer ranks try to load what four have saved. Peers take part if they are installed::
+Four ranks save a state of FSDP2 into memory. Then one is killed, the launcher starts all again, and they load it. At
+the end, fewer ranks try to load what four have saved. Peers take part if they are installed::
 
     pip install --no-deps --target PEERS lm-resiliency==0.2.0 dlrover==0.6.1
-    pip install --no-deps --target PEERS pynvml deprecated wrapt kubernetes requests-oauthlib oauthlib \\
-        websocket-client durationpy
+    pip install --no-deps --target PEERS pynvml deprecated wrapt kubernetes
+    pip install --no-deps --target PEERS requests-oauthlib oauthlib websocket-client durationpy
     PYTHONPATH=PEERS python -m campaigns.tier.peers
 
 DLRover's agent needs a master even on one machine. ``dlrover-run --standalone`` cannot start one with PyTorch 2.13
@@ -129,7 +129,7 @@ def _report(times: Mapping[str, Mapping[str, list[float]]]) -> str:
 
 
 def _format(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})" if seconds else "–"
+    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})" if seconds else "-"
 
 
 def main() -> int:
