@@ -10,8 +10,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from benchmarks import states
+
 #: The states of a parameter that AdamW keeps beside it, and the bytes of an element.
 _MOMENTS, _ITEM = ("exp_avg", "exp_avg_sq"), 4
+
+
+def build_zeros(layout: str, nbytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build a model with AdamW of ``nbytes`` over all ranks, of zeros."""
+    with torch.device("meta"):
+        whole = states.Llama(nbytes)
+    model = states.LAYOUTS[layout](whole).to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.data.zero_()
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def fill_state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -60,15 +60,7 @@ def join(address: str, port: int, rank: int, size: int) -> None:
 
 def build(layout: str, nbytes: int, seed: int | None) -> None:
     """Build a model with AdamW of ``nbytes`` over all ranks, with the elements of ``seed``, or with zeros."""
-    with torch.device("meta"):
-        whole = states.Llama(nbytes)
-    model = states.LAYOUTS[layout](whole).to_empty(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.data.zero_()
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = known_state.build_zeros(layout, nbytes)
     _current[:] = [_Training(model, optimizer)]
     if seed is not None:
         known_state.fill_state(model, optimizer, seed)
