@@ -178,6 +178,7 @@ def measure_local_completion(setting: Setting) -> None:
         job.call(ranks.open_run, runs["without"], None, async_save=True, keep=1)
         for number in range(2 * setting.rounds + 3):
             for name, run in list(runs.items())[:: 1 if number % 2 else -1]:
+                job.call(ranks.change_state)
                 results = job.call(ranks.save, run, f"save_{number}")
                 job.call(ranks.wait_for_saves, run)
                 if number >= 3:  # before, the slots are new
