@@ -486,6 +486,15 @@ def test_the_ranks_are_those_of_the_process_group(ranks: Ranks) -> None:
     assert ranks(4, copy_in_a_group) == [None, (0, 1), (0, 1), (0, 1)]
 
 
+def test_a_target_may_not_be_over_the_array_that_a_source_is_over() -> None:
+    """Two storages of torch, with different first bytes, and one array of NumPy below both."""
+    array = np.arange(15, dtype=np.float32)
+    target, source = torch.from_numpy(array[:10]), torch.from_numpy(array[5:])
+    with pytest.raises(InvalidArgumentError, match="model tensor 'a' shares its memory with a tensor of the source"):
+        holdfast.copy_state({"a": target}, source={"model": {"a": source}})
+    assert np.array_equal(array, np.arange(15, dtype=np.float32))
+
+
 class Tied(nn.Module):
     def __init__(self, *, tied: bool) -> None:
         super().__init__()

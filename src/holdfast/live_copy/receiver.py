@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import placements
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.engine.plan.global_spec import GlobalSpec
+from holdfast.engine.plan.spans import merge_spans
 from holdfast.engine.plan.spec import PER_RANK, Meshes, Spec
 from holdfast.errors import InvalidArgumentError, MismatchError, StateError
 from holdfast.formats.native import decode_values
@@ -154,15 +157,29 @@ def _check_meshes(objects: TrainingObjects, numbers: RankNumbers) -> None:
 
 
 def _check_separate(targets: LoadTargets, source: SourceState) -> None:
-    """Raise ``InvalidArgumentError`` if a tensor to fill has its memory in common with one that is the source."""
-    addresses = {shard.storage_address: key for key, shard in source.captured.tensors.items()}
-    addresses.pop(0, None)
+    """Raise ``InvalidArgumentError`` if a tensor to fill has its memory in common with one that is the source.
+
+    Storages are compared by their addresses: two of them may be over one array of NumPy.
+    """
+    spans: dict[torch.device, list[tuple[int, int]]] = {}
+    for shard in source.captured.tensors.values():
+        spans.setdefault(shard.device, []).append(shard.storage_span)
+    taken = {device: merge_spans(on_device) for device, on_device in spans.items()}
     for (group, name), target in targets.targets.items():
-        if not target.local.is_meta and target.local.untyped_storage().data_ptr() in addresses:
+        if target.local.is_meta:
+            continue
+        start, stop = TensorBytes(target.local).storage_span
+        on_device = taken.get(target.local.device, [])
+        at = bisect_right(on_device, start, key=_stop_of)
+        if start < stop and at < len(on_device) and on_device[at][0] < stop:
             raise InvalidArgumentError(
                 f"{group} tensor {name!r} shares its memory with a tensor of the source on this rank: pass other "
                 "objects to copy into"
             )
+
+
+def _stop_of(span: tuple[int, int]) -> int:
+    return span[1]
 
 
 def _shard_of(target: TensorView, global_rank: int) -> object:

@@ -15,12 +15,13 @@ import msgspec
 from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.io.p2p import P2PExchange
+from holdfast.engine.plan.spans import merge_spans
 from holdfast.load.read_plan import ReadPlan
 from holdfast.storage.mapped_file import map_to_read, require_free_bytes
 from holdfast.storage.memory import Bytes
 from holdfast.storage.sparse_file import SparseFile
 from holdfast.tier.assembly import Assembly
-from holdfast.tier.transfers import Transfer, TransferEnds, merge_spans, plan_transfers, run_transfers
+from holdfast.tier.transfers import Transfer, TransferEnds, plan_transfers, run_transfers
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.engine.io.p2p import Lane, P2PExchange
+from holdfast.engine.plan.spans import merge_spans
 from holdfast.errors import CorruptCheckpointError
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage.memory import Bytes
@@ -48,17 +49,6 @@ class Transfer(NamedTuple):
 
 #: Ranges of bytes, by the number of the part.
 Spans = Mapping[int, Sequence[tuple[int, int]]]
-
-
-def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted spans that neither overlap nor touch."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        elif start < stop:
-            merged.append((start, stop))
-    return merged
 
 
 def plan_transfers(

@@ -75,6 +75,12 @@ class TensorBytes:
         return self._tensor.untyped_storage().data_ptr()
 
     @property
+    def storage_span(self) -> tuple[int, int]:
+        """The addresses of the first byte of the storage, and of the byte after its last one."""
+        storage = self._tensor.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+    @property
     def version(self) -> TensorVersion:
         """The address of the shard, and the number of its tracked changes in place.
 

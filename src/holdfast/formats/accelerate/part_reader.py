@@ -39,7 +39,7 @@ class PartReader:
             return tree
         is_optimizer = TreeClassifier(self.opened.budget).is_optimizer
         if not isinstance(tree, dict) or (kind == OPTIMIZER and not is_optimizer(tree)):
-            raise CorruptCheckpointError(f"{path} must contain the state dict of a {kind}: it is of another kind")
+            raise CorruptCheckpointError(f"{path} must contain the state dict of the {kind}: it has something else")
         return tree
 
     def read_file(self, path: Path) -> Any:
