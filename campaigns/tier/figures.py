@@ -13,7 +13,7 @@ from pathlib import Path
 from campaigns.tier import ranks
 from campaigns.tier.disk import Disk
 from campaigns.tier.hosts import LINK_BYTES, Host, running_hosts
-from campaigns.tier.job import running_job
+from campaigns.tier.job import Job, running_job
 
 _MODULES = (
     "campaigns.tier.ranks",
@@ -211,6 +211,37 @@ def measure_copies(setting: Setting) -> None:
     report(f"_ReplicationStager of DCP, {size}: stall, s", theirs, None)
 
 
+def measure_traffic(setting: Setting) -> None:
+    """Measure how much longer the traffic of a training takes while copies are sent to other hosts."""
+    for rate, limit in ((LINK_BYTES / 10, 1.1), (None, None)):
+        plain, ratios, unfinished = [], [], []
+        with running_job(setting.hosts) as job:
+            job.call(ranks.build, "FSDP2", setting.nbytes, _SAVED)
+            options = {"copies": 1, "drain_every": ranks.NEVER, "copy_rate": rate}
+            job.call(ranks.open_run, setting.run, options, async_save=True)
+            for number in range(setting.rounds + 1):
+                before = _reduce_gradients(job)
+                job.call(ranks.save, setting.run, f"save_{number}")
+                during = _reduce_gradients(job)
+                began = time.perf_counter()
+                job.call(ranks.wait_for_saves, setting.run)
+                if number:  # before, the slots are new
+                    plain.append(before)
+                    ratios.append(during / before)
+                    unfinished.append(time.perf_counter() - began)
+        title = "traffic while copies are sent / without" + (f", copy_rate={rate / 1e6:g} MB/s" if rate else "")
+        note = f"of {statistics.median(plain):.2f} s; copies took {min(unfinished):.1f} s or more after it"
+        report(title, ratios, limit, note)
+        _empty(setting)
+
+
+def _reduce_gradients(job: Job) -> float:
+    """Return the median seconds of some reductions of 50 MB."""
+    steps = zip(*job.call(ranks.reduce_gradients, 5, 50_000_000), strict=True)
+    slowest: list[float] = [max(of_step) for of_step in steps]
+    return statistics.median(slowest)
+
+
 def measure_every_step(setting: Setting) -> None:
     """Measure steps with a save into memory after each, against steps without."""
     for copies, nbytes in ((0, setting.nbytes), (1, setting.nbytes // 2)):
@@ -278,6 +309,7 @@ FIGURES: dict[str, Callable[[Setting], None]] = {
     "fewer-hosts": measure_fewer_hosts,
     "local-completion": measure_local_completion,
     "copies": measure_copies,
+    "traffic": measure_traffic,
     "every-step": measure_every_step,
     "frozen-disk": measure_frozen_disk,
 }

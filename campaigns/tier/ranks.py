@@ -188,6 +188,12 @@ def train(run: Path, steps: int, seconds: float, processor: str, *, saves: bool)
     return times
 
 
+def reduce_gradients(steps: int, nbytes: int) -> list[float]:
+    """Add up ``nbytes`` of all ranks in each step, as data parallelism does. Return the seconds of each step."""
+    gradients = torch.ones(nbytes // 4)
+    return [_time(lambda: dist.all_reduce(gradients))[0] for _ in range(steps)]
+
+
 def _build_compute(seconds: float, processor: str) -> Callable[[], None]:
     if processor == "accelerator":
         return lambda: time.sleep(seconds)
