@@ -33,7 +33,7 @@ SAVING = [
     "holdfast.engine.integrity.crc_gather.encode_fragments",
 ]
 LEADING = [
-    "holdfast.save.checkpoint_save.next_identity",
+    "holdfast.save.training_save.next_identity",
     "holdfast.run.staging_dir.StagingDirectory.create",
     "holdfast.run.staging_dir.StagingDirectory.publish",
 ]
