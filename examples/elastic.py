@@ -2,8 +2,12 @@ r"""Train on several hosts, any of which may fail: each save is complete in thei
 
 On each host, with two to four of them:
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 2:4 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \
         examples/elastic.py runs/a --memory /dev/shm/a
+
+The variable gives each attempt a store of its own. With a store that all attempts share, as is the default of PyTorch
+2.13, gloo may find addresses of ranks that have died: it does not connect, or hangs.
 
 If a process dies, torchrun starts all ranks again, and they load the newest checkpoint from memory. If a host is lost,
 the others have copies of its part. If a host joins, torchrun ends all ranks with SIGTERM, they save, and all continue.

@@ -23,10 +23,10 @@ from holdfast.save import drain_attempts
 from holdfast.save.checkpoint_save import CheckpointSave
 from holdfast.storage import mapped_file
 from holdfast.tier import state
-from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
+from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 #: A number of saves of which none is drained.

@@ -23,7 +23,6 @@ from holdfast.run.cleanup import clean_up
 from holdfast.save import drain_attempts
 from holdfast.storage.http.connection import HttpResponse
 from holdfast.storage.object_path import ObjectPath
-from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
 from tests.golden.reader import read
 from tests.helpers.fake_azure import FakeAzure
@@ -32,6 +31,7 @@ from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure, gcs_at, store_at
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
+from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 #: Small parts, so that small checkpoints have several, with bytes of several ranks.

@@ -23,7 +23,6 @@ from holdfast.errors import StorageError
 from holdfast.run.cleanup import clean_up
 from holdfast.storage.http.connection import HttpResponse
 from holdfast.tier.collected import CollectedParts
-from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
 from tests.helpers.commands import invoke, invoke_json, run_command
 from tests.helpers.fake_http import BUCKET
@@ -31,6 +30,7 @@ from tests.helpers.fake_s3 import FakeS3, failure
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
+from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import start_run, train_run
 
 RUN = f"s3://{BUCKET}/run"

@@ -25,12 +25,12 @@ import holdfast
 from holdfast.cli.main import app
 from holdfast.run.cleanup import clean_up
 from holdfast.tier.collected import CollectedParts
-from holdfast.tier.epochs import claim_epoch
 from holdfast.tier.folder import TierFolder
 from holdfast.tier.part import PartTable, encode_checked
 from tests.helpers.commands import invoke, invoke_json, run_command
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
+from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import start_run, train_run
 
 NEVER = 10**6

@@ -17,6 +17,7 @@ from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.storage import mapped_file
 from holdfast.tier.epochs import name_job
 from tests.helpers.killed_jobs import run_killed_job
+from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
 #: A number of saves of which none is drained.
 NEVER = 10**6
@@ -26,22 +27,9 @@ def open_run(base: Path, **options: Any) -> holdfast.RunDirectory:
     return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / "tier", **options))
 
 
-def state_of(step: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((3000,), float(step))}
-
-
-def save_steps(directory: holdfast.RunDirectory, *steps: int) -> None:
-    for step in steps:
-        directory.save(f"step_{step}", state_of(step), step=step)
-
-
 def load_step(base: Path) -> float:
-    """Load the latest checkpoint, wait until it is durable, and return its step, which its bytes must be of."""
-    state, directory = state_of(-1), open_run(base)
-    step = directory.restore(None, state).step
-    directory.wait()
-    assert torch.equal(state["w"], torch.full((3000,), float(step or 0)))
-    return float(step or 0)
+    """Load the newest checkpoint as a new job, and return its step."""
+    return load_newest_step(open_run(base))
 
 
 def open_continued(base: Path) -> holdfast.RunDirectory:

@@ -28,6 +28,7 @@ from holdfast.tier.epochs import find_newest_epoch
 from holdfast.tier.state import TierState
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pool import Ranks
+from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
 #: A number of saves of which none is drained.
 NEVER = 10**6
@@ -37,22 +38,9 @@ def open_run(base: Path, **options: Any) -> holdfast.RunDirectory:
     return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / "tier", drain_every=NEVER, **options))
 
 
-def state_of(step: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((3000,), float(step))}
-
-
-def save_steps(directory: holdfast.RunDirectory, *steps: int) -> None:
-    for step in steps:
-        directory.save(f"step_{step}", state_of(step), step=step)
-
-
 def load_step(base: Path) -> float:
-    """Load the latest checkpoint as a new job, and return its step, which its bytes must be of."""
-    loaded, directory = state_of(-1), open_run(base)
-    step = directory.restore(None, loaded).step
-    directory.wait()
-    assert torch.equal(loaded["w"], state_of(int(step or 0))["w"])
-    return float(step or 0)
+    """Load the newest checkpoint as a new job, and return its step."""
+    return load_newest_step(open_run(base))
 
 
 def job_that_saves(base: Path, *steps: int) -> None:

@@ -109,7 +109,7 @@ class PartAssembler:
 
     def _list_share(self, kind: Literal["part", "parity"]) -> list[PartName]:
         """Return the parts or parities that this rank looks after, without the corrupt ones."""
-        on_host, rank = self._hosts.ranks_beside(self._ranks.rank), self._ranks.rank
+        on_host, rank = self._hosts.ranks_on_host_of(self._ranks.rank), self._ranks.rank
         names = self._tier.folder.list_parts(kind).get(self.key, ())[on_host.index(rank) :: len(on_host)]
         return [one for one in names if (one.name if kind == "part" else one.parity_name) not in self._corrupt]
 

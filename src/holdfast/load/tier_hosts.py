@@ -34,7 +34,7 @@ class TierHosts:
     local: Sequence[LocalCheckpoint] = ()
     unreadable: Sequence[str] = ()
 
-    def ranks_beside(self, rank: int) -> list[int]:
+    def ranks_on_host_of(self, rank: int) -> list[int]:
         """Return the ranks on the host of a rank."""
         return [other for other, host in enumerate(self.host_of) if host == self.host_of[rank]]
 
@@ -114,7 +114,7 @@ def _complete_collected(
     tier: TierState, session: Session, hosts: TierHosts, key: GenerationKey, ranks: Sequence[int]
 ) -> None:
     """Put parts of the hosts into the run directory, from where rank 0 writes the checkpoint."""
-    on_host = hosts.ranks_beside(session.rank)
+    on_host = hosts.ranks_on_host_of(session.rank)
     share = ranks[on_host.index(session.rank) :: len(on_host)]
     collected = CollectedParts.of(tier.run)
     session.run_on_all(

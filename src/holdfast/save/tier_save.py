@@ -163,7 +163,7 @@ class TierSave(TrainingSave):
             if isinstance(error, StorageError):
                 self._stage.keep_newest()
             else:
-                self._stage.keep_beside_older()
+                self._stage.keep_uncopied()
         else:
             self._stage.keep_newest(copies)
 

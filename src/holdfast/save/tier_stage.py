@@ -190,10 +190,10 @@ class TierStage:
             self.tier.slots.unpin(copy)
         self.tier.remove_generations(lambda key: key >= self.key)
 
-    def keep_beside_older(self) -> None:
+    def keep_uncopied(self) -> None:
         """Keep the part, which has no copies, and the newest generation that has."""
         if self._slot is not None:
-            self.tier.slots.keep_alone([self._slot])
+            self.tier.slots.keep_uncopied([self._slot])
 
     def end_drain(self, drained: CheckpointInfo | None) -> None:
         """Note that the drain has ended, if there is one. ``drained`` is the checkpoint in the run directory."""

@@ -1,7 +1,7 @@
 """Epochs: which generations of the local tier belong to the training as it went on, and which to an abandoned branch.
 
 A host that was disconnected may come back with generations that are newer than the one from which the others continued.
-And a user may go back to an older checkpoint on purpose. So each job that uses the tier claims an *epoch*:
+And a user may go back to an older checkpoint on purpose. So each job that uses the tier has an *epoch*:
 
 1. When it begins to load, or at its first save, it reserves a number: it creates a file in the run directory that no
    other job can create. The reservation orders jobs: from then on, one with a lower number drains nothing, takes over
@@ -69,7 +69,7 @@ def read_epochs(run: Path) -> Mapping[int, int]:
 
 def find_newest_epoch(run: Path) -> int:
     """Return the largest number that a job of a run has reserved; 0 if none has."""
-    return max(_list_numbers(run, _SUFFIX) | _list_numbers(run, _RESERVED), default=0)
+    return max(_list_numbers(run, _SUFFIX, _RESERVED), default=0)
 
 
 def reserve_epoch(run: Path, above: int = 0) -> int:
@@ -98,16 +98,9 @@ def begin_epoch(run: Path, number: int, start: int) -> bool:
     return _create(_path_of(run, number, _SUFFIX), _encode_epoch(start))
 
 
-def claim_epoch(run: Path, start: int, above: int = 0) -> int:
-    """Reserve the next epoch of a run, and begin it."""
-    number = reserve_epoch(run, above)
-    begin_epoch(run, number, start)
-    return number
-
-
-def _list_numbers(run: Path, suffix: str) -> set[int]:
-    names = (name.removesuffix(suffix) for name in store_of(run).list_names(run / FOLDER) if name.endswith(suffix))
-    return {int(name) for name in names if name.isdecimal()}
+def _list_numbers(run: Path, *suffixes: str) -> set[int]:
+    stems = (name.removesuffix(end) for name in store_of(run).list_names(run / FOLDER) for end in suffixes)
+    return {int(stem) for stem in stems if stem.isdecimal()}
 
 
 def _path_of(run: Path, number: int, suffix: str) -> Path:

@@ -42,7 +42,7 @@ class Slots:
         self._lock, self._slots = threading.Lock(), list[Slot]()
         #: The slots of the newest generation whose copies are made, and those of a newer one without copies.
         self._kept: Sequence[Slot] = ()
-        self._kept_alone: Sequence[Slot] = ()
+        self._kept_uncopied: Sequence[Slot] = ()
         self._writer, self._alive = _lock_new_writer(folder.path)
         weakref.finalize(self, self._alive.close)
 
@@ -83,20 +83,20 @@ class Slots:
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """Keep the parts of the newest generation, and no longer those that were kept before."""
-        self.keep_alone(slots)
+        self.keep_uncopied(slots)
         with self._lock:
             for slot in self._kept:
                 slot.pins -= 1
-            self._kept, self._kept_alone = self._kept_alone, ()
+            self._kept, self._kept_uncopied = self._kept_uncopied, ()
 
-    def keep_alone(self, slots: Sequence[Slot]) -> None:
+    def keep_uncopied(self, slots: Sequence[Slot]) -> None:
         """Keep the parts of the newest generation, which has no copies, and those of the newest one that has."""
         with self._lock:
             for slot in slots:
                 slot.pins += 1
-            for slot in self._kept_alone:
+            for slot in self._kept_uncopied:
                 slot.pins -= 1
-            self._kept_alone = slots
+            self._kept_uncopied = slots
 
     @property
     def writer(self) -> str:

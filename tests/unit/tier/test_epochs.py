@@ -10,7 +10,6 @@ from holdfast.ondisk.manifest import Manifest, Provenance
 from holdfast.tier.catalog import HostOffer, OfferedGeneration, find_complete
 from holdfast.tier.epochs import (
     begin_epoch,
-    claim_epoch,
     find_newest_epoch,
     is_retired,
     name_job,
@@ -19,6 +18,7 @@ from holdfast.tier.epochs import (
     reserve_epoch,
 )
 from holdfast.tier.part import GenerationKey
+from tests.helpers.tier_runs import claim_epoch
 
 
 def test_epochs_are_numbered_and_keep_their_starts(tmp_path: Path) -> None:
