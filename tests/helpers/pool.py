@@ -90,7 +90,6 @@ class Ranks:
 
 
 def _serve(pipe: Connection, port: int) -> None:
-    os.chdir(ROOT)  # a test may have changed the directory in which this process was started
     torch.set_num_threads(1)
     gc.freeze()  # or each collection goes through all that torch consists of
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -118,6 +117,7 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.chdir(ROOT)  # an earlier task, or the test that started this process, may have changed it
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
