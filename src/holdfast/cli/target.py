@@ -31,7 +31,8 @@ Local = Annotated[
 
 def check_run(path: Path) -> None:
     """Check that a path can be a run's folder. Raises ``NoCheckpointError`` or ``InvalidArgumentError``."""
-    if is_checkpoint(path) and not list_checkpoints(path):
+    # Formats are detected last: that looks into each folder of a run, with several requests to an object store.
+    if not list_checkpoints(path) and is_checkpoint(path):
         raise InvalidArgumentError(f"{path} is a checkpoint itself, not the folder of a run: use holdfast show")
     if not store_of(path).is_directory(path):
         raise NoCheckpointError(f"there is no folder {path}")

@@ -101,6 +101,6 @@ def checkpoint_path(path: Path, tag: str | Best) -> Path:
     tagged = path / tag
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
         return tagged
-    if is_checkpoint(path) and not list_checkpoints(path):
+    if not list_checkpoints(path) and is_checkpoint(path):
         raise InvalidArgumentError(f"{path} is a checkpoint itself, not a run directory: leave out the tag {tag!r}")
     return find_checkpoint(path, tag)

@@ -16,6 +16,7 @@ import torch
 import holdfast
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.file_contents import size_on_disk
 from tests.helpers.pool import Ranks
 
@@ -171,3 +172,20 @@ class TestLs:
 
 def save_on_ranks(path: str) -> None:
     holdfast.save_checkpoint(path, "b", {"w": torch.ones(2)}, metrics={"loss": 2.0})
+
+
+class TestRunInAnObjectStore:
+    def test_a_list_sends_one_request_for_each_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake, number = FakeS3(), 40
+        with fake.connected():
+            path = fake.store_at("http://fake").path("bucket/run")
+            run = holdfast.RunDirectory(path)
+            for step in range(number):
+                run.save(f"step_{step}", {"w": torch.ones(1)}, step=step)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with fake.served() as url:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+            fake.requests.clear()
+            assert len(invoke_json("ls", path)["checkpoints"]) == number
+        assert len(fake.requests) <= number + 10
