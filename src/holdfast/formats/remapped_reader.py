@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from holdfast.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from holdfast.ondisk.files import TensorInfo
@@ -23,17 +24,17 @@ class TensorRange(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class TensorMapping:
+class TensorMapping(msgspec.Struct, frozen=True, dict=True):
     """A tensor that consists of ranges of stored tensors of its group, one after another."""
 
     info: TensorInfo
     ranges: Sequence[TensorRange]
 
-    @cached_property
-    def names(self) -> list[str]:
+    @property
+    def names(self) -> Sequence[str]:
         """The stored tensors, each once."""
-        return list(dict.fromkeys(part.name for part in self.ranges))
+        ranges = self.ranges
+        return (ranges[0].name,) if len(ranges) == 1 else tuple(dict.fromkeys(part.name for part in ranges))
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -35,7 +35,7 @@ from holdfast.formats.detect import open_reader
 from holdfast.formats.native import NativeReader
 from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import CheckpointValues, Reader, check_read
-from holdfast.formats.remapped_reader import mapping_of, underlying_reader
+from holdfast.formats.remapped_reader import underlying_reader
 from holdfast.formats.training_step import find_step
 from holdfast.load.fused_experts import renamed_tensors, with_fused_experts
 from holdfast.load.read_plan import ReadPlan
@@ -309,13 +309,13 @@ class LoadOperation:
         verifier = None
         if self._request.verify:
             reads_again = self._tier is None or self.selected.generation is None or self._tier.reads_again
-            verifier = ChecksumVerifier(underlying_reader(reader), plan.numbered, reads_again=reads_again)
+            verifier = ChecksumVerifier(underlying_reader(reader), list(plan.number), reads_again=reads_again)
         on_moved = self._reporter.progress_counter("load", plan.nbytes).add
 
         def fill_targets() -> Fragments:
             targets.materialize_models()
             targets.count_changes()
-            fragments = plan.run(reader, targets, self._ranks, self._session, on_moved)
+            fragments = plan.run(targets, self._ranks, self._session, on_moved)
             return verifier.verify_local(fragments) if verifier else {}
 
         def verify_fragments(posted: list[bytes]) -> bytes:
@@ -332,8 +332,7 @@ class LoadOperation:
             *other_args, message = error.args
             advice = _partly_filled_advice(self._request.training)
             raise type(error)(*other_args, f"{message}. {advice}") from error
-        keys = ((group, stored) for group, name in targets.targets for stored in mapping_of(reader, group, name).names)
-        return verifier is not None and verifier.has_all_crcs(keys)
+        return verifier is not None and verifier.has_all_crcs(plan.iter_stored(targets))
 
     def _build_result(self, targets: LoadTargets, *, verified: bool) -> RestoreResult:
         manifest = self._manifest

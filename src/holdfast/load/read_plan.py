@@ -21,35 +21,36 @@ from holdfast.engine.plan.global_spec import GlobalTensor
 from holdfast.engine.plan.load_plan import LoadPlan, plan_load
 from holdfast.engine.plan.routes import Locate, contiguous_requests
 from holdfast.engine.plan.shards import local_shard
-from holdfast.formats.reader import FileExtent, Reader
+from holdfast.formats.reader import Reader
 from holdfast.formats.remapped_reader import TensorMapping, mapping_of, underlying_reader
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.restore import LoadTargets
 from holdfast.state.tensors import DTYPES, TensorView
 
+#: The group and the name of a tensor.
+_Key = tuple[str, str]
+
 
 class _FileIndex:
     """An index from tensor numbers to file ranges. A joined tensor has the number of its first stored tensor."""
 
-    def __init__(self, reader: Reader, numbered: Sequence[tuple[str, str]], requested: Iterable[int]) -> None:
-        """``numbered`` are the stored tensors. ``requested`` are those that any rank requests.
+    def __init__(self, reader: Reader, number: Mapping[_Key, int], requested: Iterable[_Key]) -> None:
+        """Index the tensors that any rank requests. ``number`` has the numbers of the stored tensors.
 
         Files have equal numbers on all ranks, because ``requested`` is equal on all ranks.
         """
-        self._stored, self._numbered = underlying_reader(reader), numbered
-        self._number = {key: i for i, key in enumerate(numbered)}
-        self._extents = {tensor: self._find_all_extents(tensor) for tensor in sorted(requested)}
+        stored = self._stored = underlying_reader(reader)
+        self._number = number
+        self._extents = {
+            (group, name): stored.find_extents(group, name, 0, stored.groups[group][name].nbytes)
+            for group, name in sorted(requested)
+        }
         files = dict.fromkeys(extent.file for extents in self._extents.values() for extent in extents)
         self.numbers = {file: number for number, file in enumerate(files)}
 
-    def _find_all_extents(self, tensor: int) -> Sequence[FileExtent]:
-        group, name = self._numbered[tensor]
-        return self._stored.find_extents(group, name, 0, self._stored.groups[group][name].nbytes)
-
-    def locate_tensor(self, tensor: int) -> Locate:
+    def locate_tensor(self, group: str, name: str) -> Locate:
         """Return a function that maps byte ranges of a stored tensor to file ranges."""
-        group, name = self._numbered[tensor]
-        all_extents = self._extents[tensor]
+        tensor, all_extents = self._number[group, name], self._extents[group, name]
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             is_whole = all_extents and start == all_extents[0].start and stop == all_extents[-1].stop
@@ -67,8 +68,8 @@ class _FileIndex:
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
         if len(mapping.ranges) == 1:
-            return self.locate_tensor(self._number[group, mapping.names[0]])
-        locate_stored = {name: self.locate_tensor(self._number[group, name]) for name in mapping.names}
+            return self.locate_tensor(group, mapping.ranges[0].name)
+        locate_stored = {name: self.locate_tensor(group, name) for name in mapping.names}
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
@@ -84,12 +85,14 @@ class _FileIndex:
 class ReadPlan:
     """One rank's share of the reads.
 
-    ``numbered`` are the stored tensors and ``files`` the files, by number. ``alias_ranges`` are the file ranges for
-    each aliased target, which is filled with the same stored tensor as another target.
+    ``number`` has the numbers of the stored tensors, and ``files`` are the files by number. ``mappings`` are the
+    requested tensors. ``alias_ranges`` are the file ranges for each aliased target, which is filled with the same
+    stored tensor as another target.
     """
 
     plan: LoadPlan
-    numbered: Sequence[tuple[str, str]]
+    number: Mapping[_Key, int]
+    mappings: Mapping[_Key, TensorMapping]
     files: Sequence[Source]
     alias_ranges: Sequence[Sequence[FileRange]]
     exchange: bool
@@ -102,28 +105,31 @@ class ReadPlan:
 
         Tensors have the same numbers on all ranks.
         """
-        stored = underlying_reader(reader).groups
-        numbered = sorted((group, name) for group, names in stored.items() for name in names)
+        groups = underlying_reader(reader).groups
+        numbered = sorted((group, name) for group, names in groups.items() for name in names)
         number = {key: i for i, key in enumerate(numbered)}
-        mappings = {
-            (group, name): mapping_of(reader, group, name) for group, names in reader.groups.items() for name in names
-        }
         # Another rank may request a tensor joined from stored tensors that this rank does not know to belong together.
-        requested = {
-            number[tensor.group, mappings[_key_of(tensor)].names[0]]: tensor
+        mappings = {
+            (tensor.group, tensor.name): mapping_of(reader, tensor.group, tensor.name)
             for tensor in tensors
-            if _key_of(tensor) in mappings
+            if tensor.name in reader.groups.get(tensor.group, ())
         }
-        files = _FileIndex(reader, numbered, {number[key] for key in _readable_keys(tensors, stored, mappings)})
+        requested = {
+            number[tensor.group, mapping.ranges[0].name]: tensor
+            for tensor in tensors
+            if (mapping := mappings.get((tensor.group, tensor.name)))
+        }
+        files = _FileIndex(reader, number, _find_readable(tensors, numbered, mappings))
 
         def locate_requested(number: int) -> Locate:
             tensor = requested[number]
-            return files.locate_mapping(tensor.group, mappings[_key_of(tensor)])
+            return files.locate_mapping(tensor.group, mappings[tensor.group, tensor.name])
 
         global_rank = ranks.global_ranks()[ranks.rank]
         return cls(
             plan=plan_load(requested, ranks.rank, locate_requested, exchange=exchange),
-            numbered=numbered,
+            number=number,
+            mappings=mappings,
             alias_ranges=[
                 _shard_file_ranges(target, mappings[key].info, global_rank, files.locate_mapping(key[0], mappings[key]))
                 for key, target in targets.aliased_targets
@@ -137,6 +143,11 @@ class ReadPlan:
         """The number of bytes that this rank reads."""
         return self.plan.nbytes + sum(map(count_bytes, self.alias_ranges))
 
+    def iter_stored(self, targets: LoadTargets) -> Iterator[_Key]:
+        """Yield the stored tensors that fill the targets."""
+        for key in targets.targets:
+            yield from ((key[0], name) for name in self.mappings[key].names)
+
     def iter_file_ranges(self) -> Iterator[FileRange]:
         """Yield what this rank itself reads."""
         yield from self.plan.file_ranges
@@ -148,7 +159,6 @@ class ReadPlan:
 
     def run(
         self,
-        reader: Reader,
         targets: LoadTargets,
         ranks: RankGroup,
         session: Session,
@@ -163,19 +173,19 @@ class ReadPlan:
         aliases = (target for _, target in targets.aliased_targets)
         tensors = [target.local for target in (*targets.targets.values(), *aliases)]
         synchronize_devices(tensors, accelerator)
-        fragments = self._fill_targets(reader, targets, ranks, session, on_moved)
+        fragments = self._fill_targets(targets, ranks, session, on_moved)
         synchronize_devices(tensors, accelerator)
         return fragments
 
     def _fill_targets(
-        self, reader: Reader, targets: LoadTargets, ranks: RankGroup, session: Session, on_moved: OnBytesMoved
+        self, targets: LoadTargets, ranks: RankGroup, session: Session, on_moved: OnBytesMoved
     ) -> Fragments:
-        number = {key: i for i, key in enumerate(self.numbered)}
-        infos = {key: reader.groups[key[0]][key[1]] for key in targets.targets}
         sinks: dict[int, TensorBytes] = {}
-        for (group, name), target in targets.targets.items():
-            numbers = [number[group, stored] for stored in mapping_of(reader, group, name).names]
-            sinks |= dict.fromkeys(numbers, _target_bytes(target, infos[group, name]))
+        for key, target in targets.targets.items():
+            mapping = self.mappings[key]
+            sink = _target_bytes(target, mapping.info)
+            for name in mapping.names:
+                sinks[self.number[key[0], name]] = sink
         sink_of = sinks.__getitem__
         fragments: Fragments = {}
         if self.exchange:
@@ -185,31 +195,25 @@ class ReadPlan:
         fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, on_moved)
         fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, on_moved)
         for (key, target), file_ranges in zip(targets.aliased_targets, self.alias_ranges, strict=True):
-            alias_sinks = {file_range.tensor: _target_bytes(target, infos[key]) for file_range in file_ranges}
+            sink = _target_bytes(target, self.mappings[key].info)
+            alias_sinks = {file_range.tensor: sink for file_range in file_ranges}
             more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, on_moved)
             for tensor, read_again in more.items():
                 fragments.setdefault(tensor, []).extend(read_again)
         return fragments
 
 
-def _key_of(tensor: GlobalTensor) -> tuple[str, str]:
-    return tensor.group, tensor.name
-
-
-def _readable_keys(
+def _find_readable(
     tensors: Sequence[GlobalTensor],
-    stored: Mapping[str, Mapping[str, TensorInfo]],
-    mappings: Mapping[tuple[str, str], TensorMapping],
-) -> Iterator[tuple[str, str]]:
-    """Yield the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
-    for group in {tensor.group for tensor in tensors if tensor.name not in stored.get(tensor.group, {})}:
-        yield from ((group, name) for name in stored.get(group, {}))
-    for tensor in tensors:
-        key = _key_of(tensor)
-        if tensor.name in stored.get(tensor.group, {}):
-            yield key
-        if key in mappings:
-            yield from ((tensor.group, name) for name in mappings[key].names)
+    stored: Iterable[_Key],
+    mappings: Mapping[_Key, TensorMapping],
+) -> set[_Key]:
+    """Return the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
+    keys, known = {(tensor.group, tensor.name) for tensor in tensors}, set(stored)
+    joined_groups = {group for group, _ in keys - known}
+    joined = {key for key in known if key[0] in joined_groups} if joined_groups else set()
+    own = {(group, name) for (group, _), mapping in mappings.items() for name in mapping.names}
+    return keys & known | joined | own
 
 
 def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:

@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.engine.plan.placements import FlatSharded, PlacementLayout, Replicated, Sharded, is_dividing
 from holdfast.errors import UnsupportedTensorError
-from holdfast.state.tensors import NAMES, TensorView, check_present, convert_layout, local_tensor, view_of
+from holdfast.state.tensors import (
+    NAMES,
+    PLAIN_CLASSES,
+    TensorView,
+    check_present,
+    convert_layout,
+    local_tensor,
+    view_of,
+)
 
 #: The member of a description that has the name of the class.
 _SUBCLASS = "tensor_subclass"
@@ -43,6 +51,8 @@ class WrapperView:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether the shard of a tensor on this rank belongs to a wrapper subclass."""
     local = local_tensor(tensor)
+    if type(local) in PLAIN_CLASSES:
+        return False
     return is_traceable_wrapper_subclass(local) and not local.is_nested and not isinstance(local, AsyncCollectiveTensor)
 
 

@@ -46,6 +46,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: The class and dtype of a parameter of bitsandbytes whose scales are an attribute of its module.
 _INT8_PARAMS = "Int8Params", torch.int8
 
+#: Classes whose tensors are made of elements in memory if torch says that they are dense.
+PLAIN_CLASSES = frozenset({torch.Tensor, nn.Parameter})
+
 #: The ranks of meshes. Cached, because torch takes 0.2 ms to compute them each time.
 _MESH_SHAPES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
 
@@ -75,6 +78,8 @@ def check_kind(tensor: torch.Tensor, subject: str) -> None:
     Call this before reading the tensor's shape or address: for some kinds of tensors torch raises an error there.
     """
     local = local_tensor(tensor)
+    if type(local) in PLAIN_CLASSES and not (local.is_nested or local.is_quantized) and local.layout == torch.strided:
+        return
     if is_lazy(local):
         raise UnsupportedTensorError(
             f"{subject} is uninitialized: its lazy module has not run yet; run one forward pass before you save or load"

@@ -20,6 +20,7 @@ from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.load_plan import LoadPlan
 from holdfast.engine.plan.save_plan import ReplicatedShard, SavePlan
+from holdfast.formats.remapped_reader import identity_mapping
 from holdfast.load.read_plan import ReadPlan
 from holdfast.ondisk.files import TensorInfo
 from holdfast.save.shard_writer import ShardWriter
@@ -123,11 +124,11 @@ def test_what_is_loaded_comes_after_the_kernels_before_and_before_those_after(tm
     (tmp_path / "file").write_bytes(VALUES.numpy().tobytes())
     key = ("model", "w")
     pieces = [FileRange(0, 0, 4096, 0, 0, 0)]
-    reading = ReadPlan(LoadPlan(pieces), [key], [tmp_path / "file"], [], exchange=False)
+    mappings = identity_mapping({"w": TensorInfo("F32", (1024,))})
+    reading = ReadPlan(LoadPlan(pieces), {key: 0}, {key: mappings["w"]}, [tmp_path / "file"], [], exchange=False)
     intake: Any = SimpleNamespace(targets={key: TensorView("F32", (1024,), None, target)}, aliased_targets=[])
-    reader: Any = SimpleNamespace(groups={"model": {"w": TensorInfo("F32", (1024,))}})
     ranks = RankGroup()
-    reading.run(reader, intake, ranks, ranks.open_session(10), moved, accelerator=accelerator)
+    reading.run(intake, ranks, ranks.open_session(10), moved, accelerator=accelerator)
     assert torch.equal(target, VALUES)
     assert len(seen) == 1
 

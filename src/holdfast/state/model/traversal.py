@@ -233,29 +233,38 @@ def _view_entries(
     splits: Mapping[str, Splits] = MappingProxyType({}),
 ) -> ModelView:
     view = ModelView(buffers=buffers)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise InvalidArgumentError(f"the keys of a state dict must be strings; got {name!r}")
-        if isinstance(value, torch.Tensor) and not is_extra(name):
-            if not is_wrapper(value):
-                check_kind(value, f"model tensor {name!r}")
-            tensors[name] = value
-        else:
-            view.extra[name] = value
+    tensors, view.extra = _separate_tensors(state)
+    wrappers = {name for name, tensor in tensors.items() if is_wrapper(tensor)}
+    for name in (name for name in tensors if name not in wrappers):
+        check_kind(tensors[name], f"model tensor {name!r}")
     for tied_names in find_shared(tensors):
         # transformers lists the names that it leaves out when it saves; a checkpoint keeps the other one.
         kept = next((name for name in tied_names if name not in aliases), tied_names[0])
         view.tied.update((name, kept) for name in tied_names if name != kept)
     for name, tensor in tensors.items():
-        if is_wrapper(tensor):
+        if name in wrappers:
             _add_wrapper(view, name, tensor, state, splits)
         elif name not in view.tied:
-            view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
-            view.splits |= {name: splits[name]} if name in splits else {}
-            view.frozen |= {name} if _is_frozen(tensor) else set()
-            view.refs[id(tensor)] = (ParamRef(name, view.tensors[name], splits=splits.get(name, ())),)
+            viewed = view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
+            if name in splits:
+                view.splits[name] = splits[name]
+            if _is_frozen(tensor):
+                view.frozen.add(name)
+            view.refs[id(tensor)] = (ParamRef(name, viewed, splits=splits.get(name, ())),)
     return view
+
+
+def _separate_tensors(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a state dict, and its other values."""
+    tensors, extra = dict[str, torch.Tensor](), dict[str, Any]()
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"the keys of a state dict must be strings; got {name!r}")
+        if isinstance(value, torch.Tensor) and not is_extra(name):
+            tensors[name] = value
+        else:
+            extra[name] = value
+    return tensors, extra
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
