@@ -33,6 +33,7 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.metrics import check_metrics, copy_metrics
 from holdfast.state.optimizer.step_counter import OptimizerStepCounter
 from holdfast.state.restore import COMPONENTS
+from holdfast.state.staged_size import estimate_staged_bytes
 from holdfast.state.stateful import check_stateful_object
 
 _log = logging.getLogger("holdfast")
@@ -116,7 +117,7 @@ class Checkpointer:
         self._signals = (signals,) if isinstance(signals, int) else tuple(signals)
         self._process_group, self._timeout = options.get("process_group"), options.get("timeout")
         self._stop: Preemption | None = None
-        self._has_begun = self._is_stopping = False
+        self._has_begun = self._is_stopping = self._is_prepared = False
         #: The steps of the optimizers, and how many of them belong to the last completed step.
         self._counter, self._counted = OptimizerStepCounter(optimizer), 0
         #: The last completed step, and the last one of which this object knows a checkpoint.
@@ -238,6 +239,10 @@ class Checkpointer:
             self._save(f"step_{step}", forced=True)
         elif self._save_every is not None and step and step % self._save_every == 0:
             self.save()
+        elif not self._is_prepared:
+            self._is_prepared = True
+            model, optimizer = self._components.get("model"), self._components.get("optimizer")
+            self._directory.prepare_staging(partial(estimate_staged_bytes, model, optimizer))
         return self._is_stopping
 
     def save(self, tag: str | None = None, *, overwrite: bool = False) -> SaveHandle[CheckpointInfo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from holdfast.engine.comm.call_check import CallDescription, vote_same_call
 from holdfast.engine.comm.session import RankGroup, current_process_group
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import HoldfastError, InvalidArgumentError
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
@@ -37,6 +37,9 @@ from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from holdfast.storage.object_path import ObjectPath, parse_location
 from holdfast.tier.options import LocalTier, as_local_tier
+
+#: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
+_STAGING_MARGIN = 8 * 2**20
 
 if TYPE_CHECKING:
     from holdfast.load.tier_load import TierLoad
@@ -416,6 +419,16 @@ class RunDirectory:
 
         session = self._current_ranks().open_session(self._timeout)
         vote_same_call(session, "beginning", call, lambda: b"", check_and_agree)
+
+    def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
+        """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
+
+        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks.
+        """
+        if self._async_save and self._tier is None:
+            with suppress(HoldfastError):  # the save raises it
+                nbytes = estimate_bytes(self._current_ranks().size)
+                background_saves.prepare_memory(nbytes + nbytes // 8 + _STAGING_MARGIN)
 
     @property
     def rank(self) -> int:

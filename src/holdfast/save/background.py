@@ -76,6 +76,10 @@ class BackgroundSaves:
         self._process = 0
         self._is_interrupted = False
 
+    def prepare_memory(self, nbytes: int) -> None:
+        """Prepare staging memory for the first save in the background."""
+        self._memory.prepare_buffer(nbytes)
+
     @contextmanager
     def path_turn(self, scope: Path, process_group: dist.ProcessGroup | None) -> Iterator[None]:
         """Wait for the saves of ``scope``, then prevent other threads from starting one inside the ``with`` block.

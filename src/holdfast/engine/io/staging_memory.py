@@ -16,17 +16,41 @@ _MOST_IDLE = 2
 
 _EMPTY: Bytes = np.empty(0, np.uint8)
 
+#: The bytes that a thread prepares at a time. A save waits for no more than these.
+_PREPARED_BYTES = 16 * 2**20
+
+#: The size in bytes of the smallest page.
+_PAGE = 4096
+
 
 class StagingMemory:
     """The staging buffers of a process. Each is used by one save at a time."""
 
     def __init__(self) -> None:
         self._idle: list[Bytes] = []
+        self._prepared: _PreparedBuffer | None = None
         self._lock = threading.Lock()
+
+    def prepare_buffer(self, nbytes: int) -> None:
+        """Prepare a buffer for the first save, in a thread: the kernel clears each page at its first use.
+
+        That takes several times as long as the copy. If the memory is not there, nothing is prepared.
+        """
+        with self._lock:
+            if self._idle or self._prepared is not None:
+                return
+            try:
+                self._prepared = _PreparedBuffer(aligned_buffer(nbytes))
+            except MemoryError:
+                return
+            threading.Thread(target=self._prepared.touch_pages, name="holdfast-prepare", daemon=True).start()
 
     def take_buffer(self, nbytes: int) -> Bytes:
         """Return a buffer of at least ``nbytes`` bytes. Its previous content is lost. Raises ``MemoryError``."""
         with self._lock:
+            if self._prepared is not None:
+                self._idle.append(self._prepared.take())
+                self._prepared = None
             large_enough = [buffer for buffer in self._idle if len(buffer) >= nbytes]
             if large_enough:
                 return self._remove_idle(min(large_enough, key=len))
@@ -42,11 +66,35 @@ class StagingMemory:
     def free_idle(self) -> None:
         """Free the memory that no save uses."""
         with self._lock:
-            self._idle = []
+            if self._prepared is not None:
+                self._prepared.take()
+            self._idle, self._prepared = [], None
 
     def _remove_idle(self, buffer: Bytes) -> Bytes:
         self._idle = [idle for idle in self._idle if idle is not buffer]
         return buffer
+
+
+class _PreparedBuffer:
+    """A buffer whose pages a thread touches until a save takes it."""
+
+    def __init__(self, buffer: Bytes) -> None:
+        self._buffer, self._is_taken = buffer, False
+        self._lock = threading.Lock()
+
+    def touch_pages(self) -> None:
+        """Write to each page, unless the buffer is taken."""
+        for start in range(0, len(self._buffer), _PREPARED_BYTES):
+            with self._lock:
+                if self._is_taken:
+                    return
+                self._buffer[start : start + _PREPARED_BYTES : _PAGE] = 0
+
+    def take(self) -> Bytes:
+        """Return the buffer. Nothing writes to it afterwards."""
+        with self._lock:
+            self._is_taken = True
+            return self._buffer
 
 
 class Arena:
