@@ -84,7 +84,7 @@ def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str]) -> 
 
 
 def abort_uploads(uploads: Sequence[Upload]) -> None:
-    """Abort uploads. What cannot be aborted is left."""
+    """Abort uploads, unless they are complete. What cannot be aborted is left."""
 
     def abort_quietly(upload: Upload) -> None:
         with suppress(HoldfastError):
@@ -162,14 +162,11 @@ class SharedUpload:
             ordered = [of_file[part] for part in range(len(sizes))]
             if target.upload is None:
                 return
-            crc = crcs[number] if crcs else block_crcs.combine_crcs(zip((p.crc64nvme for p in ordered), sizes))
+            parts = ((part.crc64nvme, size) for part, size in zip(ordered, sizes, strict=True))
+            crc = crcs[number] if crcs else block_crcs.combine_crcs(parts)
             target.path.store.complete_upload(target.upload, [part.receipt for part in ordered], target.size, crc)
 
         map_requests(complete, range(len(self._targets)))
-
-    def abort(self) -> None:
-        """Abort the uploads that are not complete, on rank 0."""
-        abort_uploads([target.upload for target in self._targets if target.upload is not None])
 
 
 def _part_sizes(size: int) -> list[int]:

@@ -4,9 +4,9 @@ A part has bytes of several ranks if shards are small. The plan says who sends i
 do this in rounds of a few parts each, so that a rank needs memory for some parts only, whatever the size of the files.
 
 Some bytes of a file belong to no tensor, such as the records of a zip file. All ranks know them, and take turns in
-sending the parts with such bytes. The header of a file is known when all ranks have hashed their bytes. So the sender of
-a part with bytes of a header keeps it until then: small ranges and received bytes in memory of its own, all others where
-they are. A file of one part is kept in the same way, because it is visible as soon as it is sent.
+sending the parts with such bytes. The header of a file is known when all ranks have hashed their bytes. So the sender
+of a part with bytes of a header keeps it until then: small ranges and received bytes in memory of its own, all others
+where they are. A file of one part is kept in the same way, because it is visible as soon as it is sent.
 """
 
 from __future__ import annotations
