@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,6 +59,10 @@ def contents(path: Path) -> dict[str, bytes]:
     if path.is_file():
         return {"": path.read_bytes()}
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def do_nothing(request: Any, stage: str) -> None:
+    """Let each request have its effect."""
 
 
 def model_of(value: float) -> torch.nn.Module:
@@ -233,14 +238,24 @@ def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> Non
     path = bucket(fake) / "folder"
     holdfast.save_model(model_of(1.0), path, shard=True, size_per_shard=0.004)
     shards = sorted(key for key in fake.objects if key.endswith(".safetensors"))
-    lost: list[Callable[[], None]] = [disconnect] * 100
-    answers = Answers(*lost, kind="create upload")
-    fake.on_request = lambda request, stage: answers(request, stage) if request.key == shards[1] else None
-    with pytest.raises(StorageError):
-        holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
-    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    loaded = model_of(0.0)
+    for kind in ("create upload", "complete"):
+        answers = Answers(*[disconnect] * 100, kind=kind)
+
+        def lose(request: Any, stage: str, answers: Answers = answers) -> None:
+            if request.key == shards[1]:
+                answers(request, stage)
+
+        fake.on_request = lose
+        with pytest.raises(StorageError):
+            holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+        fake.on_request = do_nothing
+        assert not fake.uploads
+        if kind == "create upload":  # nothing was replaced yet
+            holdfast.load_model(loaded, path)
+            assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
     with pytest.raises(holdfast.HoldfastError):
-        holdfast.load_model(model_of(0.0), path)
+        holdfast.load_model(loaded, path)
     holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
     loaded = model_of(0.0)
     holdfast.load_model(loaded, path)
@@ -262,7 +277,7 @@ def test_a_conversion_that_fails_removes_nothing_of_another(fake: FakeS3, tmp_pa
     fake.on_request = finish_other
     with pytest.raises(StorageError):
         holdfast.convert(tmp_path / "run", path, to="hf")
-    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    fake.on_request = do_nothing
     assert contents(path).keys() == {"model.safetensors"}
 
 
