@@ -95,8 +95,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         """Load a checkpoint into everything that was prepared or registered. Every rank must call it.
 
         Args:
-            input_dir: The directory or the URL of a checkpoint of any format. With automatic names the latest one by default; the
-                next save then gets the name after it.
+            input_dir: The directory or the URL of a checkpoint of any format. With automatic names the latest one by
+                default; the next save then gets the name after it.
             load_kwargs: Ignored: it is for pickled files.
             options: Other arguments of :func:`holdfast.restore`, such as ``strict`` and ``allow_missing``.
 

@@ -18,6 +18,7 @@ from holdfast.components.content import MODEL
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import NativeReader
 from holdfast.formats.peft import read_adapter_files
+from holdfast.formats.reader import Reader
 from holdfast.ondisk.files import SHARD_SIZE, is_adapter_group, parse_size
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import check_destination
@@ -61,8 +62,7 @@ def merge_adapters(
     final = parse_location(dst)
     check_destination(final)
     _check_packages()
-    reader = open_latest(parse_location(src))
-    group = _find_adapter(reader)
+    reader, group = _find_adapter(open_latest(parse_location(src)))
     base, adapter = _build_model(reader, group)
     model = _load_model(base, adapter, reader, group)
     if adapter.peft_type.value != "LORA":
@@ -82,8 +82,8 @@ def _check_packages() -> None:
             raise InvalidArgumentError(f"merging adapters needs peft and transformers: install {name}")
 
 
-def _find_adapter(reader: Any) -> str:
-    """Return the group of the only adapter of a checkpoint."""
+def _find_adapter(reader: Reader) -> tuple[NativeReader, str]:
+    """Return the checkpoint, and the group of its only adapter."""
     groups = [group for group in reader.groups if is_adapter_group(group)]
     if not isinstance(reader, NativeReader) or MODEL not in reader.groups or not groups:
         raise InvalidArgumentError(
@@ -101,8 +101,7 @@ def _find_adapter(reader: Any) -> str:
             f"the adapter in {reader.path} was put into its model by transformers, and PEFT cannot merge it: put "
             "adapters in with peft.get_peft_model()"
         )
-    group: str = groups[0]
-    return group
+    return reader, groups[0]
 
 
 def _build_model(reader: NativeReader, group: str) -> tuple[Any, Any]:
