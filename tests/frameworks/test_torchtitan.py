@@ -620,10 +620,9 @@ def in_store(endpoint: str, function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def test_a_run_in_an_object_store_resumes_and_is_exported(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_in_an_object_store_resumes(ranks: Ranks, tmp_path: Path) -> None:
     """As one on a disk; ``dump_folder`` stays a local folder."""
     expected = ranks(2, train_uninterrupted, str(tmp_path / "one"))
-    ranks(2, export_with, CheckpointManager, str(tmp_path / "disk"), {"last_save_in_hf": True})
     fake = FakeS3()
     with fake.served() as endpoint:
         given = {"folder": f"s3://{BUCKET}/run", "keep_latest_k": 2}
@@ -631,11 +630,6 @@ def test_a_run_in_an_object_store_resumes_and_is_exported(ranks: Ranks, tmp_path
         assert_equal(ranks(2, in_store, endpoint, resume, str(tmp_path / "two"), given, True), expected)
         run = fake.store_at(endpoint).path(f"{BUCKET}/run")
         assert [info.tag for info in holdfast.list_checkpoints(run)] == ["step-4", "step-6"]
-        exported = {"folder": f"s3://{BUCKET}/export", "last_save_in_hf": True}
-        ranks(2, in_store, endpoint, export_with, CheckpointManager, str(tmp_path / "two"), exported)
-    files = {file.name: file.read_bytes() for file in (tmp_path / "disk/checkpoint/step-3").iterdir()}
-    stored = {key: value.data for key, value in fake.objects.items() if key.startswith("export/step-3/")}
-    assert {key.removeprefix("export/step-3/"): data for key, data in stored.items()} == files
     assert not (tmp_path / "two").exists()
 
 
