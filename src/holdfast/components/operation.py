@@ -31,7 +31,7 @@ from holdfast.state.capture import STATE
 
 
 class OpenedFiles(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 has opened: a staging directory with the files, or their uploads, by their ids.
+    """The output that rank 0 has opened: a staging directory with the files, or their uploads, by their ids.
 
     ``frames`` are the files as all ranks must know them.
     """

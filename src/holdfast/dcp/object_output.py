@@ -68,7 +68,7 @@ class _Replaced:
 
 
 class _Found(NamedTuple):
-    """What a save finds: the version of the metadata, none if it is missing, and the files to remove after the save."""
+    """The version of the metadata that a save finds, none if it is missing, and the files to remove after the save."""
 
     version: str | None
     unneeded: frozenset[str]
@@ -137,7 +137,7 @@ class ObjectOutput:
 
     def _find_missing(self) -> list[str]:
         missing = sorted(self._names - self._store.list_names(self._path))
-        return [name for name in missing if not self._store.is_file(self._path / name)]  # a list may lag
+        return [name for name in missing if not store_of(self._path).is_file(self._path / name)]  # a list may lag
 
     def publish(self, metadata: bytes, encoded_checksums: bytes) -> None:
         """Write the checksums, and then the metadata. Remove what is not needed any more."""
