@@ -20,7 +20,7 @@ from holdfast.ondisk.validation import check_choice
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.retention import KeepLast
 from holdfast.save.request import FROZEN
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
 
 #: Accelerate's name of a checkpoint, and of the folder of checkpoints in the project.
 _TAG, _FOLDER = "checkpoint_{}", "checkpoints"
@@ -55,8 +55,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         """Save the state of everything that was prepared or registered. Every rank must call it.
 
         Args:
-            output_dir: The directory of the checkpoint; one that exists is replaced. With automatic names it is left
-                out, or ignored, as by Accelerate.
+            output_dir: The directory of the checkpoint, or its URL in an object store; one that exists is replaced.
+                With automatic names it is left out, or ignored, as by Accelerate.
             safe_serialization: Ignored: tensors are always in safetensors files.
             options: None is accepted.
 
@@ -95,8 +95,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
         """Load a checkpoint into everything that was prepared or registered. Every rank must call it.
 
         Args:
-            input_dir: The directory of a checkpoint of any format. With automatic names the latest one by default; the
-                next save then gets the name after it.
+            input_dir: The directory or the URL of a checkpoint of any format. With automatic names the latest one by
+                default; the next save then gets the name after it.
             load_kwargs: Ignored: it is for pickled files.
             options: Other arguments of :func:`holdfast.restore`, such as ``strict`` and ``allow_missing``.
 
@@ -129,11 +129,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
             return self._project_folder() / _TAG.format(self.save_iteration)
         if output_dir is None:
             raise InvalidArgumentError("pass output_dir, or enable automatic_checkpoint_naming")
-        return local_path(output_dir)
+        return parse_location(output_dir)
 
     def _existing_path(self, input_dir: str | None) -> Path:
         if input_dir is not None:
-            return local_path(Path(input_dir).expanduser())
+            path = parse_location(input_dir)
+            return path if isinstance(path, ObjectPath) else parse_location(Path(input_dir).expanduser())
         if not self.project_configuration.automatic_checkpoint_naming:
             raise InvalidArgumentError("pass input_dir, or enable automatic_checkpoint_naming")
         folder = self._project_folder()
@@ -144,7 +145,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
     def _project_folder(self) -> Path:
         if self.project_dir is None:
             raise InvalidArgumentError("automatic_checkpoint_naming needs project_dir=")
-        return local_path(self.project_dir) / _FOLDER
+        return parse_location(self.project_dir) / _FOLDER
 
     def _components(self) -> dict[str, Any]:
         """Return the prepared objects. Data loaders with a state of their own are one component."""

@@ -213,8 +213,10 @@ def _find_storage() -> tuple[str, Any]:
         raise InvalidArgumentError("Ray's local mode has no storage: pass ScalingConfig with num_workers=1") from error
     if storage.storage_filesystem.type_name != "local":
         raise InvalidArgumentError(
-            f"the storage {storage.experiment_fs_path} is on the file system {storage.storage_filesystem.type_name!r}; "
-            "object stores are not supported yet: pass a shared folder to RunConfig(storage_path=…)"
+            f"the storage {storage.experiment_fs_path} is on the file system {storage.storage_filesystem.type_name!r}. "
+            "Object stores are not supported, because Ray removes the files of a checkpoint there, and not the object "
+            "that names them: pass a shared folder to RunConfig(storage_path=…), or save with "
+            'holdfast.Checkpointer("s3://…"), and report metrics to Ray without a checkpoint'
         )
     return storage.experiment_fs_path, storage.storage_filesystem
 

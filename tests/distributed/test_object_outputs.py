@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 import holdfast.dcp
-from holdfast.engine.io import upload_files, upload_parts
+from holdfast.engine.io import upload_files
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.run.upload_staging import check_hosts
 from holdfast.storage.object_path import ObjectPath
@@ -20,7 +21,8 @@ from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
-from tests.helpers.training import train_run
+from tests.helpers.small_parts import small_parts
+from tests.helpers.training import Run, train_run
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def fake(temporary: Path) -> Iterator[FakeS3]:
     with (
         fake.connected(),
         mock.patch("tests.helpers.fake_s3.MIN_PART", 1),
-        mock.patch.object(upload_parts, "PART_BYTES", 4096),
+        small_parts(4096),
         mock.patch.object(upload_files, "PART_BYTES", 4096),
     ):
         yield fake
@@ -57,6 +59,10 @@ def contents(path: Path) -> dict[str, bytes]:
     if path.is_file():
         return {"": path.read_bytes()}
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def do_nothing(request: Any, stage: str) -> None:
+    """Let each request have its effect."""
 
 
 def model_of(value: float) -> torch.nn.Module:
@@ -232,14 +238,24 @@ def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> Non
     path = bucket(fake) / "folder"
     holdfast.save_model(model_of(1.0), path, shard=True, size_per_shard=0.004)
     shards = sorted(key for key in fake.objects if key.endswith(".safetensors"))
-    lost: list[Callable[[], None]] = [disconnect] * 100
-    answers = Answers(*lost, kind="create upload")
-    fake.on_request = lambda request, stage: answers(request, stage) if request.key == shards[1] else None
-    with pytest.raises(StorageError):
-        holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
-    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    loaded = model_of(0.0)
+    for kind in ("create upload", "complete"):
+        answers = Answers(*[disconnect] * 100, kind=kind)
+
+        def lose(request: Any, stage: str, answers: Answers = answers) -> None:
+            if request.key == shards[1]:
+                answers(request, stage)
+
+        fake.on_request = lose
+        with pytest.raises(StorageError):
+            holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+        fake.on_request = do_nothing
+        assert not fake.uploads
+        if kind == "create upload":  # nothing was replaced yet
+            holdfast.load_model(loaded, path)
+            assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
     with pytest.raises(holdfast.HoldfastError):
-        holdfast.load_model(model_of(0.0), path)
+        holdfast.load_model(loaded, path)
     holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
     loaded = model_of(0.0)
     holdfast.load_model(loaded, path)
@@ -261,7 +277,7 @@ def test_a_conversion_that_fails_removes_nothing_of_another(fake: FakeS3, tmp_pa
     fake.on_request = finish_other
     with pytest.raises(StorageError):
         holdfast.convert(tmp_path / "run", path, to="hf")
-    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    fake.on_request = do_nothing
     assert contents(path).keys() == {"model.safetensors"}
 
 
@@ -279,24 +295,26 @@ def test_names_as_saves_give_them_and_tags_are_refused(fake: FakeS3, tmp_path: P
 
 
 def test_files_are_built_where_no_other_user_looks(fake: FakeS3, tmp_path: Path, temporary: Path) -> None:
-    holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
+    holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
     (folder,) = temporary.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
     with pytest.raises(StorageError, match="only this user may enter"):
-        holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+        holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "b.pt", to="torch")
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="only this user may enter"):
-        holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+        holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "b.pt", to="torch")
 
 
-def test_without_a_directory_for_temporary_files_the_error_says_so(fake: FakeS3) -> None:
+def test_without_a_directory_for_temporary_files_the_error_says_so(fake: FakeS3, tmp_path: Path) -> None:
+    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
     with (
         mock.patch("tempfile.gettempdir", side_effect=FileNotFoundError(2, "No usable temporary directory")),
         pytest.raises(StorageError, match="directory for temporary files"),
     ):
-        holdfast.save_model(model_of(0.0), bucket(fake) / "a.safetensors")
+        holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
 
 
 def test_a_file_that_names_others_is_uploaded_after_them(fake: FakeS3, tmp_path: Path) -> None:
@@ -310,6 +328,47 @@ def test_a_file_that_names_others_is_uploaded_after_them(fake: FakeS3, tmp_path:
     assert indexes == [*range(len(written) - 1 - len(indexes), len(written) - 1)]
 
 
+@pytest.mark.parametrize("kind", ["part", "put", "complete", "create upload"])
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "small.pt"])
+def test_a_component_that_fails_leaves_the_old_file(fake: FakeS3, kind: str, name: str) -> None:
+    path = bucket(fake) / name
+    models = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)] if name == "small.pt" else [model_of(0.0), model_of(1.0)]
+    holdfast.save_model(models[0], path)
+    before = contents(path)
+    fake.on_request = Answers(*[disconnect] * 100, kind=kind)
+    is_small = len(before[""]) <= 4096
+    if is_small is (kind == "put"):
+        with pytest.raises(StorageError):
+            holdfast.save_model(models[1], path)
+        assert contents(path) == before
+    assert not fake.uploads
+
+
+def test_a_component_whose_replicas_differ_leaves_nothing(ranks: Ranks) -> None:
+    fake = FakeS3()
+    with fake.served() as url:
+        ranks(2, save_diverged, fake.store_at(url).path(f"{BUCKET}/out"))
+    assert not fake.objects
+    assert not fake.uploads
+
+
+def save_diverged(path: Path) -> None:
+    model = torch.nn.Linear(40, 40)
+    torch.nn.init.constant_(model.weight, torch.distributed.get_rank())
+    with small_parts(4096), pytest.raises(holdfast.ReplicaMismatchError):
+        holdfast.save_model(model, path / "model.pt")
+
+
+def test_dead_uploads_of_the_same_file_are_aborted_when_they_are_a_day_old(fake: FakeS3) -> None:
+    path = bucket(fake) / "model.pt"
+    dead, other = (path.store.create_upload(path.parent / name, {}).id for name in ("model.pt", "another.pt"))
+    holdfast.save_model(model_of(0.0), path)
+    assert fake.uploads.keys() == {dead, other}
+    with mock.patch("holdfast.components.object_output.ABANDONED_SECONDS", -1.0):
+        holdfast.save_model(model_of(0.0), path)
+    assert fake.uploads.keys() == {other}
+
+
 def test_several_hosts_are_told_to_use_one(fake: FakeS3) -> None:
     check_hosts(bucket(fake), [0, 0])
     check_hosts(Path("/folder"), [0, 1])
@@ -317,25 +376,35 @@ def test_several_hosts_are_told_to_use_one(fake: FakeS3) -> None:
         check_hosts(bucket(fake), [0, 0, 1])
 
 
-def save_and_convert(path: Path, folder: Path) -> None:
+def save_and_convert(path: Path, folder: Path, part_bytes: int) -> None:
     run = train_run("fsdp", "adamw")
-    holdfast.save_model(run.model, path / "model.safetensors")
-    holdfast.save_optimizer(run.optimizer, path / "optimizer", shard=True, model=run.model)
+    no_disk = mock.patch("tempfile.gettempdir", side_effect=FileNotFoundError(2, "components need no disk"))
+    with no_disk, small_parts(part_bytes):
+        save_components(run, path)
     holdfast.convert(folder / "run", path / "hf", to="hf")
     loaded = train_run("fsdp", "adamw", steps=0)
     assert holdfast.load_model(loaded.model, path / "model.safetensors").verified
 
 
+def save_components(run: Run, path: Path) -> None:
+    for name in ("model.safetensors", "model.pt"):
+        holdfast.save_model(run.model, path / name, use_async=name == "model.pt").wait()
+    holdfast.save_model(run.model, path / "folder", shard=True, size_per_shard=0.005, use_safetensors=False)
+    holdfast.save_optimizer(run.optimizer, path / "optimizer", shard=True, model=run.model)
+    holdfast.save_optimizer(run.optimizer, path / "optimizer.pt", model=run.model)
+    holdfast.save_lr_scheduler(run.scheduler, path / "scheduler.pt")
+
+
 def test_ranks_write_what_one_process_writes_to_a_disk(ranks: Ranks, tmp_path: Path) -> None:
     run = train_run("plain", "adamw")
     holdfast.save_checkpoint(tmp_path / "run", "s", run.model)
-    holdfast.save_model(run.model, tmp_path / "disk/model.safetensors")
-    holdfast.save_optimizer(run.optimizer, tmp_path / "disk/optimizer", shard=True, model=run.model)
+    save_components(run, tmp_path / "disk")
     holdfast.convert(tmp_path / "run", tmp_path / "disk/hf", to="hf")
     fake = FakeS3()
-    with fake.served() as url:
+    with fake.served() as url, mock.patch("tests.helpers.fake_s3.MIN_PART", 1):
         path = fake.store_at(url, retry_seconds=20.0).path(f"{BUCKET}/out")
-        for n in (1, 3):
+        for n, part_bytes in ((1, 2**24), (3, 2**24), (3, 512)):
             fake.objects.clear()
-            ranks(n, save_and_convert, path, tmp_path)
+            ranks(n, save_and_convert, path, tmp_path, part_bytes)
             assert contents(path) == contents(tmp_path / "disk")
+            assert not fake.uploads

@@ -380,7 +380,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 
 
 def create_remote(config: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
+    with pytest.raises(InvalidArgumentError, match="Object stores are not supported"):
         RayCheckpointer()
 
 

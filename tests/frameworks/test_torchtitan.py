@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,6 +34,8 @@ from torchtitan.models.llama3 import model_registry
 import holdfast
 from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError, TagExistsError
 from holdfast.torchtitan import CheckpointManager
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
 
 
@@ -51,7 +55,7 @@ class Loader:
 class Training:
     """torchtitan's objects for two layers of its debug model of Llama 3, under FSDP2."""
 
-    def __init__(self, manager: Any, folder: str, *, seed: int = 0, loader: Any = None, **options: Any) -> None:
+    def __init__(self, manager: Any, folder: str, /, *, seed: int = 0, loader: Any = None, **options: Any) -> None:
         spec = model_registry("debugmodel")
         config = dataclasses.replace(spec.model, layers=spec.model.layers[:2])
         torch.manual_seed(seed)
@@ -270,7 +274,7 @@ def build_wrongly(folder: str) -> None:
         with pytest.raises(InvalidArgumentError):
             Training(CheckpointManager, folder, **options)
     with pytest.raises(InvalidArgumentError):
-        Training(CheckpointManager, "s3://bucket")
+        Training(CheckpointManager, folder, folder="ftp://host/run")
     disabled = CheckpointManager.Config(enable=False).build(
         dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
     )
@@ -608,3 +612,26 @@ def load_blank(manager: Any, folder: str) -> bool:
 @pytest.mark.parametrize("manager", [TitanManager, CheckpointManager])
 def test_an_empty_initial_path_is_none(ranks: Ranks, tmp_path: Path, manager: Any) -> None:
     assert ranks(1, load_blank, manager, str(tmp_path)) == [False]
+
+
+def in_store(endpoint: str, function: Any, *arguments: Any) -> Any:
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "r"}
+    with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": endpoint, **keys}):
+        return function(*arguments)
+
+
+def test_a_run_in_an_object_store_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    """As one on a disk; ``dump_folder`` stays a local folder."""
+    expected = ranks(2, train_uninterrupted, str(tmp_path / "one"))
+    fake = FakeS3()
+    with fake.served() as endpoint:
+        given = {"folder": f"s3://{BUCKET}/run", "keep_latest_k": 2}
+        ranks(2, in_store, endpoint, train_to_4_with, str(tmp_path / "two"), given)
+        assert_equal(ranks(2, in_store, endpoint, resume, str(tmp_path / "two"), given, True), expected)
+        run = fake.store_at(endpoint).path(f"{BUCKET}/run")
+        assert [info.tag for info in holdfast.list_checkpoints(run)] == ["step-4", "step-6"]
+    assert not (tmp_path / "two").exists()
+
+
+def train_to_4_with(folder: str, options: dict[str, Any]) -> None:
+    Training(CheckpointManager, folder, **FULL, **options).train(4)

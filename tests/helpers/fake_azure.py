@@ -161,6 +161,8 @@ class FakeAzure(FakeStore):
             return self.failure(400, "Crc64Mismatch")
         if headers.get("if-none-match") == "*" and key in self.objects:
             return self.failure(409, "BlobAlreadyExists")
+        if "if-match" in headers and (key not in self.objects or self.objects[key].etag != headers["if-match"]):
+            return self.failure(412, "ConditionNotMet")
         return None
 
     def _create(self, key: str, headers: Mapping[str, str], data: bytes) -> HttpResponse:

@@ -40,6 +40,7 @@ class Profile:
     is_google: bool = False
     tells_part_crc: bool = False
     deletes_versions: bool = True
+    replaces_versions: bool = True
     equal_parts: bool = False
 
 
@@ -48,7 +49,7 @@ RGW_16 = Profile(
     deletes_versions=False, checks_part_crc=False, checks_full_crc=False, tells_full_crc=False, forgets_uploads=False
 )
 RGW_20 = Profile(checks_full_crc=False, forgets_uploads=False)
-SWIFT = Profile(checks_full_crc=False, tells_full_crc=False, forgets_uploads=False)
+SWIFT = Profile(checks_full_crc=False, tells_full_crc=False, forgets_uploads=False, replaces_versions=False)
 #: As its documentation says: all parts but the last have one size. It is not assumed to look at CRC-64/NVME.
 R2 = Profile(checks_part_crc=False, checks_full_crc=False, tells_full_crc=False, equal_parts=True)
 GOOGLE = Profile(checks_full_crc=False, tells_full_crc=False, is_google=True)
@@ -164,8 +165,23 @@ class FakeS3(FakeStore):
         condition = ("x-goog-if-generation-match", "0") if self.profile.is_google else ("if-none-match", "*")
         if condition in headers.items() and key in self.objects and self.profile.honours_conditions:
             return failure(412, "PreconditionFailed")
+        if (refusal := self._refuse_version(self.objects.get(key), headers)) is not None:
+            return refusal
         self.objects[key] = StoredObject(body, md5(body), encode_crc(body), time=self.clock(), md5=md5_base64(body))
         return self._answer_to(body)
+
+    def _refuse_version(self, stored: StoredObject | None, headers: Mapping[str, str]) -> HttpResponse | None:
+        """Refuse a write of an object that is not the version which the request names."""
+        name = "x-goog-if-generation-match" if self.profile.is_google else "if-match"
+        version = headers.get(name, "0")
+        if version == "0" or not self.profile.honours_conditions:
+            return None
+        if not self.profile.replaces_versions:
+            return failure(501, "NotImplemented")
+        if stored is None:
+            return failure(412, "PreconditionFailed") if self.profile.is_google else failure(404, "NoSuchKey")
+        current = stored.generation if self.profile.is_google else stored.etag
+        return None if current == version else failure(412, "PreconditionFailed")
 
     def _delete(self, key: str, query: Any, headers: Mapping[str, str], body: bytes) -> HttpResponse:
         stored = self.objects.get(key)

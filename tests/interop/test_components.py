@@ -443,7 +443,7 @@ def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
 
     with (
         mock.patch("holdfast.load.operation.open_reader", watched),
-        mock.patch("holdfast.components.operation.ComponentOutput", shown),
+        mock.patch("holdfast.components.folder_save.ComponentOutput", shown),
     ):
         holdfast.save_model(model, tmp_path / "m.pt")
         assert gc.isenabled()

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from holdfast.components.folder_save import FolderComponentSave
+from holdfast.components.object_save import ObjectComponentSave
 from holdfast.components.operation import ComponentSave
 from holdfast.components.request import ComponentRequest
 from holdfast.engine.comm.session import RankGroup, current_process_group
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
+from holdfast.storage.object_path import ObjectPath
 
 
 class PendingSaves:
@@ -25,7 +28,7 @@ class PendingSaves:
         """Save one component on all ranks. With ``use_async`` this returns when it is copied."""
         path = request.destination.path
         with background_saves.path_turn(path, group):
-            save = ComponentSave(request, self.rank_group(group), timeout)
+            save = _make_save(request, self.rank_group(group), timeout)
             return background_saves.run_save(save, path, group, asynchronous=use_async)
 
     def rank_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
@@ -33,3 +36,10 @@ class PendingSaves:
         if self._ranks is None or self._ranks.process_group is not current_process_group(process_group):
             self._ranks = RankGroup(process_group)
         return self._ranks
+
+
+def _make_save(request: ComponentRequest, ranks: RankGroup, timeout: float) -> ComponentSave:
+    path = request.destination.path
+    if isinstance(path, ObjectPath):
+        return ObjectComponentSave(request, path, ranks, timeout)
+    return FolderComponentSave(request, ranks, timeout)

@@ -1,19 +1,21 @@
-"""The destination of a component: a staging directory, whose file or contents get the final name in one step."""
+"""The destination of a component, and its files in a staging directory, which get the final name in one step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.components.files import FileSet, FragmentsOf
+from holdfast.engine.io.upload_parts import FileFrame
 from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.formats.sharded.index import files_named_by
 from holdfast.run.cleanup import clean_up
 from holdfast.run.object_run import check_output_name
-from holdfast.run.upload_staging import make_staging
+from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import directory_trees, posix
+from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.store import store_of
 
@@ -55,17 +57,16 @@ class Destination:
 class ComponentOutput:
     """The files of a component in a staging directory, which rank 0 creates and publishes."""
 
-    def __init__(self, destination: Destination, files: FileSet) -> None:
+    def __init__(self, destination: Destination, files: FileSet, frames: Sequence[FileFrame]) -> None:
         """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
-        self._destination, self._files = destination, files
-        if not isinstance(destination.path, ObjectPath):
-            clean_up(destination.path.parent, tag=destination.path.name)
-        self._staging = make_staging(destination.path)
+        self._destination, self._files, self._frames = destination, files, frames
+        clean_up(destination.path.parent, tag=destination.path.name)
+        self._staging = StagingDirectory(destination.path)
         self._staging.create(files.nbytes)
         try:
-            self.starts: Sequence[Mapping[str, int]] = [
-                file.create_file(self.folder / file.name) for file in files.files
-            ]
+            for file, frame in zip(files.files, frames, strict=True):
+                posix.make_parents(self.folder, file.name)
+                posix.allocate_space(self.folder / file.name, frame.size)
         except BaseException:
             self.discard()
             raise
@@ -77,8 +78,12 @@ class ComponentOutput:
 
     def publish(self, fragments_of: FragmentsOf) -> None:
         """Finish the files, and give them their final names."""
-        for file in self._files.files:
-            file.finish_file(self.folder / file.name, fragments_of)
+        for file, frame in zip(self._files.files, self._frames, strict=True):
+            header = file.build_header(fragments_of)
+            with BufferedWriter(self.folder / file.name) as writer:
+                for offset, data in ((0, header), *frame.known):
+                    writer.write(offset, memoryview(data))
+                writer.sync()
         for name, data in self._files.small_files.items():
             posix.write_small(self.folder / name, data)
         if self._destination.folder:
@@ -93,9 +98,6 @@ class ComponentOutput:
     def _publish_folder(self) -> None:
         """Replace the folder in one step."""
         final = self._destination.path
-        if isinstance(final, ObjectPath):
-            self._upload_folder(final)
-            return
         if not posix.path_exists(final):
             posix.sync_tree(self.folder)
             self._staging.publish()
@@ -107,21 +109,6 @@ class ComponentOutput:
         self._staging.replace()
         with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
             self._staging.remove_displaced()
-
-    def _upload_folder(self, final: ObjectPath) -> None:
-        """Upload the files over those that are there, and remove what readers would also take for this component."""
-        known = {str(info.path.relative_to(final)) for info in final.store.list_objects(final)}
-        stale = known
-        if self._destination.keeps_others:
-            stale = known & files_named_by(final, self._files.stale_names)
-        # Without an index no reader takes files of both saves for one model, if this one does not end.
-        for name in sorted(stale):
-            if name.endswith(".json"):
-                final.store.remove_file(final / name)
-        self._staging.replace()
-        for name in sorted(stale - self._files.file_names()):
-            final.store.remove_file(final / name)
-        self._staging.remove_displaced()
 
     def discard(self) -> None:
         """Remove the staging directory, unless the folder that it was to replace has already lost its name."""

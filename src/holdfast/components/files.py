@@ -1,24 +1,30 @@
-"""The files of a component: created at their final size by rank 0, filled by all ranks, finished by rank 0."""
+"""The files of a component: laid out by rank 0, filled by all ranks, finished by rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from holdfast.components.content import ComponentContent
 from holdfast.conversion.torch_target import PlannedTorchFile
 from holdfast.engine.io.checkpoint_files import require_block_crcs
+from holdfast.engine.io.upload_parts import FileFrame
 from holdfast.ondisk.block_crcs import Fragment
 from holdfast.ondisk.files import DataFile
-from holdfast.storage.direct_io import BufferedWriter
-from holdfast.storage.posix import allocate_space, make_directory
 
 #: Returns the fragments that all ranks hashed of a stored tensor.
 FragmentsOf = Callable[[str], Sequence[Fragment]]
+
+
+class LaidOutFile(NamedTuple):
+    """The layout of a file: its bytes that belong to no tensor, and the byte offset of each of its tensors."""
+
+    frame: FileFrame
+    starts: Mapping[str, int]
 
 
 class ComponentFile(Protocol):
@@ -28,11 +34,11 @@ class ComponentFile(Protocol):
     def name(self) -> str:
         """The name of the file in its folder."""
 
-    def create_file(self, path: Path) -> Mapping[str, int]:
-        """Create the file at its final size. Returns the byte offset of each of its tensors."""
+    def lay_out(self) -> LaidOutFile:
+        """Return the layout of the file."""
 
-    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
-        """Write all but the bytes of tensors, and sync the file. Raises ``RankMismatchError`` if a tensor has a gap."""
+    def build_header(self, fragments_of: FragmentsOf) -> bytes:
+        """Return the header of the file; empty if it has none. Raises ``RankMismatchError`` if a tensor has a gap."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ class FileSet:
         """The size of its tensors and small files in bytes."""
         return self.content.nbytes + sum(map(len, self.small_files.values()))
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the files with tensors, in order."""
+        return [file.name for file in self.files]
+
     def file_names(self) -> set[str]:
         """Return the names of all its files."""
         return {file.name for file in self.files} | self.small_files.keys()
@@ -64,21 +75,20 @@ class SafetensorsOutput:
     def __init__(self, data: DataFile) -> None:
         self.name, self._data = Path(data.path).name, data
 
-    def create_file(self, path: Path) -> Mapping[str, int]:
+    def lay_out(self) -> LaidOutFile:
         """See :class:`ComponentFile`."""
-        allocate_space(path, self._data.size)
-        return {name: self._data.data_start + entry.data_offsets[0] for name, entry in self._data.entries.items()}
+        data = self._data
+        starts = {name: data.data_start + entry.data_offsets[0] for name, entry in data.entries.items()}
+        return LaidOutFile(FileFrame(data.size, data.data_start), starts)
 
-    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
+    def build_header(self, fragments_of: FragmentsOf) -> bytes:
         """See :class:`ComponentFile`."""
         crcs: Iterable[int] = (
             crc
             for name, entry in self._data.entries.items()
             for crc in require_block_crcs(fragments_of(name), entry.nbytes, f"tensor {name!r}")
         )
-        with BufferedWriter(path) as writer:
-            writer.write(0, memoryview(self._data.build_header(crcs)))
-            writer.sync()
+        return self._data.build_header(crcs)
 
 
 class AdapterOutput:
@@ -88,14 +98,14 @@ class AdapterOutput:
         self._prefix, self._file = f"{folder}/", SafetensorsOutput(data)
         self.name = f"{folder}/{self._file.name}" if folder else self._file.name
 
-    def create_file(self, path: Path) -> Mapping[str, int]:
+    def lay_out(self) -> LaidOutFile:
         """See :class:`ComponentFile`."""
-        make_directory(path.parent)
-        return {self._prefix + name: start for name, start in self._file.create_file(path).items()}
+        frame, starts = self._file.lay_out()
+        return LaidOutFile(frame, {self._prefix + name: start for name, start in starts.items()})
 
-    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
+    def build_header(self, fragments_of: FragmentsOf) -> bytes:
         """See :class:`ComponentFile`."""
-        self._file.finish_file(path, lambda name: fragments_of(self._prefix + name))
+        return self._file.build_header(lambda name: fragments_of(self._prefix + name))
 
 
 class TorchOutput:
@@ -104,15 +114,16 @@ class TorchOutput:
     def __init__(self, name: str, tree: object, fakes: Mapping[str, torch.Tensor]) -> None:
         self.name, self._file, self._fakes = name, PlannedTorchFile(tree), fakes
 
-    def create_file(self, path: Path) -> Mapping[str, int]:
+    def lay_out(self) -> LaidOutFile:
         """See :class:`ComponentFile`."""
-        self._file.create_file(path)
-        offsets = self._file.read_offsets(path)
+        size, offsets, known = self._file.lay_out()
         # A tensor without elements has no bytes in the file.
-        return {name: offsets.get(id(fake), 0) for name, fake in self._fakes.items()}
+        return LaidOutFile(
+            FileFrame(size, known=known), {name: offsets.get(id(fake), 0) for name, fake in self._fakes.items()}
+        )
 
-    def finish_file(self, path: Path, fragments_of: FragmentsOf) -> None:
-        """See :class:`ComponentFile`. This format has no room for CRCs."""
+    def build_header(self, fragments_of: FragmentsOf) -> bytes:
+        """See :class:`ComponentFile`. This format has no header, and no room for CRCs."""
         for name, fake in self._fakes.items():
             require_block_crcs(fragments_of(name), fake.nbytes, f"tensor {name!r}")
-        self._file.write_small_tensors(path)
+        return b""

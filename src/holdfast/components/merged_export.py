@@ -6,6 +6,7 @@ import copy
 import importlib.util
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from holdfast.components.content import MODEL
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.native import NativeReader
 from holdfast.formats.peft import read_adapter_files
+from holdfast.formats.reader import Reader
 from holdfast.ondisk.files import SHARD_SIZE, is_adapter_group, parse_size
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import check_destination
@@ -60,15 +62,8 @@ def merge_adapters(
     final = parse_location(dst)
     check_destination(final)
     _check_packages()
-    reader = open_latest(posix.local_path(src))
-    group = _find_adapter(reader)
-    read_adapter_files(reader)  # checks them
-    try:
-        base, adapter = _build_base(reader.path, group), _read_config(reader.path, group)
-    except InvalidArgumentError:
-        raise
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"the base model in {reader.path} cannot be built: {error!r}") from error
+    reader, group = _find_adapter(open_latest(parse_location(src)))
+    base, adapter = _build_model(reader, group)
     model = _load_model(base, adapter, reader, group)
     if adapter.peft_type.value != "LORA":
         # Some kinds compute tensors that they do not store from the weights that they find.
@@ -87,8 +82,8 @@ def _check_packages() -> None:
             raise InvalidArgumentError(f"merging adapters needs peft and transformers: install {name}")
 
 
-def _find_adapter(reader: Any) -> str:
-    """Return the group of the only adapter of a checkpoint."""
+def _find_adapter(reader: Reader) -> tuple[NativeReader, str]:
+    """Return the checkpoint, and the group of its only adapter."""
     groups = [group for group in reader.groups if is_adapter_group(group)]
     if not isinstance(reader, NativeReader) or MODEL not in reader.groups or not groups:
         raise InvalidArgumentError(
@@ -99,38 +94,48 @@ def _find_adapter(reader: Any) -> str:
             f"{reader.path} has the adapters {', '.join(sorted(groups))}: load it, and merge those that you want with "
             "PEFT"
         )
-    if not posix.file_exists(reader.path / groups[0] / BASE / "config.json"):
+    if f"{groups[0]}/{BASE}/config.json" not in reader.manifest.files:
         raise InvalidArgumentError(f"the base model in {reader.path} is not one of transformers")
     if not any(name.startswith("base_model.") for name in reader.groups[MODEL]):
         raise InvalidArgumentError(
             f"the adapter in {reader.path} was put into its model by transformers, and PEFT cannot merge it: put "
             "adapters in with peft.get_peft_model()"
         )
-    group: str = groups[0]
-    return group
+    return reader, groups[0]
 
 
-def _build_base(folder: Path, group: str) -> Any:
-    """Return the base model of a checkpoint, with values that are to be replaced."""
+def _build_model(reader: NativeReader, group: str) -> tuple[Any, Any]:
+    """Return the base model of a checkpoint, with values that are to be replaced, and the adapter's configuration."""
+    with TemporaryDirectory() as folder:  # PEFT and transformers read files of a disk
+        for name, data in read_adapter_files(reader).items():
+            posix.make_parents(Path(folder), name)
+            posix.write_small(Path(folder) / name, data)
+        try:
+            return _build_base(Path(folder) / group / BASE, reader.path), _read_config(Path(folder) / group)
+        except InvalidArgumentError:
+            raise
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"the base model in {reader.path} cannot be built: {error!r}") from error
+
+
+def _build_base(base_folder: Path, checkpoint: Path) -> Any:
     import transformers  # noqa: PLC0415 - an optional package
 
-    base_folder = folder / group / BASE
     config = transformers.AutoConfig.from_pretrained(base_folder)
     (architecture,) = config.architectures
     model_class = getattr(transformers, architecture, None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise InvalidArgumentError(f"transformers has no {architecture}, the base model in {folder}")
+        raise InvalidArgumentError(f"transformers has no {architecture}, the base model in {checkpoint}")
     base = model_class(config)
     if posix.file_exists(base_folder / "generation_config.json"):
         base.generation_config = transformers.GenerationConfig.from_pretrained(base_folder)
     return base
 
 
-def _read_config(folder: Path, group: str) -> Any:
-    """Return the configuration of an adapter."""
+def _read_config(folder: Path) -> Any:
     import peft  # noqa: PLC0415 - an optional package
 
-    adapter = peft.PeftConfig.from_pretrained(str(folder / group))
+    adapter = peft.PeftConfig.from_pretrained(str(folder))
     if adapter.is_prompt_learning:
         raise InvalidArgumentError(f"{adapter.peft_type.value} trains prompts, which cannot be merged into weights")
     return adapter

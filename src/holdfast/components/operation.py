@@ -1,38 +1,51 @@
-"""A save of one component on all ranks. Each step ends in a vote."""
+"""A save of one component on all ranks. Each step ends in a vote.
+
+Subclasses write the files on a disk, or into an object store.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast.components.content import ComponentContent, component_content, name_in_component
-from holdfast.components.destination import ComponentOutput
+from holdfast.components.files import ComponentFile, FileSet, FragmentsOf
 from holdfast.components.request import ComponentRequest
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.integrity import replicas
-from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.io.requests import Fragments
+from holdfast.engine.io.upload_parts import FileFrame
+from holdfast.engine.plan.cells import CellGrain
 from holdfast.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from holdfast.engine.plan.ranges import ElementRange
 from holdfast.engine.plan.save_plan import TensorSpan, plan_into_files
 from holdfast.engine.plan.split_tensors import split_ranges
 from holdfast.errors import RankMismatchError, UnsupportedValueError
-from holdfast.run.upload_staging import check_hosts
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
 from holdfast.save.operation import SaveOperation
 from holdfast.state.capture import STATE
-from holdfast.storage import posix
+
+
+class OpenedFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The output that rank 0 has opened: a staging directory with the files, or their uploads, by their ids.
+
+    ``frames`` are the files as all ranks must know them.
+    """
+
+    frames: list[FileFrame] = []
+    folder: str = ""
+    uploads: list[str] = []
 
 
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The files that rank 0 created: the staging directory, its files with their sizes, and each tensor's spans."""
+    """The layout of a component: the names of its files, what rank 0 has opened, and the spans of each tensor."""
 
-    folder: str = ""
     files: list[str] = []
-    sizes: list[int] = []
+    opened: OpenedFiles = OpenedFiles()
     spans: dict[str, list[TensorSpan]] = {}
 
 
@@ -44,8 +57,9 @@ class ComponentSave(SaveOperation[Path]):
 
     def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
         super().__init__(ranks, timeout)
-        self._request, self._layout, self._names = request, _ComponentLayout(), list[str]()
-        self._output: ComponentOutput | None = None
+        self._request, self._layout = request, _ComponentLayout()
+        #: On rank 0, the files and the names of the tensors in them, by number.
+        self._files, self._names = list[ComponentFile](), list[str]()
         self._started_at = time.perf_counter()
 
     @property
@@ -60,46 +74,35 @@ class ComponentSave(SaveOperation[Path]):
         global_spec = agreement.global_spec
         if global_spec is None:
             raise RankMismatchError("the ranks did not agree on what to save")
-        self._create_files(agreement, global_spec)
+        self._lay_out_files(agreement, global_spec)
         self._check_replicas(global_spec, agreement.host_of)
-
-    def write_and_commit(self) -> Path:
-        """Write the tensors. Rank 0 publishes the files when all ranks have written."""
-
-        def write_shards() -> HashedResult:
-            return HashedResult(self._writer.write(Path(self._layout.folder), self._layout.files, self._staged))
-
-        def publish_files(fragments: Fragments, _: list[bytes]) -> bytes:
-            number = {name: i for i, name in enumerate(self._names)}
-            if self._output is not None:
-                self._output.publish(lambda name: fragments.get(number[name], []))
-            return b""
-
-        vote_with_fragments(self._session, "writing", write_shards, publish_files, self._plan.rank_order)
-        return self.path
 
     def mark_returned(self) -> float:
         """Note that the caller continues. Returns for how many seconds it was blocked."""
         return time.perf_counter() - self._started_at
 
-    def _roll_back(self, error: BaseException) -> None:
-        del error  # the caller raises it
-        if self._output is not None:
-            self._output.discard()
+    @abstractmethod
+    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedFiles:
+        """Open the output, on rank 0."""
 
-    def _create_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
+    @abstractmethod
+    def _choose_cells(self, host_of: Sequence[int]) -> tuple[Sequence[int], CellGrain | None]:
+        """Return the host of each rank, and the cells of which each has one writer, for the plan."""
+
+    def _fragments_by_name(self, fragments: Fragments) -> FragmentsOf:
+        """Return a function that returns the fragments of a stored tensor, on rank 0."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        return lambda name: fragments.get(numbers[name], [])
+
+    def _lay_out_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
-            check_hosts(self.path, agreement.host_of)
-            files = self._output = ComponentOutput(self._request.destination, file_set)
-            if len({*agreement.host_of}) > 1:
-                # Pages that rank 0 has written must not be written back after other hosts have written next to them.
-                posix.sync_tree(files.folder)
-            self._names = [name for starts in files.starts for name in starts]
-            spans = _tensor_spans(file_set.content, files.starts, self._tensors_to_save(global_spec))
-            names = [file.name for file in file_set.files]
-            sizes = [posix.file_size(files.folder / name) for name in names]
-            return _encode(_ComponentLayout(str(files.folder), names, sizes, spans))
+            laid_out = [file.lay_out() for file in file_set.files]
+            starts = [file.starts for file in laid_out]
+            self._files, self._names = list(file_set.files), [name for of_file in starts for name in of_file]
+            spans = _tensor_spans(file_set.content, starts, self._tensors_to_save(global_spec))
+            opened = self._open_files(file_set, [file.frame for file in laid_out])
+            return _encode(_ComponentLayout(file_set.names, opened, spans))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
         self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
@@ -123,6 +126,7 @@ class ComponentSave(SaveOperation[Path]):
     def _check_replicas(self, global_spec: GlobalSpec, host_of: Sequence[int]) -> None:
         """Plan the save, and compare replicas."""
         tensors = self._tensors_to_save(global_spec)
+        hosts, grain = self._choose_cells(host_of)
 
         def plan_and_hash() -> bytes:
             keys = {name: (tensor.group, tensor.name) for name, tensor in tensors.items()}
@@ -133,8 +137,9 @@ class ComponentSave(SaveOperation[Path]):
                 self._session.rank,
                 list(dict(numbered).values()),
                 spans,
-                file_sizes=self._layout.sizes,
-                host_of=host_of,
+                file_sizes=[frame.size for frame in self._layout.opened.frames],
+                host_of=hosts,
+                grain=grain,
             )
             return self._writer.hash_replicas(0)[0]
 

@@ -25,6 +25,7 @@ from holdfast.ondisk import values
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.state import scheduler as schedulers
 from holdfast.state.arrays import ArrayDecoder, ArrayEncoder
+from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.store import store_of
 
 _FORMAT = "holdfast scheduler"
@@ -55,7 +56,10 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
         state = _scheduler_state(scheduler)
         encoded = _encode_state(state)
         data = as_saved_bytes(state["state"]) if as_torch else encoded
-        files = ComponentOutput(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}))
+        if isinstance(path, ObjectPath):
+            path.store.replace_small(path, data)
+            return b""
+        files = ComponentOutput(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}), [])
         try:
             files.publish(lambda _: [])
         except BaseException:

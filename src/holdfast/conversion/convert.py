@@ -20,7 +20,7 @@ from holdfast.ondisk.files import SHARD_SIZE, parse_size
 from holdfast.ondisk.validation import check_keys
 from holdfast.state.tensors import NAMES
 from holdfast.state.training import NO_ADAPTERS, ONLY_ADAPTERS, WITH_ADAPTERS
-from holdfast.storage.object_path import ObjectPath, parse_location
+from holdfast.storage.object_path import parse_location
 
 
 def convert(
@@ -115,8 +115,6 @@ def convert(
         options=format_options,
     )
     if to == NXD:
-        if isinstance(request.final, ObjectPath):
-            raise InvalidArgumentError(f"NxD's format is not written into an object store, as {dst}: pass a folder")
         options = {**format_options, LAYOUT: None if layout is None else str(layout)}
         path: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
         return path

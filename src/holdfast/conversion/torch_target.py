@@ -9,7 +9,7 @@ import io
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +18,25 @@ from torch.serialization import skip_data
 
 from holdfast.conversion.fake_tensors import FakeTensors, Shape
 from holdfast.conversion.target import ConversionSource, FileLayout, FileSpan
+from holdfast.conversion.torch_skeleton import SKELETON_PATH, TorchSkeleton
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.formats.reader import Reader
 from holdfast.formats.torch_file import TorchFileReader, read_tree
-from holdfast.formats.torchfile import allowed_globals
+from holdfast.formats.torchfile import allowed_globals, archive
 from holdfast.formats.torchfile.objects import TorchTensor
+from holdfast.formats.torchfile.zip_reader import FileWindow
+from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage.direct_io import BufferedWriter
 from holdfast.storage.posix import make_directory, new_file
+
+
+class TorchFileLayout(NamedTuple):
+    """A file: its size, the byte offset of each tensor without data by the tensor's ``id``, and all other bytes."""
+
+    size: int
+    offsets: Mapping[int, int]
+    known: list[tuple[int, bytes]]
 
 
 class PlannedTorchFile:
@@ -42,8 +53,25 @@ class PlannedTorchFile:
     def create_file(self, path: Path) -> None:
         """Create the file at its final size."""
         make_directory(path.parent)
-        with new_file(path) as file, skip_data(materialize_fake_tensors=True):
-            # Not to the path: torch would store the path's name in it.
+        with new_file(path) as file:
+            self._save_tree(file)  # not to the path: torch would store the path's name in it
+
+    def lay_out(self) -> TorchFileLayout:
+        """Return the layout of the file. No file is created."""
+        skeleton = TorchSkeleton()
+        self._save_tree(skeleton)
+        window = FileWindow(SKELETON_PATH, 0, skeleton.size, skeleton)
+        stored = archive.read_archive(window, ReadBudget(), self._allowed).root
+        offsets, small = dict[int, int](), dict[int, bytes]()
+        for planned, offset in _locate_tensors(self._tree, stored):
+            if isinstance(planned, FakeTensor):
+                offsets[id(planned)] = offset
+            elif planned.nbytes:
+                small[offset] = raw_bytes(planned)
+        return TorchFileLayout(skeleton.size, offsets, skeleton.fill(small))
+
+    def _save_tree(self, file: Any) -> None:
+        with skip_data(materialize_fake_tensors=True):
             torch.save(self._tree, file, pickle_module=self._pickle_module)
 
     def read_offsets(self, path: Path) -> dict[int, int]:
@@ -62,10 +90,7 @@ class PlannedTorchFile:
 
     def _tensor_offsets(self, path: Path) -> Iterator[tuple[torch.Tensor, int]]:
         """Iterate over the tensors of the tree, each with its byte offset in the file."""
-        return (
-            (planned, stored.find_location().offset)
-            for planned, stored in state_dict_pairs(self._tree, read_tree(path, names=self._allowed).root)
-        )
+        return _locate_tensors(self._tree, read_tree(path, names=self._allowed).root)
 
 
 class TorchTarget:
@@ -96,6 +121,12 @@ class TorchTarget:
     def open_reader(self) -> Reader:
         """See :class:`holdfast.conversion.target.ConversionTarget`."""
         return TorchFileReader(self._path, {})
+
+
+def _locate_tensors(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield the tensors of a tree, each with its byte offset in the file that ``stored`` was read from."""
+    for tensor, found in state_dict_pairs(planned, stored):
+        yield tensor, found.find_location().offset
 
 
 def state_dict_pairs(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, TorchTensor]]:

@@ -13,15 +13,15 @@ from __future__ import annotations
 import errno
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.formats.native import is_native
 from holdfast.ondisk.hidden_names import HiddenName
 from holdfast.run.catalog import is_run_directory
-from holdfast.run.cleanup import clean_up, restore_displaced
+from holdfast.run.cleanup import restore_displaced
 from holdfast.run.object_run import check_output_name
 from holdfast.run.pointers import find_tag
 from holdfast.run.scan import read_info
@@ -180,23 +180,6 @@ class StagingDirectory:
             if restore_displaced(self.final.parent, self.name):
                 directory_trees.remove_tree(self.path)
         self.release()
-
-
-@contextmanager
-def staging_directory(final: Path) -> Iterator[Path]:
-    """Create a staging directory for a new path, and publish it at the end of the ``with`` block.
-
-    On failure the directory is removed. Raises ``TagExistsError`` if ``final`` was created meanwhile.
-    """
-    clean_up(final.parent, tag=final.name)
-    staging = StagingDirectory(final)
-    staging.create()
-    try:
-        yield staging.path
-        staging.publish()
-    except BaseException:
-        staging.discard()
-        raise
 
 
 def check_destination(final: Path) -> None:

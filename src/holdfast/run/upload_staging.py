@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,9 @@ from holdfast.storage.store import map_requests
 
 #: The ends of the names of files that name other files, in the order in which they are uploaded.
 _LAST = (".index.json", "adapter_config.json", "config.json", ".metadata", manifest.NAME)
+
+#: The files that mark a checkpoint of NxD as begun and as complete.
+_MARKERS = ("checkpoint", "done")
 
 
 class OutputStaging(Protocol):
@@ -120,11 +123,14 @@ class UploadStaging:
         if not is_directory(output):
             return {self._final: output}
         names = [str(file.relative_to(output)) for file in walk_files(output)]
-        names.sort(key=_rank_of)
+        names.sort(key=upload_order)
         return {self._final / name: output / name for name in names}
 
 
-def _rank_of(name: str) -> int:
+def upload_order(name: str) -> int:
+    """Return a number by which files are sorted, so that those that name others are uploaded last."""
+    if name in _MARKERS:
+        return len(_LAST) + 1 + _MARKERS.index(name)
     return max((rank for rank, end in enumerate(_LAST, 1) if name.endswith(end)), default=0)
 
 
@@ -133,10 +139,27 @@ def make_staging(final: Path) -> OutputStaging:
     return UploadStaging(final) if isinstance(final, ObjectPath) else StagingDirectory(final)
 
 
+@contextmanager
+def staging_directory(final: Path) -> Iterator[Path]:
+    """Create a staging directory for a new path, and publish it at the end of the ``with`` block.
+
+    On failure the directory is removed. Raises ``TagExistsError`` if ``final`` was created meanwhile.
+    """
+    if not isinstance(final, ObjectPath):
+        clean_up(final.parent, tag=final.name)
+    staging = make_staging(final)
+    staging.create()
+    try:
+        yield staging.path
+        staging.publish()
+    except BaseException:
+        staging.discard()
+        raise
+
+
 def check_hosts(final: Path, host_of: Sequence[int]) -> None:
     """Raise ``InvalidArgumentError`` if ranks on several hosts build an output that is uploaded by one."""
     if isinstance(final, ObjectPath) and len({*host_of}) > 1:
         raise InvalidArgumentError(
-            f"{final} is in an object store, and such an output is built on one host: let the ranks of one host call "
-            "it, or save with save_checkpoint, which uploads from all hosts, and export the checkpoint"
+            f"{final} is in an object store, and such an output is built on one host: let the ranks of one host call it"
         )

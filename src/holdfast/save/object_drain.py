@@ -24,7 +24,8 @@ from holdfast.run.pointers import find_tag
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.generation_drain import DrainOptions, GenerationDrain
 from holdfast.save.object_publication import ObjectPublication, PublicationChecks
-from holdfast.save.object_upload import ObjectUpload, RankBytes, UploadRanks
+from holdfast.save.object_upload import ObjectUpload
+from holdfast.save.shared_upload import RankBytes, UploadRanks
 from holdfast.storage.object_path import ObjectPath
 from holdfast.tier.assembly import Assembly
 from holdfast.tier.held_parts import HeldParts

@@ -15,7 +15,6 @@ from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io import upload_parts
-from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.engine.plan.save_plan import plan_save
 from holdfast.errors import StateError
 from holdfast.observe.warning import warn_caller
@@ -26,8 +25,9 @@ from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.negotiation import SaveAgreement
 from holdfast.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
-from holdfast.save.object_upload import ObjectUpload, RankBytes, UploadRanks
+from holdfast.save.object_upload import ObjectUpload
 from holdfast.save.request import SaveRequest
+from holdfast.save.shared_upload import RankBytes, UploadRanks
 from holdfast.save.training_save import SavePlanCache, TrainingSave
 from holdfast.storage.object_path import ObjectPath
 
@@ -131,12 +131,7 @@ class ObjectSave(TrainingSave):
 
     def _read_bytes(self) -> RankBytes:
         """Return the bytes that this rank uploads or passes on."""
-        writer, staged = self._writer, self._staged
-        if staged is None and self._plan.stripe_tasks:  # stripes are assembled in memory first
-            staged = writer.stage(Arena(StagingMemory()), self._deferred_copies())
-        elif staged is None:
-            writer.synchronize()
-        return RankBytes(*writer.ranges_in_memory(staged), self._captured.rank_values)
+        return RankBytes(*self._writer.ranges_to_upload(self._staged), self._captured.rank_values)
 
     def _publish(self, finished: Manifest) -> Manifest:
         """Publish the checkpoint, on rank 0."""

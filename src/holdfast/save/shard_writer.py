@@ -16,7 +16,7 @@ from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
-from holdfast.engine.io.staging_memory import Arena
+from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.write import write_file_ranges
 from holdfast.engine.io.write_stripes import hash_fragments, write_stripes
@@ -96,9 +96,16 @@ class ShardWriter:
         file_ranges, shard_of = self.ranges_in_memory(staged)
         return write_file_ranges(files, file_ranges, shard_of, on_moved)
 
-    def synchronize(self) -> None:
-        """Wait for the work that the caller has enqueued on the accelerators."""
-        synchronize_devices(self._tensors.values(), self._accelerator)
+    def ranges_to_upload(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
+        """Return the bytes that this rank uploads or passes on, and where these are.
+
+        Stripes are assembled in memory first, and with them all that this rank has.
+        """
+        if staged is None and self._plan.stripe_tasks:
+            staged = self.stage(Arena(StagingMemory()), DeferredCopies())
+        elif staged is None:
+            synchronize_devices(self._tensors.values(), self._accelerator)
+        return self.ranges_in_memory(staged)
 
     def ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
         """Return the bytes that this rank has, of its shards or their staged copies, and where these are."""

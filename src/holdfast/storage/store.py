@@ -128,6 +128,16 @@ class ObjectStore(Store, Protocol):
         Of several processes that call it at a time, one creates the object.
         """
 
+    def find_version(self, path: ObjectPath) -> str | None:
+        """Return the ETag of an object; ``None`` if there is none."""
+
+    def replace_version(self, path: ObjectPath, etag: str, data: bytes) -> bool:
+        """Write a small object in one step if the one that is there has this ETag. Return whether this call did.
+
+        ``data`` must differ from what other processes write. A store that knows no such condition looks at the ETag
+        before the write.
+        """
+
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """Remove an object if its ETag is still this one. Another or a missing one is no error."""
 

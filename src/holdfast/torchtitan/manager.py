@@ -27,7 +27,7 @@ from holdfast.ondisk.validation import check_choice, check_timeout
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import STAGING
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import local_path
+from holdfast.storage.object_path import ObjectPath, parse_location
 from holdfast.torchtitan.data_loader import DataLoaderStates
 from holdfast.torchtitan.run_folder import RunFolder, StartPoint, check_replaceable, remove_replaceable, tag_of
 
@@ -52,7 +52,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
     Raises:
         InvalidArgumentError: ``staging`` or ``export_dtype`` is unknown; ``timeout`` is not above 0;
             ``exclude_from_loading`` names a state that does not exist; a Hugging Face option is set and there is no
-            ``sd_adapter``; or the folder is on an object store.
+            ``sd_adapter``; or the folder is the URL of an unknown store.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -87,8 +87,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         check_choice("staging", config.staging, STAGING)
         check_choice("export_dtype", config.export_dtype, [*TORCH_DTYPE_MAP])
         check_timeout(config.timeout)
-        local_path(config.folder)  # refuses the address of an object store, which looks like a relative path below
-        self.folder = local_path(base_folder or ".") / config.folder
+        folder = parse_location(config.folder)
+        self.folder = folder if isinstance(folder, ObjectPath) else parse_location(base_folder or ".") / config.folder
         self.model_parts = model_parts
         self._ranks = RankGroup()
         loader = None if dataloader is None else DataLoaderStates(dataloader, self._ranks.rank, self._ranks.size)
@@ -138,9 +138,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         elif not path:
             return False
         elif config.initial_load_model_only:
-            self._load_weights(self.model_parts, local_path(path))
+            self._load_weights(self.model_parts, parse_location(path))
         else:
-            self._restore(local_path(path), None, model_only=False, cast_dtype=True)
+            self._restore(parse_location(path), None, model_only=False, cast_dtype=True)
         return True
 
     def _load_weights(self, target: Any, path: str | Path) -> None:

@@ -21,8 +21,9 @@ from holdfast.ondisk.files import CRC_KEY
 from holdfast.run.catalog import list_checkpoints_strictly
 from holdfast.run.scan import CheckpointInfo, is_holdfast_checkpoint
 from holdfast.run.staging_dir import StagingDirectory
-from holdfast.storage import posix
 from holdfast.storage.directory_trees import remove_directory
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import store_of
 
 #: torchtitan's name of a checkpoint, and its parts.
 _TAG, _STEP = "step-{}", re.compile(r"step-(0|[1-9]\d*)")
@@ -75,11 +76,12 @@ class RunFolder:
     def scan(cls, path: Path) -> RunFolder:
         """List a folder. Raises ``StorageError`` if that is not possible."""
         infos = [info for info in list_checkpoints_strictly(path) if is_holdfast_checkpoint(info)]
-        steps = {step for name in posix.list_names(path) if (step := _step_of(name)) >= 0}
+        store = store_of(path)
+        steps = {step for name in store.list_names(path) if (step := _step_of(name)) >= 0}
         steps -= {_step_of(info.tag) for info in infos}
         dcp = {step for step in steps if is_dcp(path / tag_of(step))}
         replaceable = {step for step in steps - dcp if is_replaceable(path / tag_of(step))}
-        exports = {step for step in replaceable if posix.list_names(path / tag_of(step))}
+        exports = {step for step in replaceable if store.list_names(path / tag_of(step))}
         return cls(path, infos, frozenset(dcp), frozenset(exports), frozenset(steps - dcp - replaceable))
 
     def find_start(self, step: int) -> StartPoint | None:
@@ -138,9 +140,10 @@ def _list_tags(steps: Sequence[int]) -> str:
 
 def is_replaceable(folder: Path) -> bool:
     """Return whether a folder is empty, or has nothing but weights that holdfast has exported."""
-    if not posix.is_directory(folder) or is_native(folder):
+    store = store_of(folder)
+    if not store.is_directory(folder) or is_native(folder):
         return False
-    return all(_EXPORTED.fullmatch(name) and _is_of_holdfast(folder / name) for name in posix.list_names(folder))
+    return all(_EXPORTED.fullmatch(name) and _is_of_holdfast(folder / name) for name in store.list_names(folder))
 
 
 def _is_of_holdfast(file: Path) -> bool:
@@ -151,8 +154,8 @@ def _is_of_holdfast(file: Path) -> bool:
 
 
 def remove_replaceable(folder: Path) -> bool:
-    """Remove an empty folder or an export. Return whether it was one."""
-    if not is_replaceable(folder):
+    """Remove an empty folder or an export. Return whether it was one. In an object store it is in no save's way."""
+    if isinstance(folder, ObjectPath) or not is_replaceable(folder):
         return False
     remove_directory(folder, StagingDirectory(folder).removal_path)
     return True
@@ -160,7 +163,7 @@ def remove_replaceable(folder: Path) -> bool:
 
 def check_replaceable(folder: Path) -> None:
     """Raise ``TagExistsError`` if a folder has what an export must not replace."""
-    if posix.path_exists(folder) and not is_native(folder) and not is_replaceable(folder):
+    if store_of(folder).path_exists(folder) and not is_native(folder) and not is_replaceable(folder):
         raise TagExistsError(
             f"{folder} is neither a checkpoint nor an export of holdfast, and is not replaced: move it away"
         )

@@ -13,6 +13,8 @@ from torch import nn
 import holdfast
 from holdfast.conversion.convert import convert
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.nxd_files import load_rank_file, rank_file_name, save_rank_file
 
 
@@ -228,3 +230,22 @@ def test_tied_weights_have_both_names(tmp_path: Path) -> None:
         own = model["lm_head"].weight.chunk(2)[rank]
         assert torch.equal(actual["embed_tokens.weight"], own)
         assert torch.equal(actual["lm_head.weight"], own)
+
+
+@pytest.mark.parametrize("xser", [False, True])
+def test_the_files_in_an_object_store_are_those_on_a_disk(tmp_path: Path, xser: bool) -> None:
+    model, fake = nn.ModuleDict({"embed_tokens": nn.Embedding(8, 4), "lm_head": nn.Linear(4, 8, bias=False)}), FakeS3()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer, step=3)
+    with fake.connected():
+        path = fake.store_at("http://fake").path(f"{BUCKET}/out")
+        for folder in (tmp_path, path):
+            assert convert(tmp_path / "run", folder / "nxd", to="nxd", layout="llama", xser=xser) == folder / "nxd"
+        stored = path.store.list_objects(path / "nxd")
+        found = {str(info.path.relative_to(path / "nxd")): path.store.read_small(info.path) for info in stored}
+        written = [request.key for request in fake.requests if request.kind in {"put", "complete"}]
+    files = [file for file in (tmp_path / "nxd").rglob("*") if file.is_file()]
+    assert found == {str(file.relative_to(tmp_path / "nxd")): file.read_bytes() for file in files}
+    assert [key.rpartition("/")[2] for key in written[-2:]] == ["checkpoint", "done"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +23,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.accelerate import Accelerator
 from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
 from tests.helpers.stateful import Counter
 from tests.helpers.trainer_runs import launch
 
 _SAMPLES, _BATCH = 48, 12
+
+#: Credentials for a store of the tests.
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "r"}
 
 
 def prepare(accelerator: Accelerator, ranks: int = 1) -> dict[str, Any]:
@@ -212,3 +219,38 @@ def test_automatic_names_need_a_project_and_a_checkpoint(tmp_path: Path) -> None
     accelerator = Accelerator(cpu=True, project_config=named)
     with pytest.raises(NoCheckpointError, match="checkpoints"):
         accelerator.load_state()
+
+
+def train_in_store(endpoint: str, epochs: int, resume: bool) -> list[float]:
+    with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": endpoint, **KEYS}):
+        return train(f"s3://{BUCKET}/run", epochs, resume)
+
+
+def test_a_run_resumes_from_an_object_store(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(1, train, str(tmp_path / "whole"), 3)[0]
+    fake = FakeS3()
+    with fake.served() as endpoint:
+        ranks(2, train_in_store, endpoint, 2, False)
+        resumed = ranks(1, train_in_store, endpoint, 3, True)[0]
+        run = fake.store_at(endpoint).path(f"{BUCKET}/run/checkpoints")
+        assert [info.tag for info in holdfast.list_checkpoints(run)] == ["checkpoint_1", "checkpoint_2"]
+    torch.testing.assert_close(torch.tensor(resumed), torch.tensor(whole))
+
+
+def save_to_url(endpoint: str, folder: str) -> int:
+    with launch(), mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": endpoint, **KEYS}):
+        accelerator, url = Accelerator(cpu=True, project_dir=folder), f"s3://{BUCKET}/run/one"
+        parts = prepare(accelerator)
+        parts["counter"].count = 7
+        assert accelerator.save_state(url) == url
+        parts["counter"].count = 0
+        accelerator.load_state(url)
+        count: int = parts["counter"].count
+        return count
+
+
+def test_a_state_is_saved_to_a_url_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    fake = FakeS3()
+    with fake.served() as endpoint:
+        assert ranks(1, save_to_url, endpoint, str(tmp_path)) == [7]
+    assert not [*tmp_path.iterdir()]

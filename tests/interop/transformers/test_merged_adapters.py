@@ -10,6 +10,8 @@ import transformers
 import holdfast
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, TagExistsError
 from tests.helpers.commands import invoke
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.peft_models import LAYOUTS, lora, make_base, make_peft, randomize
 from tests.helpers.pool import Ranks
 
@@ -62,6 +64,24 @@ def test_the_command_merges_a_checkpoint_of_several_ranks(ranks: Ranks, tmp_path
     ranks(2, save, tmp_path / "run", "fsdp2")
     invoke("convert", tmp_path / "run", tmp_path / "merged", "--to", "hf", "--merge")
     assert same(opened(tmp_path / "merged"), make_peft("lora").merge_and_unload().state_dict())
+
+
+def test_adapters_are_merged_from_and_into_an_object_store(tmp_path: Path) -> None:
+    fake = FakeS3()
+    with fake.connected():
+        path = fake.store_at("http://fake").path(f"{BUCKET}/out")
+        for folder in (tmp_path, path):
+            holdfast.save_checkpoint(folder / "run", "s", make_peft("lora"))
+            assert holdfast.merge_adapters(folder / "run", folder / "merged", max_shard_size=5000) == folder / "merged"
+        for info in path.store.list_objects(path / "merged"):
+            copy = tmp_path / "copy" / info.path.name
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(path.store.read_small(info.path))
+        with pytest.raises(TagExistsError, match="exists already"):
+            holdfast.merge_adapters(path / "run", path / "merged")
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "merged").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "copy").iterdir()} == expected
+    assert same(opened(tmp_path / "copy"), make_peft("lora").merge_and_unload().state_dict())
 
 
 def merge(path: Path) -> str:

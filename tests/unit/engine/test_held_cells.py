@@ -58,7 +58,7 @@ def test_each_cell_has_one_writer_who_gets_all_other_bytes(ranks: int, seed: int
     assert all(len(writers) == 1 for writers in cells.values())
     for (file, cell), (rank,) in ((key, tuple(writers)) for key, writers in cells.items()):
         if cell * GRAIN.nbytes < files[file].data_start:
-            assert rank == GRAIN.header_rank(file, ranks)
+            assert rank == GRAIN.gap_rank(file, cell, ranks)
     assert {plan.needs_exchange for plan in plans} == {bool(sent)}
     for plan in plans:
         assert list(plan.sent) == sorted(plan.sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from awscrt.checksums import crc64nvme
 from hypothesis import given
@@ -16,6 +17,7 @@ from holdfast.engine.io.part_assembly import PartAssembly
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import file_ranges
 from holdfast.engine.plan.file_ranges import FileRange
+from holdfast.errors import StateError
 from holdfast.storage.body import Body
 
 START = 1000
@@ -70,7 +72,10 @@ def test_large_tensors_are_sent_from_their_own_memory() -> None:
     assembly = PartAssembly(0, np.empty(200_012, np.uint8))
     list(assembly.add_range(FileRange(0, 0, 200_000, 0, 0, 12), TensorBytes(tensor)))
     list(assembly.add_range(FileRange(1, 0, 4, 0, 0, 8), TensorBytes(torch.tensor([1.0]))))
-    assembly.add_header(b"a header")
+    with pytest.raises(StateError, match="not all bytes"):
+        assembly.check_complete()
+    assembly.add_known(0, b"a header")
+    assembly.check_complete()
     pieces = assembly.make_body().pieces
     assert bytes(pieces[0][:8]) == b"a header"
     shared = [np.shares_memory(np.frombuffer(piece, np.uint8), tensor.numpy()) for piece in pieces]

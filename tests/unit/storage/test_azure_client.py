@@ -49,23 +49,6 @@ def refuse(status: int, code: str) -> Callable[[object, str], HttpResponse]:
     return lambda request, stage: FakeAzure().failure(status, code)  # noqa: ARG005
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        FakeAzure().failure(503, "ServerBusy"),
-        FakeAzure().failure(500, "OperationTimedOut"),
-        FakeAzure().failure(409, "InternalError"),
-        disconnect,
-    ],
-)
-def test_a_request_that_may_succeed_later_is_repeated(
-    fake: FakeAzure, folder: ObjectPath, answer: HttpResponse
-) -> None:
-    fake.on_request = Answers(answer, answer, answer)
-    assert folder.store.read_small(folder / "a") == b"content"
-    assert len(fake.requests) == 4
-
-
 def test_an_error_names_the_object_and_has_one_line(fake: FakeAzure, folder: ObjectPath) -> None:
     with pytest.raises(StorageError, match=r"could not read az://bucket/run/b: BlobNotFound RequestId:1$") as error:
         folder.store.read_small(folder / "b")
@@ -253,39 +236,13 @@ class TestUploads:
 
 
 class TestCreation:
-    @pytest.mark.parametrize("stage", ["before", "after"])
-    def test_a_lost_reply_is_decided_by_the_content(self, fake: FakeAzure, folder: ObjectPath, stage: str) -> None:
-        fake.on_request = Answers(disconnect, kind="put", stage=stage)
-        assert folder.store.create_object(folder / "1", b"mine")
-
-    def test_the_reply_of_another_writer_is_no_success(self, fake: FakeAzure, folder: ObjectPath) -> None:
-        def other_writer() -> None:
-            folder.store.replace_small(folder / "1", b"other")
-            disconnect()
-
-        fake.on_request = Answers(other_writer, kind="put")
-        assert not folder.store.create_object(folder / "1", b"mine")
-
     def test_another_conflict_is_an_error(self, fake: FakeAzure, folder: ObjectPath) -> None:
         fake.on_request = refuse(409, "BlobImmutableDueToPolicy")
         with pytest.raises(StorageError, match="BlobImmutableDueToPolicy"):
             folder.store.create_object(folder / "1", b"mine")
 
-    def test_a_lost_reply_of_a_removal_is_no_error(self, fake: FakeAzure, folder: ObjectPath) -> None:
-        fake.on_request = Answers(disconnect, kind="delete", stage="after")
-        folder.store.remove_file(folder / "a")
-        assert not fake.objects
-
 
 class TestReads:
-    def test_a_version_that_was_replaced_between_two_reads_is_an_error(self, folder: ObjectPath) -> None:
-        into = bytearray(3)
-        with folder.store.open_reader(folder / "a") as reader:
-            reader.read(0, memoryview(into))
-            folder.store.replace_small(folder / "a", b"another")
-            with pytest.raises(StorageError):
-                reader.read(3, memoryview(into))
-
     @pytest.mark.parametrize("body", [b"short", b""])
     def test_a_body_that_ends_too_early_is_an_error(self, body: bytes) -> None:
         fake = FakeAzure()

@@ -46,22 +46,6 @@ def folder(fake: FakeS3) -> ObjectPath:
     return path
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        failure(503, "SlowDown"),
-        failure(500, "InternalError"),
-        failure(429, ""),
-        failure(400, "RequestTimeout"),
-        disconnect,
-    ],
-)
-def test_a_request_that_may_succeed_later_is_repeated(fake: FakeS3, folder: ObjectPath, answer: HttpResponse) -> None:
-    fake.on_request = Answers(answer, answer, answer)
-    assert folder.store.read_small(folder / "a") == b"content"
-    assert len(fake.requests) == 4
-
-
 def test_repetition_ends(fake: FakeS3, folder: ObjectPath) -> None:
     store = store_at("http://fake", retry_seconds=0.2)
     fake.on_request = lambda request, stage: failure(503, "SlowDown")  # noqa: ARG005
@@ -172,32 +156,12 @@ class TestUploads:
 
 
 class TestCreation:
-    def test_a_lost_reply_is_decided_by_the_content(self, fake: FakeS3, folder: ObjectPath) -> None:
-        fake.on_request = Answers(disconnect, kind="put", stage="after")
-        assert folder.store.create_object(folder / "1", b"mine")
-
-    def test_the_reply_of_another_writer_is_no_success(self, fake: FakeS3, folder: ObjectPath) -> None:
-        def other_writer() -> None:
-            folder.store.replace_small(folder / "1", b"other")
-            disconnect()
-
-        fake.on_request = Answers(other_writer, kind="put")
-        assert not folder.store.create_object(folder / "1", b"mine")
-
     def test_a_conflict_is_tried_again(self, fake: FakeS3, folder: ObjectPath) -> None:
         fake.on_request = Answers(failure(409, "ConditionalRequestConflict"), kind="put")
         assert folder.store.create_object(folder / "1", b"mine")
 
 
 class TestReads:
-    def test_a_version_that_was_replaced_between_two_reads_is_an_error(self, folder: ObjectPath) -> None:
-        into = bytearray(3)
-        with folder.store.open_reader(folder / "a") as reader:
-            reader.read(0, memoryview(into))
-            folder.store.replace_small(folder / "a", b"another")
-            with pytest.raises(StorageError):
-                reader.read(3, memoryview(into))
-
     def test_a_body_that_ends_too_early_is_read_again(self) -> None:
         fake = FakeS3()
         with fake.served() as url:
@@ -218,11 +182,6 @@ class TestReads:
 
 
 class TestPaths:
-    @pytest.mark.parametrize("text", ["s3://", "s3:///key", "s3://bucket//key", "s3://bucket/../key", "s3://bucket/."])
-    def test_wrong_urls_are_refused(self, text: str) -> None:
-        with pytest.raises(InvalidArgumentError, match="s3://bucket/name"):
-            parse_location(text)
-
     def test_other_schemes_are_refused(self) -> None:
         for text in ("gcs://bucket/a", "hdfs://a/b"):
             with pytest.raises(InvalidArgumentError, match="in no store that holdfast knows"):

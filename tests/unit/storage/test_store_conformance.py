@@ -177,6 +177,18 @@ class TestObjects:
             thread.join()
         assert created == [prefix.store.read_small(prefix / "1")]
 
+    def test_only_the_version_that_is_named_is_replaced(self, prefix: ObjectPath) -> None:
+        store: ObjectStore = prefix.store
+        assert store.find_version(prefix / "a") is None
+        assert not store.replace_version(prefix / "a", '"none"', b"new")
+        store.replace_small(prefix / "a", b"first")
+        first = store.find_version(prefix / "a")
+        assert first is not None
+        assert first.strip('"') == store.list_objects(prefix)[0].etag.strip('"')
+        assert store.replace_version(prefix / "a", first, b"second")
+        assert not store.replace_version(prefix / "a", first, b"third")
+        assert store.read_small(prefix / "a") == b"second"
+
     def test_lists_have_all_objects_in_order(self, prefix: ObjectPath) -> None:
         for number in range(12):
             prefix.store.replace_small(prefix / f"x/{number:02}", bytes(number))

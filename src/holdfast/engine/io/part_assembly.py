@@ -15,6 +15,7 @@ from holdfast.engine.io.cell_exchange import ReceivedRun
 from holdfast.engine.io.requests import MemoryProvider
 from holdfast.engine.io.write import copy_and_hash
 from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
+from holdfast.errors import StateError
 from holdfast.ondisk.block_crcs import Fragment, combine_crcs, crc64
 from holdfast.storage.body import Body
 from holdfast.storage.memory import Bytes
@@ -61,14 +62,21 @@ class PartAssembly:
             self._slice(run.start, len(run.data))[:] = run.data
         self._ranges.append(_HashedRange(run.start - self._start, len(run.data), crc64(run.data), memory))
 
-    def add_header(self, header: bytes) -> None:
-        """Add the first bytes of the part, which are those of a header."""
-        self._buffer[: len(header)] = np.frombuffer(header, np.uint8)
-        self._ranges.append(_HashedRange(0, len(header), crc64(header), None))
+    def add_known(self, offset: int, data: bytes) -> None:
+        """Add bytes that belong to no tensor. ``offset`` is that in the file."""
+        self._slice(offset, len(data))[:] = np.frombuffer(data, np.uint8)
+        self._ranges.append(_HashedRange(offset - self._start, len(data), crc64(data), None))
+
+    def check_complete(self) -> None:
+        """Raise ``StateError`` if bytes of the part are missing."""
+        ordered = self._order_ranges()
+        ends = [0, *(hashed.offset + hashed.nbytes for hashed in ordered)]
+        if ends != [*(hashed.offset for hashed in ordered), len(self._buffer)]:
+            raise StateError(f"not all bytes from {self._start} on were assembled: this is a bug of holdfast")
 
     def make_body(self) -> Body:
         """Return all bytes of the part, in order."""
-        ordered = sorted(self._ranges, key=lambda hashed: hashed.offset)
+        ordered = self._order_ranges()
         return Body(tuple(self._join(ordered)), combine_crcs((hashed.crc, hashed.nbytes) for hashed in ordered))
 
     def _join(self, ordered: list[_HashedRange]) -> Iterator[memoryview]:
@@ -82,6 +90,9 @@ class PartAssembly:
                 copied_from = hashed.offset + hashed.nbytes
         if copied_from < len(self._buffer):
             yield self._buffer[copied_from:].data
+
+    def _order_ranges(self) -> list[_HashedRange]:
+        return sorted((hashed for hashed in self._ranges if hashed.nbytes), key=lambda hashed: hashed.offset)
 
     def _slice(self, offset: int, nbytes: int) -> Bytes:
         return self._buffer[offset - self._start : offset - self._start + nbytes]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.engine.io.upload_parts import PART_BYTES, UploadTarget, check_file_size
+from holdfast.engine.io.upload_parts import PART_BYTES, FileFrame, UploadTarget, check_file_size
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.block_crcs import combine
 from holdfast.process.worker_threads import run_in_threads
@@ -47,7 +47,7 @@ def _upload(path: ObjectPath, size: int, read: Callable[[int, int], Bytes]) -> N
     check_file_size(str(path), size)
     store = path.store
     upload = store.create_upload(path, {}) if size > PART_BYTES else None
-    target = UploadTarget(path, size, upload)
+    target = UploadTarget(path, FileFrame(size), upload)
 
     def send_part(part: int) -> tuple[str, int, int]:
         start = part * PART_BYTES

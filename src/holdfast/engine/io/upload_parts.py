@@ -3,18 +3,22 @@
 A part has bytes of several ranks if shards are small. The plan says who sends it; the others pass their bytes on. Ranks
 do this in rounds of a few parts each, so that a rank needs memory for some parts only, whatever the size of the files.
 
-The first part of a file contains the header, which is known when all ranks have hashed their bytes. So its sender keeps
-it until then: small ranges and received bytes in memory of its own, all others where they are. Ranks take turns.
+Some bytes of a file belong to no tensor, such as the records of a zip file. All ranks know them, and take turns in
+sending the parts with such bytes. The header of a file is known when all ranks have hashed their bytes. So the sender
+of a part with bytes of a header keeps it until then: small ranges and received bytes in memory of its own, all others
+where they are. A file of one part is kept in the same way, because it is visible as soon as it is sent.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from holdfast.engine.comm.store_messages import StoreMessages
@@ -53,20 +57,41 @@ _PARTS_A_ROUND, _THREADS = 8, 8
 
 
 class SentPart(NamedTuple):
-    """A part that was sent: of file ``file``, counted from 0, with the receipt of the store."""
+    """A part that was sent: of file ``file``, counted from 0, with its CRC-64/NVME, and the receipt of the store."""
 
     file: int
     part: int
+    crc64nvme: int
     receipt: str
+
+
+class FileFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A file without the bytes of its tensors: its size, that of its header, and ``known``: other bytes, by offset.
+
+    The header is known later.
+    """
+
+    size: int
+    header_bytes: int = 0
+    known: Sequence[tuple[int, bytes]] = ()
 
 
 @dataclass(frozen=True)
 class UploadTarget:
-    """A file to be uploaded: its path, its size, and its upload; none if it has one part, and is written at once."""
+    """A file to be uploaded: its path, its frame, and its upload; none if it has one part, and is written at once."""
 
     path: ObjectPath
-    size: int
+    frame: FileFrame
     upload: Upload | None
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self.frame.size
+
+    def is_held(self, start: int) -> bool:
+        """Return whether the part at byte ``start`` is kept until the headers are known."""
+        return start < self.frame.header_bytes or self.upload is None
 
     def send_part(self, part: int, body: Body) -> str:
         """Send a part, and return its receipt; nothing for a file of one part."""
@@ -74,6 +99,12 @@ class UploadTarget:
             return self.path.store.put_part(self.upload, part + 1, body)
         self.path.store.put_object(self.path, body)
         return ""
+
+    def send_assembled(self, file: int, part: int, assembly: PartAssembly) -> SentPart:
+        """Send a part of the file with number ``file``."""
+        assembly.check_complete()
+        body = assembly.make_body()
+        return SentPart(file, part, body.crc64nvme, self.send_part(part, body))
 
 
 @dataclass
@@ -89,8 +120,8 @@ class UploadedParts:
 
         def send(key: tuple[int, int]) -> SentPart:
             (file, part), assembly = key, self.held.pop(key)
-            assembly.add_header(headers[file][part * PART_BYTES : (part + 1) * PART_BYTES])
-            return SentPart(file, part, targets[file].send_part(part, assembly.make_body()))
+            assembly.add_known(part * PART_BYTES, headers[file][part * PART_BYTES : (part + 1) * PART_BYTES])
+            return targets[file].send_assembled(file, part, assembly)
 
         return run_in_threads(send, sorted(self.held), _THREADS)
 
@@ -125,12 +156,13 @@ class _Round(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part that this rank sends: its bytes in the rank's memory, and those that others have passed on."""
+    """A part that this rank sends: its bytes in the rank's memory, those of others, and those of no tensor."""
 
     file: int
     number: int
     file_ranges: list[FileRange] = field(default_factory=list)
     runs: list[ReceivedRun] = field(default_factory=list)
+    known: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class PartUploader:
@@ -148,6 +180,7 @@ class PartUploader:
         self._rank, self._ranges = rank, file_ranges
         self._starts = [_Position(file_range.file, file_range.offset) for file_range in file_ranges]
         self._sent_starts = [_Position(transfer.file, transfer.start) for transfer in plan.sent]
+        self._known: Mapping[tuple[int, int], list[tuple[int, bytes]]] = {}
         self._free_buffers: list[Bytes] = []
 
     def upload(
@@ -156,19 +189,30 @@ class PartUploader:
         """Send all parts of this rank. All ranks call this; with one rank there is no ``p2p``."""
         uploaded = UploadedParts()
         hashed: list[list[tuple[int, Fragment]]] = []
-        for number, upload_round in enumerate(_plan_rounds(self._plan, ranks)):
+        self._known = self._choose_known(ranks)
+        for number, upload_round in enumerate(_plan_rounds(self._targets, ranks)):
             kept, runs = self._exchange_round(number, upload_round, p2p, stored, hashed)
-            parts = _group_parts(kept, runs, self._header_parts(upload_round, ranks))
+            parts = _group_parts(kept, runs, self._known_in(upload_round))
             hashed += run_in_threads(lambda part: self._send_part(part, uploaded, on_moved), parts, _THREADS)
         uploaded.fragments = merge_fragments(hashed)
         return uploaded
 
-    def _header_parts(self, upload_round: _Round, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a round with bytes of headers that this rank sends, each with its file."""
-        for file in range(upload_round.start.file, min(upload_round.stop.file + 1, len(self._plan.files))):
-            if GRAIN.header_rank(file, ranks) == self._rank:
-                start, stop = upload_round.bytes_of(file, self._plan.files[file].data_start)
-                yield from ((file, part) for part in range(start // PART_BYTES, -(-stop // PART_BYTES)))
+    def _choose_known(self, ranks: int) -> dict[tuple[int, int], list[tuple[int, bytes]]]:
+        """Return the bytes of no tensor that this rank sends, by the file and the part; none yet of headers."""
+        chosen: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        for file, target in enumerate(self._targets):
+            header = ((part * PART_BYTES, b"") for part in range(-(-target.frame.header_bytes // PART_BYTES)))
+            for offset, data in chain(header, *map(_cut_at_parts, target.frame.known)):
+                part = offset // PART_BYTES
+                if GRAIN.gap_rank(file, part, ranks) == self._rank:
+                    chosen.setdefault((file, part), []).append((offset, data))
+        return dict(sorted(chosen.items()))
+
+    def _known_in(self, upload_round: _Round) -> Mapping[tuple[int, int], list[tuple[int, bytes]]]:
+        """Return the bytes of no tensor that this rank sends in a round, by the file and the part."""
+        keys = list(self._known)
+        first, stop = (bisect_left(keys, (edge.file, -(-edge.offset // PART_BYTES))) for edge in upload_round)
+        return {key: self._known[key] for key in keys[first:stop]}
 
     def _exchange_round(
         self,
@@ -208,7 +252,7 @@ class PartUploader:
     def _send_part(self, part: _Part, uploaded: UploadedParts, on_moved: OnBytesMoved) -> list[tuple[int, Fragment]]:
         target, start = self._targets[part.file], part.number * PART_BYTES
         size = min(PART_BYTES, target.size - start)
-        if start < self._plan.files[part.file].data_start:
+        if target.is_held(start):
             held = PartAssembly(start, np.empty(size, np.uint8))
             fragments = self._fill_part(part, held)
             uploaded.held[part.file, part.number] = held
@@ -216,14 +260,16 @@ class PartUploader:
             with self._borrow_buffer() as buffer:
                 assembly = PartAssembly(start, buffer[:size])
                 fragments = self._fill_part(part, assembly)
-                receipt = target.send_part(part.number, assembly.make_body())
-            uploaded.sent.append(SentPart(part.file, part.number, receipt))
+                sent = target.send_assembled(part.file, part.number, assembly)
+            uploaded.sent.append(sent)
         on_moved(size)
         return fragments
 
     def _fill_part(self, part: _Part, assembly: PartAssembly) -> list[tuple[int, Fragment]]:
         for run in part.runs:
             assembly.add_run(run)
+        for offset, data in part.known:
+            assembly.add_known(offset, data)
         return [
             fragment
             for file_range in part.file_ranges
@@ -243,17 +289,27 @@ class PartUploader:
             self._free_buffers.append(buffer)
 
 
-def _plan_rounds(plan: SavePlan, ranks: int) -> Iterator[_Round]:
+def _cut_at_parts(piece: tuple[int, bytes]) -> Iterator[tuple[int, bytes]]:
+    """Cut known bytes so that each piece is in one part."""
+    offset, data = piece
+    start = 0
+    while start < len(data):
+        size = PART_BYTES - (offset + start) % PART_BYTES
+        yield offset + start, data[start : start + size]
+        start += size
+
+
+def _plan_rounds(targets: Sequence[UploadTarget], ranks: int) -> Iterator[_Round]:
     """Yield rounds that cover all files: the same ones on all ranks."""
     limit, parts, start = _PARTS_A_ROUND * ranks, 0, _Position(0, 0)
-    for number, file in enumerate(plan.files):
-        for offset in range(0, file.size, PART_BYTES):
+    for number, target in enumerate(targets):
+        for offset in range(0, target.size, PART_BYTES):
             if parts == limit:
                 position = _Position(number, offset)
                 yield _Round(start, position)
                 start, parts = position, 0
             parts += 1
-    yield _Round(start, _Position(len(plan.files), 0))
+    yield _Round(start, _Position(len(targets), 0))
 
 
 def _select_transfers(received: TransferTable, upload_round: _Round) -> TransferTable:
@@ -265,10 +321,12 @@ def _select_transfers(received: TransferTable, upload_round: _Round) -> Transfer
 
 
 def _group_parts(
-    file_ranges: Sequence[FileRange], runs: Sequence[ReceivedRun], header_parts: Iterable[tuple[int, int]]
+    file_ranges: Sequence[FileRange],
+    runs: Sequence[ReceivedRun],
+    known: Mapping[tuple[int, int], list[tuple[int, bytes]]],
 ) -> list[_Part]:
-    """Return the parts of a round that this rank sends: those of which it has bytes, and those of headers."""
-    parts = {key: _Part(*key) for key in header_parts}
+    """Return the parts of a round that this rank sends: those of which it has bytes, or bytes of no tensor."""
+    parts = {key: _Part(*key, known=pieces) for key, pieces in known.items()}
 
     def part_at(file: int, offset: int) -> _Part:
         key = file, offset // PART_BYTES

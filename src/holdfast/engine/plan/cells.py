@@ -70,16 +70,16 @@ class CellPlan:
 class CellGrain:
     """The size of cells in bytes, and whether cells with bytes of several ranks are dealt out to all ranks.
 
-    If they are, each rank writes about as many bytes, and sends to many others. If not, rank 0 writes the headers of
-    files, and a rank sends to as few others as possible.
+    If they are, each rank writes about as many bytes, and sends to many others. If not, rank 0 writes the bytes that
+    belong to no tensor, and a rank sends to as few others as possible.
     """
 
     nbytes: int
     is_dealt: bool = False
 
-    def header_rank(self, file: int, ranks: int) -> int:
-        """Return the rank that writes the header of a file."""
-        return file % ranks if self.is_dealt else 0
+    def gap_rank(self, file: int, cell: int, ranks: int) -> int:
+        """Return the rank that writes a cell with bytes that belong to no tensor."""
+        return (file + cell) % ranks if self.is_dealt else 0
 
 
 class CellPlanner:
@@ -188,15 +188,14 @@ class CellPlanner:
     def _place_gaps(self) -> None:
         """Place the cells with bytes that belong to no tensor, of which their writer may hold nothing else."""
         for file in range(len(self._map.file_sizes)):
-            if self._header_rank(file) != self._rank:
-                continue
             for gap in self._map.iter_gaps(file):
                 for edge in gap:
-                    if edge % self._cell_bytes:
-                        self._is_shared(_file_run(file, edge, edge), edge // self._cell_bytes, ())
+                    cell = edge // self._cell_bytes
+                    if edge % self._cell_bytes and self._gap_rank(file, cell) == self._rank:
+                        self._is_shared(_file_run(file, edge, edge), cell, ())
 
-    def _header_rank(self, file: int) -> int:
-        return self._grain.header_rank(file, len(self._host_of))
+    def _gap_rank(self, file: int, cell: int) -> int:
+        return self._grain.gap_rank(file, cell, len(self._host_of))
 
     def _place_cell(self, file: int, cell: int, pieces: Sequence[FilePiece]) -> _PlacedCell:
         """Choose the host that writes a cell, and the ranks that have and that write each piece."""
@@ -211,7 +210,7 @@ class CellPlanner:
             for writers, share in shares.items()
             if (local := self._ranks_on(host, writers))
         }
-        receivers = sorted({*writer_of.values()}) or [self._header_rank(file)]
+        receivers = sorted({*writer_of.values()}) or [self._gap_rank(file, cell)]
         placed = _PlacedCell({})
         for piece in pieces:
             if piece.writers in writer_of:
@@ -227,7 +226,7 @@ class CellPlanner:
         ``shares`` has, for each group of writers, the rank that writes its bytes in the neighbouring cells.
         """
         if any(not piece.writers for piece in pieces):
-            return self._host_of[self._header_rank(file)]
+            return self._host_of[self._gap_rank(file, cell)]
         leading = sorted(shares)[(file + cell) % len(shares)]
         if self._grain.is_dealt:
             dealt = self._dealt_position(file, cell)
@@ -254,7 +253,7 @@ class CellPlanner:
         """
         start, stop = cell * self._cell_bytes, min((cell + 1) * self._cell_bytes, self._map.file_sizes[file])
         if self._map.has_gap(file, start, stop):
-            return self._header_rank(file)
+            return self._gap_rank(file, cell)
         if self._grain.is_dealt:
             dealt = self._dealt_position(file, cell)
             return self._share_at(file, dealt, next(self._map.iter_pieces(file, dealt, dealt + 1)).writers)

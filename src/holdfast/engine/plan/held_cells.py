@@ -81,7 +81,8 @@ def _choose_writers(pieces: HeldBytes, cells: Numbers, firsts: Numbers, layout: 
     files, grain, ranks = layout
     file_of, cell_of = pieces.files[firsts], cells[firsts]
     headers = np.array([file.data_start for file in files], np.int64)[file_of]
-    header_ranks = np.array([grain.header_rank(number, ranks) for number in range(len(files))], np.int64)[file_of]
+    gaps = zip(file_of.tolist(), cell_of.tolist(), strict=True)
+    header_ranks = np.array([grain.gap_rank(*key, ranks) for key in gaps], np.int64)
     lengths = np.diff(np.append(firsts, len(cells)))
     totals = np.add.reduceat(pieces.sizes, firsts) if len(firsts) else np.empty(0, np.int64)
     before = np.cumsum(pieces.sizes) - pieces.sizes

@@ -156,17 +156,19 @@ def plan_into_files(
     *,
     file_sizes: Sequence[int],
     host_of: Sequence[int] = (),
+    grain: CellGrain | None = None,
 ) -> SavePlan:
     """Return the plan of ``rank`` for files whose layout is given. ``names`` are the stored tensors by number.
 
     ``spans_by_tensor`` has the places of the bytes of each tensor that ranks hold, in an order that is the same on all
-    ranks. A tensor may be stored as several tensors, and it may be stored twice. ``host_of`` is as in
-    :func:`plan_save`.
+    ranks. A tensor may be stored as several tensors, and it may be stored twice. ``host_of`` and ``grain``
+    are as in :func:`plan_save`.
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     spans = dict(sorted(spans_by_tensor.items(), key=_span_positions))
     rank_order = order_ranks((tensors[key] for key in spans), len(global_spec.spec_of))
-    return replace(_plan_spans(tensors, spans, rank, file_sizes, host_of=host_of), tensors=names, rank_order=rank_order)
+    plan = _plan_spans(tensors, spans, rank, file_sizes, host_of=host_of, grain=grain)
+    return replace(plan, tensors=names, rank_order=rank_order)
 
 
 def _plan_spans(

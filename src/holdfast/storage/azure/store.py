@@ -68,8 +68,8 @@ _HEADERS_OF_BLOCKS = frozenset({"x-ms-encryption-scope"})
 #: The note of an empty object that has taken the place of an aborted upload, until it is deleted.
 _ABORTED = f"{NOTE}aborted"
 
-#: The codes of a write that was refused because the object exists.
-_EXISTS = frozenset({"BlobAlreadyExists", "ConditionNotMet"})
+#: The codes of a write that its condition forbids.
+_REFUSED = frozenset({"BlobAlreadyExists", "ConditionNotMet"})
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Azure(ObjectReads):
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
-        found = self._head(path)
-        if found is None or found.headers.get("etag", "").strip('"') != etag.strip('"'):
+        found = self._find_if(path, etag)
+        if found is None:
             return
         try:
             self._delete(path, (("if-match", found.headers["etag"]),))
@@ -187,10 +187,19 @@ class Azure(ObjectReads):
         If the answer was lost, the object that is there tells by its bytes who has created it. So ``data`` must differ
         from what other processes write.
         """
+        return self._put_if(path, data, ("if-none-match", "*"))
+
+    def replace_version(self, path: ObjectPath, etag: str, data: bytes) -> bool:
+        """See :class:`~holdfast.storage.store.ObjectStore`."""
+        found = self._find_if(path, etag)
+        return found is not None and self._put_if(path, data, ("if-match", found.headers["etag"]))
+
+    def _put_if(self, path: ObjectPath, data: bytes, condition: tuple[str, str]) -> bool:
+        """Write an object under a condition. Return whether this call did."""
         try:
-            self._put(path, Body.of(data), (("if-none-match", "*"),))
+            self._put(path, Body.of(data), (condition,))
         except RefusedRequestError as error:
-            if error.code not in _EXISTS:
+            if error.code not in _REFUSED:
                 raise
             return error.is_repeated and self.read_small(path) == data
         return True
@@ -232,7 +241,7 @@ class Azure(ObjectReads):
         try:
             etag = self._put_block_list(upload.path, [], ((_ABORTED, "true"),)).headers["etag"]
         except RefusedRequestError as error:
-            if error.code not in _EXISTS:
+            if error.code not in _REFUSED:
                 raise
             response = self._head(upload.path)
             if response is None or _ABORTED not in response.headers:

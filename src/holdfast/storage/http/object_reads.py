@@ -96,6 +96,16 @@ class ObjectReads(ABC):
                 return None
             raise
 
+    def find_version(self, path: ObjectPath) -> str | None:
+        """See :class:`~holdfast.storage.store.ObjectStore`."""
+        found = self._head(path)
+        return None if found is None else found.headers["etag"]
+
+    def _find_if(self, path: ObjectPath, etag: str) -> ObjectResponse | None:
+        """Return the headers of an object if it has an ETag. Lists and headers may quote it differently."""
+        found = self._head(path)
+        return found if found is not None and found.headers.get("etag", "").strip('"') == etag.strip('"') else None
+
     @abstractmethod
     def _list_entries(self, folder: ObjectPath) -> Iterator[str]:
         """Yield the keys of the objects in a folder, and the common prefixes of those below, which end with a slash."""

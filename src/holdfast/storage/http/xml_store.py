@@ -109,8 +109,8 @@ class XmlStore(XmlRequests):
 
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """See :class:`~holdfast.storage.store.ObjectStore`. Some servers ignore the condition, so look first."""
-        found = self._head(path)
-        if found is None or found.headers.get("etag", "").strip('"') != etag.strip('"'):
+        found = self._find_if(path, etag)
+        if found is None:
             return
         permission, condition = self.permissions.delete, self._version_condition(found.headers)
         try:
@@ -149,9 +149,28 @@ class XmlStore(XmlRequests):
         If an earlier attempt may have had its effect, the object that is there tells by its bytes who has created it.
         So ``data`` must differ from what other processes write.
         """
+        return self._put_if(path, data, self.dialect.creation_condition)
+
+    def replace_version(self, path: ObjectPath, etag: str, data: bytes) -> bool:
+        """See :class:`~holdfast.storage.store.ObjectStore`."""
+        found = self._find_if(path, etag)
+        if found is None:
+            return False
+        try:
+            return self._put_if(path, data, self._version_condition(found.headers))
+        except RefusedRequestError as error:
+            if error.code == "NoSuchKey":  # it was removed meanwhile
+                return False
+            if error.status != HTTPStatus.NOT_IMPLEMENTED:
+                raise
+        self.replace_small(path, data)
+        return True
+
+    def _put_if(self, path: ObjectPath, data: bytes, condition: tuple[str, str]) -> bool:
+        """Write an object under a condition. Return whether this call did."""
         for conflicts in range(_CONFLICTS):
             try:
-                self._put(path, Body.of(data), (self.dialect.creation_condition,))
+                self._put(path, Body.of(data), (condition,))
             except RefusedRequestError as error:
                 if error.status == HTTPStatus.CONFLICT:  # another write of this key is in progress
                     time.sleep(_CONFLICT_SECONDS)

@@ -14,7 +14,7 @@ from holdfast.engine.comm.session import Session
 from holdfast.errors import InvalidArgumentError
 from holdfast.formats.reader import detect_replacement
 from holdfast.formats.registry import LAYOUT, NXD
-from holdfast.run.staging_dir import staging_directory
+from holdfast.run.upload_staging import staging_directory
 
 
 def convert_to_nxd(request: ConversionRequest, session: Session, options: Mapping[str, Any]) -> Path:

@@ -24,7 +24,8 @@ from holdfast.conversion.torch_names_hash import names_hash
 from holdfast.errors import FormatError, InvalidArgumentError, NoCheckpointError
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.stored_tensor import StoredTensor
-from holdfast.run.staging_dir import check_destination, staging_directory
+from holdfast.run.staging_dir import check_destination
+from holdfast.run.upload_staging import staging_directory
 from holdfast.storage import posix
 from holdfast.storage.reader_pool import ReaderPool
 

@@ -1,0 +1,174 @@
+"""The upload of files by all ranks of a session. Rank 0 begins and completes them.
+
+It takes two votes. In the first all ranks send the parts without headers, and rank 0 builds the headers. In the second
+the ranks send the parts with headers; then rank 0 completes all files. Until then no file is visible.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.engine.comm.session import RankGroup, Session
+from holdfast.engine.comm.store_messages import StoreMessages
+from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
+from holdfast.engine.io import upload_parts
+from holdfast.engine.io.p2p import P2PExchange
+from holdfast.engine.io.requests import Fragments, MemoryOf, OnBytesMoved
+from holdfast.engine.io.upload_parts import FileFrame, PartUploader, SentPart, UploadedParts, UploadTarget
+from holdfast.engine.plan.file_ranges import FileRange
+from holdfast.engine.plan.save_plan import SavePlan
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.ondisk import block_crcs
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.store import Upload, map_requests
+
+#: The messages of two attempts in one session do not mix: each has so many rounds.
+_ROUNDS = 2**32
+
+#: Builds the headers of all files, on rank 0, from the fragments of all ranks and from their values.
+BuildHeaders = Callable[[Fragments, Sequence[bytes]], Sequence[bytes]]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """The report of a rank that has uploaded its parts: its values, and the parts."""
+
+    rank_values: bytes
+    sent: list[SentPart]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """The bytes that a rank has: ranges of files, the sources of their bytes by tensor, and its values."""
+
+    file_ranges: Sequence[FileRange]
+    bytes_of: MemoryOf
+    rank_values: bytes = b""
+
+
+@dataclass(frozen=True)
+class UploadRanks:
+    """The ranks that upload together. ``attempt`` counts the attempts in their session, from 0 on."""
+
+    group: RankGroup
+    session: Session
+    attempt: int = 0
+
+
+def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str]) -> list[str]:
+    """Begin the upload of each file that has several parts, and return their ids; empty without one.
+
+    ``files`` have their sizes. If it fails, no upload is left.
+    """
+    begun: list[Upload] = []
+
+    def create_upload(path: ObjectPath) -> str:
+        if files[path] <= upload_parts.PART_BYTES:
+            return ""
+        begun.append(path.store.create_upload(path, notes))
+        return begun[-1].id
+
+    for path, size in files.items():
+        upload_parts.check_file_size(str(path), size)
+    try:
+        return map_requests(create_upload, files)
+    except BaseException:
+        abort_uploads(begun)
+        raise
+
+
+def abort_uploads(uploads: Sequence[Upload]) -> None:
+    """Abort uploads, unless they are complete. What cannot be aborted is left."""
+
+    def abort_quietly(upload: Upload) -> None:
+        with suppress(HoldfastError):
+            upload.path.store.abort_upload(upload)
+
+    map_requests(abort_quietly, uploads)
+
+
+class SharedUpload:
+    """The upload of files whose bytes a plan divides. ``uploads`` are what :func:`begin_uploads` has returned."""
+
+    def __init__(
+        self, plan: SavePlan, ranks: UploadRanks, files: Mapping[ObjectPath, FileFrame], uploads: Sequence[str]
+    ) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._targets = [
+            UploadTarget(path, frame, Upload(path, upload) if upload else None)
+            for (path, frame), upload in zip(files.items(), uploads, strict=True)
+        ]
+        self._uploaded, self._headers = UploadedParts(), list[bytes]()
+        #: On rank 0, the parts that all ranks have sent.
+        self._sent: list[SentPart] = []
+
+    def send_parts(
+        self, read_bytes: Callable[[], RankBytes], build_headers: BuildHeaders, on_moved: OnBytesMoved
+    ) -> None:
+        """Send all parts without headers."""
+
+        def upload_share() -> HashedResult:
+            own = read_bytes()
+            self._uploaded = self._upload_share(own, on_moved)
+            return HashedResult(self._uploaded.fragments, _encode(_Report(own.rank_values, self._uploaded.sent)))
+
+        def fold(fragments: Fragments, payloads: list[bytes]) -> bytes:
+            reports = [msgspec.msgpack.decode(payload, type=_Report) for payload in payloads]
+            self._sent = [part for report in reports for part in report.sent]
+            return _encode(build_headers(fragments, [report.rank_values for report in reports]))
+
+        decision = vote_with_fragments(self._ranks.session, "writing", upload_share, fold, self._plan.rank_order)
+        self._headers = msgspec.msgpack.decode(decision, type=list[bytes])
+
+    def _upload_share(self, own: RankBytes, on_moved: OnBytesMoved) -> UploadedParts:
+        session, attempt = self._ranks.session, self._ranks.attempt
+        uploader = PartUploader(self._plan, self._targets, session.rank, own.file_ranges, own.bytes_of)
+        messages = StoreMessages(session, attempt * _ROUNDS)
+        if not self._plan.needs_exchange:
+            return uploader.upload(None, messages, session.size, on_moved)
+        with P2PExchange(self._ranks.group.gloo_group(session.timeout), session, attempt) as p2p:
+            return uploader.upload(p2p, messages, session.size, on_moved)
+
+    def finish(self, complete: Callable[[], bytes]) -> bytes:
+        """Send the parts with headers. Then rank 0 calls ``complete``, whose result all ranks return."""
+
+        def send_headers() -> list[SentPart]:
+            return self._uploaded.send_held(self._targets, self._headers)
+
+        def complete_files(posted: list[bytes]) -> bytes:
+            self._sent += [part for raw in posted for part in msgspec.msgpack.decode(raw, type=list[SentPart])]
+            return complete()
+
+        _, decision = self._ranks.session.vote("completing the files", send_headers, _encode, complete_files)
+        return decision
+
+    def complete_uploads(self, crcs: Sequence[int] | None = None) -> None:
+        """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, those of the parts count."""
+        sent: dict[int, dict[int, SentPart]] = {}
+        for part in self._sent:
+            sent.setdefault(part.file, {})[part.part] = part
+
+        def complete(number: int) -> None:
+            target, of_file = self._targets[number], sent.get(number, {})
+            sizes = _part_sizes(target.size)
+            if sorted(of_file) != list(range(len(sizes))):
+                raise StorageError(errno.EIO, f"not all parts of {target.path} were sent: this is a bug of holdfast")
+            ordered = [of_file[part] for part in range(len(sizes))]
+            if target.upload is None:
+                return
+            parts = ((part.crc64nvme, size) for part, size in zip(ordered, sizes, strict=True))
+            crc = crcs[number] if crcs else block_crcs.combine_crcs(parts)
+            target.path.store.complete_upload(target.upload, [part.receipt for part in ordered], target.size, crc)
+
+        map_requests(complete, range(len(self._targets)))
+
+
+def _part_sizes(size: int) -> list[int]:
+    step = upload_parts.PART_BYTES
+    return [min(step, size - start) for start in range(0, size, step)]
