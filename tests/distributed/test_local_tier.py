@@ -23,6 +23,7 @@ import holdfast
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.save import drain_attempts
 from holdfast.save.checkpoint_save import CheckpointSave
+from holdfast.save.folder_tier_save import FolderTierSave
 from holdfast.storage import mapped_file
 from holdfast.tier import state
 from holdfast.tier.folder import TierFolder
@@ -312,6 +313,31 @@ def _save_with_failing_drains(base: str, failures: int, on_failure: str) -> tupl
         except holdfast.StorageError as failure:
             error = str(failure.args[-1])
     return sum(isinstance(event, holdfast.DrainFailed) for event in events), error
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_drain_for_which_a_rank_does_not_come_is_not_tried_again(ranks: Ranks, tmp_path: Path, stuck: int) -> None:
+    """The rank may have died. The others must end within the timeout, and not within five times as long."""
+    assert ranks(2, _save_with_stuck_rank, str(tmp_path), stuck) == [1, 1]
+
+
+def _save_with_stuck_rank(base: str, stuck: int) -> int:
+    """Return how often a drain has failed."""
+    events: list[holdfast.Event] = []
+    drain_once = FolderTierSave._drain_once
+
+    def come_too_late(*arguments: Any) -> Any:
+        if dist.get_rank() == stuck:
+            time.sleep(4)
+        return drain_once(*arguments)
+
+    with mock.patch.object(FolderTierSave, "_drain_once", come_too_late):
+        directory = holdfast.RunDirectory(
+            f"{base}/run", local=tier_of(base), async_save=True, on_event=events.append, timeout=2
+        )
+        with pytest.raises(holdfast.RankTimeoutError, match=f"rank {stuck}"):
+            directory.save("a", {"w": torch.ones(3)}).wait()
+    return sum(isinstance(event, holdfast.DrainFailed) for event in events)
 
 
 def test_a_slow_drain_delays_no_save(ranks: Ranks, tmp_path: Path) -> None:
