@@ -11,7 +11,7 @@ from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, St
 #: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
 ATTEMPTS, _FIRST_SECONDS = 5, 1.0
 
-#: The errors that another attempt cannot avoid. Without a rank that has died, each one would wait for the whole timeout.
+#: What another attempt cannot avoid. After the death of a rank, each one would wait for the whole timeout.
 _FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
 
 T = TypeVar("T")

@@ -44,6 +44,7 @@ from holdfast.storage.posix import (
     list_names,
     list_regular_files,
     make_private_directory,
+    overwrite_small,
     read_small,
 )
 from holdfast.storage.store import store_of
@@ -121,13 +122,23 @@ class TierFolder:
     def take_over(self, job: str) -> None:
         """Make a job the owner of the folder. All its processes on this host may call it.
 
+        What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
         Raises ``StateError`` if a job with a later epoch is.
         """
         owner = self._read_owner()
         if parse_job_epoch(owner) > parse_job_epoch(job):
             raise StateError(f"another job has continued the run, and uses {self.path} now")
         if owner != job:
+            self.remove_abandoned_slots()
+            self._write_owner(job)
+
+    def _write_owner(self, job: str) -> None:
+        try:
             self._write(_OWNER, job.encode())
+        except StorageError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            overwrite_small(self.path / _OWNER, job.encode())  # a job must begin also if others have filled the memory
 
     def is_owned_by(self, job: str) -> bool:
         """Return whether no other job has taken over the folder since this one has."""
