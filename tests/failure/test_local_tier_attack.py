@@ -1,5 +1,6 @@
 """Tests the local tier in jobs that are killed, stopped, short of memory, or go back to older checkpoints."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -294,6 +295,15 @@ def test_a_job_removes_what_dead_ones_have_reserved_before_it_looks(tmp_path: Pa
     with mock.patch.object(tier_hosts, "list_offers", count_and_list):
         assert load_step(tmp_path) == 3
     assert looked == [1]
+
+
+def test_a_table_that_cannot_be_read_now_costs_no_bytes(tmp_path: Path) -> None:
+    run_killed_job(job_that_saves, tmp_path, 1, 2)
+    folder = TierFolder.open(tmp_path / "tier", tmp_path / "run")
+    failure = holdfast.StorageError(errno.EMFILE, "too many open files")
+    with mock.patch.object(TierFolder, "read_part", side_effect=failure):
+        folder.remove_abandoned_slots()
+    assert load_step(tmp_path) == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a tmpfs is mounted")

@@ -18,8 +18,8 @@ from __future__ import annotations
 import errno
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -230,18 +230,24 @@ class TierFolder:
         return {slot: file_size(self.path / slot) for slot in slots if slot not in used}
 
     def _list_used(self, is_wanted: Callable[[GenerationKey], bool]) -> set[str]:
-        """Return the names of the files with bytes of wanted generations."""
+        """Return the names of the files with bytes of wanted generations.
+
+        Raises ``StorageError`` if a table cannot be read now.
+        """
         used = set()
         for read, kind in ((self.read_part, "part"), (self.read_parity, "parity")):
             wanted = (names for key, names in self.list_parts(kind).items() if is_wanted(key))
             for name in itertools.chain.from_iterable(wanted):
-                with suppress(StorageError, CorruptCheckpointError):
+                with suppress(CorruptCheckpointError), _ignoring_missing():
                     used.add(read(name).data)
         return used
 
     def remove_abandoned_slots(self) -> None:
-        """Remove the slots of dead processes that no table names."""
-        used = self._list_used(lambda _: True)
+        """Remove the slots of dead processes that no table names; none if a table cannot be read now."""
+        try:
+            used = self._list_used(lambda _: True)
+        except StorageError:  # too many open files, for example: it may name a slot that is wanted
+            return
         for writer, slots in self._slots_by_writer().items():
             lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
             if lock is None:
@@ -292,6 +298,16 @@ class TierFolder:
         except StorageError as error:
             if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
                 raise
+
+
+@contextmanager
+def _ignoring_missing() -> Iterator[None]:
+    """Ignore that a file was removed, or is none: not errors that may pass."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in {None, errno.ENOENT}:
+            raise
 
 
 def _lock_if_dead(path: Path) -> FileLock | None:
