@@ -4,10 +4,12 @@ Ranks play hosts: each host has a folder of its own for the tier.
 """
 
 import itertools
+import os
 import shutil
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import holdfast
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.save import drain_attempts
 from holdfast.save.checkpoint_save import CheckpointSave
+from holdfast.save.folder_tier_save import FolderTierSave
 from holdfast.storage import mapped_file
 from holdfast.tier import state
 from holdfast.tier.folder import TierFolder
@@ -148,15 +151,41 @@ def test_a_flipped_byte_without_a_copy_leads_back_to_the_run_directory(ranks: Ra
     assert any(str(corrupt) in message for message in loaded[0][3])
 
 
+@pytest.mark.parametrize("options", [{"copies": 1}, {"copies": 0, "parity": 3}])
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 50), Path.unlink])
+def test_a_file_that_another_host_needs_and_that_is_cut_or_lost_is_named_and_replaced(
+    ranks: Ranks, tmp_path: Path, options: dict[str, int], damage: Callable[[Path], None]
+) -> None:
+    ranks(3, _save_with, str(tmp_path), options)
+    corrupt = _find_part_of_rank(tmp_path, 1, 1)
+    damage(corrupt)
+    loaded = ranks(3, load, str(tmp_path), "ddp", 1)  # each host needs all parts
+    for tensors, _, source, _ in loaded:
+        assert_equal(tensors, gather_run(train_run("plain")))
+        assert source == "local tier"
+    assert any(str(corrupt) in message for message in loaded[0][3])
+
+
+def _save_with(base: str, options: dict[str, int]) -> None:
+    run = train_run("fsdp")
+    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, drain_every=NEVER, **options))
+    directory.save("step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
+
+
 def _flip_bytes_of_rank(base: Path, rank: int, ranks_per_host: int) -> Path:
     """Change a byte of the part of a rank on its own host."""
-    folder = TierFolder.open(base / f"host{rank // ranks_per_host}", base / "run")
-    (name,) = [name for names in folder.list_parts().values() for name in names if name.rank == rank]
-    path = folder.path / folder.read_part(name).data
+    path = _find_part_of_rank(base, rank, ranks_per_host)
     data = bytearray(path.read_bytes())
     data[100] ^= 4
     path.write_bytes(data)
     return path
+
+
+def _find_part_of_rank(base: Path, rank: int, ranks_per_host: int) -> Path:
+    """Return the file with the part of a rank on its own host."""
+    folder = TierFolder.open(base / f"host{rank // ranks_per_host}", base / "run")
+    (name,) = [name for names in folder.list_parts().values() for name in names if name.rank == rank]
+    return folder.path / folder.read_part(name).data
 
 
 def test_a_newer_checkpoint_in_the_run_directory_is_preferred(ranks: Ranks, tmp_path: Path) -> None:
@@ -284,6 +313,31 @@ def _save_with_failing_drains(base: str, failures: int, on_failure: str) -> tupl
         except holdfast.StorageError as failure:
             error = str(failure.args[-1])
     return sum(isinstance(event, holdfast.DrainFailed) for event in events), error
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_drain_for_which_a_rank_does_not_come_is_not_tried_again(ranks: Ranks, tmp_path: Path, stuck: int) -> None:
+    """The rank may have died. The others must end within the timeout, and not within five times as long."""
+    assert ranks(2, _save_with_stuck_rank, str(tmp_path), stuck) == [1, 1]
+
+
+def _save_with_stuck_rank(base: str, stuck: int) -> int:
+    """Return how often a drain has failed."""
+    events: list[holdfast.Event] = []
+    drain_once = FolderTierSave._drain_once
+
+    def come_too_late(*arguments: Any) -> Any:
+        if dist.get_rank() == stuck:
+            time.sleep(4)
+        return drain_once(*arguments)
+
+    with mock.patch.object(FolderTierSave, "_drain_once", come_too_late):
+        directory = holdfast.RunDirectory(
+            f"{base}/run", local=tier_of(base), async_save=True, on_event=events.append, timeout=2
+        )
+        with pytest.raises(holdfast.RankTimeoutError, match=f"rank {stuck}"):
+            directory.save("a", {"w": torch.ones(3)}).wait()
+    return sum(isinstance(event, holdfast.DrainFailed) for event in events)
 
 
 def test_a_slow_drain_delays_no_save(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Tests the local tier in jobs that are killed, stopped, short of memory, or go back to older checkpoints."""
 
+import errno
+import os
 import shutil
+import subprocess
 import threading
 import warnings
 from contextlib import suppress
@@ -14,8 +17,11 @@ import torch
 import holdfast
 from holdfast import api
 from holdfast.engine.io.checkpoint_files import CheckpointFiles
+from holdfast.load import tier_hosts
 from holdfast.storage import mapped_file
+from holdfast.tier.catalog import OfferedGeneration, list_offers
 from holdfast.tier.epochs import name_job
+from holdfast.tier.folder import TierFolder
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
@@ -274,6 +280,46 @@ def _be_killed_before_a_rename(base: Path, step: int) -> None:
     failure = RuntimeError("killed")  # no error of storage, after which the draft would be removed
     with mock.patch("holdfast.storage.atomic_rename.replace_file", side_effect=failure), pytest.raises(RuntimeError):
         save_steps(directory, step + 100)
+
+
+def test_a_job_removes_what_dead_ones_have_reserved_before_it_looks(tmp_path: Path) -> None:
+    """A load may need the memory, for what other hosts send."""
+    run_killed_job(job_that_saves, tmp_path, 1, 2, 3)
+    assert len(list((tmp_path / "tier").glob("*.data"))) > 1
+    looked: list[int] = []
+
+    def count_and_list(folder: TierFolder) -> list[OfferedGeneration]:
+        looked.append(len(list(folder.path.glob("*.data"))))
+        return list_offers(folder)
+
+    with mock.patch.object(tier_hosts, "list_offers", count_and_list):
+        assert load_step(tmp_path) == 3
+    assert looked == [1]
+
+
+def test_a_table_that_cannot_be_read_now_costs_no_bytes(tmp_path: Path) -> None:
+    run_killed_job(job_that_saves, tmp_path, 1, 2)
+    folder = TierFolder.open(tmp_path / "tier", tmp_path / "run")
+    failure = holdfast.StorageError(errno.EMFILE, "too many open files")
+    with mock.patch.object(TierFolder, "read_part", side_effect=failure):
+        folder.remove_abandoned_slots()
+    assert load_step(tmp_path) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a tmpfs is mounted")
+def test_a_job_begins_in_a_folder_whose_memory_is_full(tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "none", tier], check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        run_killed_job(job_that_saves, tmp_path, 1, 2)
+        with suppress(OSError), (tier / "of another program.data").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        assert run_killed_job(load_step, tmp_path) == 2
+    finally:
+        subprocess.run(["umount", "-l", tier], check=True)
 
 
 def test_the_retention_policy_holds_for_what_is_drained_at_loads_and_at_the_end(tmp_path: Path) -> None:

@@ -270,6 +270,18 @@ def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: 
     assert run_killed_job(_load_on_other_host, tmp_path) == 20
 
 
+def test_a_job_that_was_replaced_right_after_its_load_says_so(tmp_path: Path) -> None:
+    """What it was about to drain is gone, because the other job has saved since."""
+    run_killed_job(job_that_saves, tmp_path, 1)
+    directory = open_run(tmp_path)
+    with (
+        stopped_before(GenerationDrain, "_map_parts", lambda: run_killed_job(job_that_saves, tmp_path, 2, 3)),
+        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+    ):
+        directory.restore(None, state_of(-1))
+    assert run_killed_job(load_step, tmp_path) == 3
+
+
 def _save_on_host(base: Path) -> None:
     directory = _open_on_host(base, "host", drain_every=NEVER)
     directory.save("step_1", state_of(1), step=1, forced=True)

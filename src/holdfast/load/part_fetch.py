@@ -16,6 +16,7 @@ from holdfast.engine.comm.daemon_executor import DaemonExecutor
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.plan.spans import merge_spans
+from holdfast.errors import StorageError
 from holdfast.load.read_plan import ReadPlan
 from holdfast.storage.mapped_file import map_to_read, require_free_bytes
 from holdfast.storage.memory import Bytes
@@ -35,25 +36,54 @@ class PartFetch:
     def __init__(self, ranks: RankGroup, session: Session, assembly: Assembly) -> None:
         self._ranks, self._session, self._assembly = ranks, session, assembly
 
-    def run(self, plan: ReadPlan, verify: Callable[[], bool]) -> bool:
+    def run(self, plan: ReadPlan, verify: Callable[[], bool] | None) -> bool:
         """Get the bytes that the ranks of this host will read, and call ``verify`` meanwhile.
 
-        Return whether it returned true on all ranks.
+        It is ``None`` if the parts were verified before. Return whether they are intact on all ranks, and all bytes
+        are here.
         """
         transfers = self._plan(plan) if self._assembly.is_spread else []
+        sources = self._open_sources(transfers, is_verified=verify is None) if transfers else {}
 
-        def decide(posted: list[bytes]) -> bytes:
-            return b"intact" if all(posted) else b""
+        def work() -> bool:
+            verify_once = verify or _return_true
+            can_transfer = transfers and sources is not None
+            return self._transfer(transfers, sources or {}, verify_once) if can_transfer else verify_once()
 
-        def encode(is_intact: bool) -> bytes:
-            return b"intact" if is_intact else b""
+        _, decision = self._session.vote("verifying the local tier", work, _encode_bool, _encode_all)
+        return bool(decision) and sources is not None
 
-        work = verify if not transfers else lambda: self._transfer(transfers, verify)
-        _, decision = self._session.vote("verifying the local tier", work, encode, decide)
-        return bool(decision)
+    def _open_sources(self, transfers: Sequence[Transfer], *, is_verified: bool) -> Mapping[int, Bytes] | None:
+        """Map the parts that this rank sends, after checking that its host has the memory for what it gets.
+
+        Return ``None`` if a rank cannot map one: it may be cut or lost. To verify the parts tells which, unless it was
+        done before.
+        """
+        assembly, rank = self._assembly, self._session.rank
+        coming = sum(one.nbytes for one in transfers if assembly.host_of[one.receiver] == assembly.host)
+
+        def open_own() -> Mapping[int, Bytes] | None:
+            require_free_bytes(assembly.folder, coming)
+            tables = assembly.generation.tables
+            try:
+                return {
+                    part: map_to_read(assembly.path_of(part), tables[part].nbytes)
+                    for part in {one.part for one in transfers if one.sender == rank}
+                }
+            except StorageError:
+                if is_verified:
+                    raise
+                return None
+
+        def encode(sources: Mapping[int, Bytes] | None) -> bytes:
+            return _encode_bool(sources is not None)
+
+        phase = "opening what hosts send to each other"
+        sources, are_open = self._session.vote(phase, open_own, encode, _encode_all)
+        return sources if are_open else None
 
     def _plan(self, plan: ReadPlan) -> list[Transfer]:
-        """Return what all ranks send to each other, after checking that this host has the memory for it."""
+        """Return what all ranks send to each other."""
         assembly = self._assembly
 
         def plan_all(posted: list[bytes]) -> bytes:
@@ -66,19 +96,12 @@ class PartFetch:
 
         phase = "planning what hosts send to each other"
         _, raw = self._session.vote(phase, list_needed, _encode, plan_all)
-        transfers = msgspec.msgpack.decode(raw, type=list[Transfer])
-        coming = sum(one.nbytes for one in transfers if assembly.host_of[one.receiver] == assembly.host)
-        if transfers:
-            self._session.run_on_all(phase, lambda: require_free_bytes(assembly.folder, coming))
-        return transfers
+        return msgspec.msgpack.decode(raw, type=list[Transfer])
 
-    def _transfer(self, transfers: Sequence[Transfer], verify: Callable[[], bool]) -> bool:
+    def _transfer(
+        self, transfers: Sequence[Transfer], sources: Mapping[int, Bytes], verify: Callable[[], bool]
+    ) -> bool:
         rank, assembly = self._session.rank, self._assembly
-        sizes = {part: table.nbytes for part, table in assembly.generation.tables.items()}
-        sources = {
-            part: map_to_read(assembly.path_of(part), sizes[part])
-            for part in {one.part for one in transfers if one.sender == rank}
-        }
         received = {one.part for one in transfers if one.receiver == rank}
         verifier = DaemonExecutor("holdfast verify")
         with ExitStack() as stack:
@@ -92,6 +115,18 @@ class PartFetch:
 
             run_transfers(transfers, p2p, TransferEnds(sources.__getitem__, on_received=store))
             return is_intact.result()
+
+
+def _return_true() -> bool:
+    return True
+
+
+def _encode_bool(value: bool) -> bytes:
+    return b"true" if value else b""
+
+
+def _encode_all(posted: list[bytes]) -> bytes:
+    return _encode_bool(all(posted))
 
 
 def _list_needed(plan: ReadPlan, fetched: Mapping[int, Path]) -> _Needed:

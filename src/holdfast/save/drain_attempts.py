@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.errors import HoldfastError, StateError, TagExistsError
+from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StateError, TagExistsError
 
 #: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
 ATTEMPTS, _FIRST_SECONDS = 5, 1.0
+
+#: What another attempt cannot avoid. After the death of a rank, each one would wait for the whole timeout.
+_FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
 
 T = TypeVar("T")
 
@@ -27,6 +30,6 @@ def retry_drain(drain_once: Callable[[int], T], note_failure: Callable[[Holdfast
             return drain_once(attempt)
         except HoldfastError as error:
             note_failure(error, attempt)
-            if attempt == ATTEMPTS or isinstance(error, TagExistsError | StateError):
+            if attempt == ATTEMPTS or isinstance(error, _FINAL):
                 raise
         time.sleep(_FIRST_SECONDS * 2 ** (attempt - 1))

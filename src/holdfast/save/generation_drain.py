@@ -14,9 +14,7 @@ from pathlib import Path
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.io.staging_memory import Arena
-from holdfast.errors import (
-    HoldfastError,
-)
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.observe.events import OnEvent
 from holdfast.observe.reporter import EventReporter
 from holdfast.observe.warning import warn_caller
@@ -76,7 +74,11 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def _map_parts(self) -> None:
         for part, table in self._generation.tables.items():
             if self._assembly.rank_that_drains(part) == self._session.rank:
-                self._memory[part] = map_to_read(self._assembly.path_of(part), table.nbytes)
+                try:
+                    self._memory[part] = map_to_read(self._assembly.path_of(part), table.nbytes)
+                except StorageError:
+                    self._tier.check_not_replaced()  # a later job removes what it does not load
+                    raise
 
     def stage_tensors(self, arena: Arena) -> None:
         """Do nothing: all bytes are in the tier."""

@@ -122,6 +122,13 @@ def write_small(path: Path, data: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def overwrite_small(path: Path, data: bytes) -> None:
+    """Overwrite a small file in place, which takes no more space if it does not grow."""
+    with wrap_os_errors("write", path), path.open("r+b") as file:
+        file.write(data)
+        file.truncate()
+
+
 def write_fully(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes at an offset of an open file. Raises ``OSError`` if the file takes no more."""
     view, done = memoryview(data), 0

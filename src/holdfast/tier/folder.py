@@ -18,8 +18,8 @@ from __future__ import annotations
 import errno
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -44,6 +44,7 @@ from holdfast.storage.posix import (
     list_names,
     list_regular_files,
     make_private_directory,
+    overwrite_small,
     read_small,
 )
 from holdfast.storage.store import store_of
@@ -121,13 +122,23 @@ class TierFolder:
     def take_over(self, job: str) -> None:
         """Make a job the owner of the folder. All its processes on this host may call it.
 
+        What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
         Raises ``StateError`` if a job with a later epoch is.
         """
         owner = self._read_owner()
         if parse_job_epoch(owner) > parse_job_epoch(job):
             raise StateError(f"another job has continued the run, and uses {self.path} now")
         if owner != job:
+            self.remove_abandoned_slots()
+            self._write_owner(job)
+
+    def _write_owner(self, job: str) -> None:
+        try:
             self._write(_OWNER, job.encode())
+        except StorageError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            overwrite_small(self.path / _OWNER, job.encode())  # a job must begin also if others have filled the memory
 
     def is_owned_by(self, job: str) -> bool:
         """Return whether no other job has taken over the folder since this one has."""
@@ -219,18 +230,24 @@ class TierFolder:
         return {slot: file_size(self.path / slot) for slot in slots if slot not in used}
 
     def _list_used(self, is_wanted: Callable[[GenerationKey], bool]) -> set[str]:
-        """Return the names of the files with bytes of wanted generations."""
+        """Return the names of the files with bytes of wanted generations.
+
+        Raises ``StorageError`` if a table cannot be read now.
+        """
         used = set()
         for read, kind in ((self.read_part, "part"), (self.read_parity, "parity")):
             wanted = (names for key, names in self.list_parts(kind).items() if is_wanted(key))
             for name in itertools.chain.from_iterable(wanted):
-                with suppress(StorageError, CorruptCheckpointError):
+                with suppress(CorruptCheckpointError), _ignoring_missing():
                     used.add(read(name).data)
         return used
 
     def remove_abandoned_slots(self) -> None:
-        """Remove the slots of dead processes that no table names."""
-        used = self._list_used(lambda _: True)
+        """Remove the slots of dead processes that no table names; none if a table cannot be read now."""
+        try:
+            used = self._list_used(lambda _: True)
+        except StorageError:  # too many open files, for example: it may name a slot that is wanted
+            return
         for writer, slots in self._slots_by_writer().items():
             lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
             if lock is None:
@@ -281,6 +298,16 @@ class TierFolder:
         except StorageError as error:
             if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
                 raise
+
+
+@contextmanager
+def _ignoring_missing() -> Iterator[None]:
+    """Ignore that a file was removed, or is none: not errors that may pass."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in {None, errno.ENOENT}:
+            raise
 
 
 def _lock_if_dead(path: Path) -> FileLock | None:

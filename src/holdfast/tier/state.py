@@ -186,10 +186,14 @@ class TierState:
         """Return whether another job has taken over the folder of this host, so nothing in it may be changed."""
         return self._has_folder and not self.folder.is_owned_by(self.job)
 
-    def take_slot(self, nbytes: int) -> Slot:
-        """Return a slot as :meth:`Slots.take`. Raises ``StateError`` if another job has taken over the folder."""
+    def check_not_replaced(self) -> None:
+        """Raise ``StateError`` if another job has taken over the folder of this host."""
         if self.is_replaced():
             raise StateError(f"another job has continued the run {self.run}, and uses {self.path} now")
+
+    def take_slot(self, nbytes: int) -> Slot:
+        """Return a slot as :meth:`Slots.take`. Raises ``StateError`` if another job has taken over the folder."""
+        self.check_not_replaced()
         return self.slots.take(nbytes)
 
     def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
