@@ -15,6 +15,7 @@ from holdfast.process.worker_threads import THREADS, run_in_threads
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.reader_pool import ReaderPool
 
 
 def read_file_ranges(
@@ -25,7 +26,7 @@ def read_file_ranges(
     Apart from the tensors it needs a few buffers of fixed size.
     """
     grain = _choose_grain(files)
-    with SourceReader(files, ExactReaderFactory()) as reader:
+    with SourceReader(files, ReaderPool(ExactReaderFactory())) as reader:
         return _read_all(reader, _sorted_chunks(file_ranges, grain), grain, sink_of, on_moved)
 
 

@@ -26,6 +26,7 @@ from holdfast.ondisk.block_crcs import Fragment
 from holdfast.process.worker_threads import THREADS, run_in_threads
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
+from holdfast.storage.reader_pool import ReaderPool
 
 #: How many of its own items a rank reads before it is their turn to be sent.
 _READ_AHEAD = 4
@@ -82,7 +83,7 @@ def read_shared(
     """
     in_flight: deque[_ReadInFlight] = deque()
     with ExitStack() as stack:
-        reader = stack.enter_context(SourceReader(files, ExactReaderFactory()))
+        reader = stack.enter_context(SourceReader(files, ReaderPool(ExactReaderFactory())))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
         relay = _Relay(reader, sink_of, p2p, pool, on_moved)
         nbytes = 0
