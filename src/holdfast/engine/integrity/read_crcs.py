@@ -52,7 +52,7 @@ class ReadCrcs:
     """The CRCs of bytes that are read, by the range of ``checksums`` that they are in. These are sorted."""
 
     def __init__(self, checksums: Sequence[RangeChecksum]) -> None:
-        self._checksums = checksums
+        self.checksums = checksums
         self._starts = [(checksum.file, checksum.start) for checksum in checksums]
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._lock = threading.Lock()
@@ -60,8 +60,8 @@ class ReadCrcs:
     def add_bytes(self, file: Path, offset: int, data: memoryview) -> None:
         """Hash bytes that were read from ``offset`` on. Safe to call from several threads."""
         number = max(0, bisect_right(self._starts, (file, offset)) - 1)
-        while number < len(self._checksums) and self._starts[number] < (file, offset + len(data)):
-            checksum = self._checksums[number]
+        while number < len(self.checksums) and self._starts[number] < (file, offset + len(data)):
+            checksum = self.checksums[number]
             start, stop = max(offset, checksum.start), min(offset + len(data), checksum.stop)
             if checksum.file == file and start < stop:
                 crc = KINDS[checksum.kind].compute(data[start - offset : stop - offset])
@@ -73,14 +73,19 @@ class ReadCrcs:
         with self._lock:
             before = self._pieces.pop((piece.number, piece.start), None)
             if before is not None:
-                combine_pair = KINDS[self._checksums[piece.number].kind].combine
+                combine_pair = KINDS[self.checksums[piece.number].kind].combine
                 crc = combine_pair(before.crc, piece.crc, piece.stop - piece.start)
                 piece = Piece(piece.number, before.start, piece.stop, crc)
             self._pieces[piece.number, piece.stop] = piece
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """The CRCs of what was read."""
+        return [*self._pieces.values()]
+
     def encode(self) -> bytes:
         """Encode the pieces for other ranks."""
-        return msgspec.msgpack.encode([*self._pieces.values()])
+        return msgspec.msgpack.encode(self.pieces)
 
 
 def decode_pieces(reports: Iterable[bytes]) -> list[Piece]:
@@ -113,3 +118,10 @@ class HashingReaderPool(ReaderPool):
         """See :class:`ReaderPool`."""
         super().read(path, offset, into)
         self._crcs.add_bytes(path, offset, into)
+
+    def read_in_chunks(self, path: Path, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """See :class:`ReaderPool`."""
+        for chunk in super().read_in_chunks(path, offset, into):
+            self._crcs.add_bytes(path, offset, chunk)
+            offset += len(chunk)
+            yield chunk
