@@ -18,6 +18,7 @@ import holdfast
 from holdfast.errors import (
     CorruptCheckpointError,
     FormatError,
+    InvalidArgumentError,
     MismatchError,
     UnsafeNameError,
     UnsafePickleError,
@@ -312,3 +313,14 @@ class TestFoldersWithoutTheStatesOfGenerators:
         with pytest.warns(UserWarning, match="rng"):
             restore(run)
         assert {"model", "optimizer"} <= set(restore(run, rng=False).exact)
+
+
+@pytest.mark.parametrize("case", ["acc_plain_w1", "trainer_fsdp2_w2"])
+def test_keys_that_would_have_no_effect_are_refused(
+    folder: Callable[[str], SavedRun], tmp_path: Path, case: str
+) -> None:
+    """An optimizer that was to be skipped would be converted."""
+    run = folder(case)
+    with pytest.raises(InvalidArgumentError, match="keys: optimizer would have no effect"):
+        holdfast.convert(run.folder, tmp_path / "out", to="native", keys={"optimizer": "skip"})
+    assert not (tmp_path / "out").exists()
