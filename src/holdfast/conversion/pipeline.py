@@ -160,7 +160,7 @@ class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _CrcsOfRank(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has read of the source: fragments of tensors, and pieces of ranges of files with checksums."""
+    """The CRCs of a rank: fragments of the source's tensors, and pieces of ranges of files with checksums."""
 
     fragments: bytes
     pieces: bytes

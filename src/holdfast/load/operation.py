@@ -79,7 +79,7 @@ class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _CrcsOfRank(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has read: fragments of blocks with CRCs, and parts of ranges of files with checksums."""
+    """The CRCs of a rank: fragments of blocks with CRCs, and parts of ranges of files with checksums."""
 
     fragments: bytes
     ranges: bytes

@@ -197,7 +197,7 @@ class ReadPlan:
 
 
 class _Moves(NamedTuple):
-    """What is called with the bytes that are moved, and what makes the readers of files."""
+    """The callback for bytes that were moved, and the maker of the readers of files."""
 
     on_moved: OnBytesMoved
     make_readers: MakeReaders

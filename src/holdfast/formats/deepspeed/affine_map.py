@@ -36,7 +36,7 @@ class ShardPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMap:
-    """How ranks divide a parameter: its shape, the shape that each rank has, and the pieces of all ranks."""
+    """The division of a parameter among ranks: its shape, the shape that each rank has, and the pieces of all ranks."""
 
     shape: tuple[int, ...]
     shard_shapes: Sequence[tuple[int, ...]]
