@@ -15,7 +15,7 @@ from holdfast.conversion.deepspeed.universal_target import UniversalTarget
 from holdfast.conversion.lightning_target import LightningTarget
 from holdfast.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from holdfast.conversion.peft_target import PeftTarget
-from holdfast.conversion.source_checksums import check_source_checksums
+from holdfast.conversion.source_checksums import check_ranges, find_source_checksums
 from holdfast.conversion.sources import SourceTable
 from holdfast.conversion.state_dict_schemas import dcp_schema, lightning_schema, state_dict_schema
 from holdfast.conversion.target import ConversionSource, ConversionTarget, FileLayout
@@ -25,6 +25,7 @@ from holdfast.engine.comm.session import Session, require_equal
 from holdfast.engine.comm.spec_exchange import deduplicate
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
+from holdfast.engine.integrity.read_crcs import HashingReaderPool, ReadCrcs, decode_pieces
 from holdfast.engine.integrity.verify import ChecksumVerifier
 from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.requests import Fragments, OnBytesMoved
@@ -43,12 +44,14 @@ from holdfast.formats.reader import detect_replacement
 from holdfast.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF, NXD, READABLE, load_attribute, load_target
 from holdfast.observe.events import OnEvent, Progress, ProgressCounter
 from holdfast.observe.reporter import notify_listener
+from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.run.catalog import is_run_directory
 from holdfast.run.cleanup import clean_up
 from holdfast.run.lookup import open_latest
 from holdfast.run.staging_dir import check_destination
 from holdfast.run.upload_staging import check_hosts, make_staging
 from holdfast.storage.direct_io import BufferedWriter
+from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import file_size, host_id, sync_tree
 
@@ -156,6 +159,23 @@ class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
     host_of: list[int]
 
 
+class _CrcsOfRank(msgspec.Struct, frozen=True, array_like=True):
+    """The CRCs of a rank: fragments of the source's tensors, and pieces of ranges of files with checksums."""
+
+    fragments: bytes
+    pieces: bytes
+
+
+@dataclass(frozen=True)
+class _ShareOfWork:
+    """The part of a rank in the work: what it writes, and the checksums in the files that all ranks read."""
+
+    layout: FileLayout
+    file_ranges: Sequence[FileRange]
+    on_moved: OnBytesMoved
+    checksums: Sequence[RangeChecksum]
+
+
 class Conversion:
     """A conversion. Each of its steps ends in a vote of all ranks."""
 
@@ -166,13 +186,14 @@ class Conversion:
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
         source, staging, host_of = self._open_source()
-        self._session.run_on_all("verifying the source", lambda: self._check_source(source))
+        checksums = self._session.run_on_all("reading the source's checksums", lambda: _find_checksums(source))
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, staging, self._request.final))
         try:
             file_ranges, layout = self._create_files(source, target, host_of)
             on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
-            written = self._write_share(target, source, layout, file_ranges, on_moved)
+            work = _ShareOfWork(layout, file_ranges, on_moved, checksums)
+            written = self._write_share(target, source, work)
             if verify:
                 self._session.run_on_all(
                     "reading back", lambda: _verify_written(target, layout, file_ranges, written, on_moved)
@@ -183,11 +204,6 @@ class Conversion:
                 self._staging.discard()
             raise
         return self._request.final
-
-    def _check_source(self, source: ConversionSource) -> None:
-        with detect_replacement(source.reader):
-            keys = source.selected.sources.values()
-            check_source_checksums(source.reader, keys, self._session.rank, self._session.size)
 
     def _progress_callback(self, file_ranges: Sequence[FileRange], times: int) -> OnBytesMoved:
         """Return a function that counts the bytes this rank moves, each ``times`` times, and reports progress."""
@@ -238,38 +254,36 @@ class Conversion:
         layout = self._session.run_on_all("reading the layout of the new files", target.locate_tensors)
         return list(_rank_share(layout, self._session, host_of)), layout
 
-    def _write_share(
-        self,
-        target: ConversionTarget,
-        source: ConversionSource,
-        layout: FileLayout,
-        file_ranges: Sequence[FileRange],
-        on_moved: OnBytesMoved,
-    ) -> Fragments:
+    def _write_share(self, target: ConversionTarget, source: ConversionSource, work: _ShareOfWork) -> Fragments:
         """Write this rank's share of the bytes. All ranks together verify the CRCs of the source."""
-        tensors = list(layout.tensors)
+        tensors, layout = list(work.layout.tensors), work.layout
         stored = [source.selected.sources.get(key, key) for key in tensors]
         checks = ChecksumVerifier(source.reader, stored)
         written: Fragments = {}
 
         def convert_share() -> HashedResult:
-            fragments_read = ReadFragments()
+            fragments_read, crcs_read = ReadFragments(), ReadCrcs(work.checksums)
             sources = SourceTable(source, fragments_read)
             with detect_replacement(source.reader):
-                with SourceReader(sources.files) as opened:
+                with SourceReader(sources.files, HashingReaderPool(ExactReaderFactory(), crcs_read)) as opened:
                     # Through the page cache, because the files are soon read back.
                     providers = sources.tensor_providers(tensors, opened)
-                    written.update(write_file_ranges(layout.files, file_ranges, providers, on_moved, BufferedWriter))
+                    written.update(
+                        write_file_ranges(layout.files, work.file_ranges, providers, work.on_moved, BufferedWriter)
+                    )
                 read = {
                     n: fragments
                     for n, fragments in fragments_read.merge_all().items()
                     if tensors[n] in source.selected.sources
                 }
-                return HashedResult(written, encode_fragments(checks.verify_local(read)))
+                crcs = _CrcsOfRank(encode_fragments(checks.verify_local(read)), crcs_read.encode())
+                return HashedResult(written, msgspec.msgpack.encode(crcs))
 
         def verify_and_finish(fragments: Fragments, posted: list[bytes]) -> bytes:
+            reports = [msgspec.msgpack.decode(raw, type=_CrcsOfRank) for raw in posted]
             with detect_replacement(source.reader):
-                checks.verify_across_ranks(decode_fragments(posted))
+                check_ranges(work.checksums, decode_pieces(report.pieces for report in reports))
+                checks.verify_across_ranks(decode_fragments(report.fragments for report in reports))
                 target.write_metadata(fragments)
             return b""
 
@@ -279,6 +293,11 @@ class Conversion:
     def _publish_output(self, target: ConversionTarget) -> bytes:
         self._staging.publish(target.output_name)
         return b""
+
+
+def _find_checksums(source: ConversionSource) -> Sequence[RangeChecksum]:
+    with detect_replacement(source.reader):
+        return find_source_checksums(source.reader, source.selected.sources.values())
 
 
 def _rank_share(layout: FileLayout, session: Session, host_of: Sequence[int]) -> list[FileRange]:

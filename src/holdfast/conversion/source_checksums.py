@@ -1,4 +1,4 @@
-"""Verification of the source of a conversion against the checksums in its files, before anything is written."""
+"""Verification of the source of a conversion against the checksums in its files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from holdfast.conversion.tensor_filter import Key
 from holdfast.engine.integrity.file_checksums import find_corrupt_ranges
+from holdfast.engine.integrity.read_crcs import Piece
 from holdfast.formats.file_checksums import find_file_checksums
 from holdfast.formats.reader import Reader
+from holdfast.ondisk.range_checksums import RangeChecksum
 
 
-def check_source_checksums(reader: Reader, keys: Collection[Key], rank: int = 0, size: int = 1) -> None:
-    """Compare the storages of these tensors with their checksums. Each of ``size`` ranks checks its share.
+def find_source_checksums(reader: Reader, keys: Collection[Key]) -> list[RangeChecksum]:
+    """Return the sorted checksums in the files that cover these tensors. holdfast's own files have none.
 
-    A checksum covers a whole storage or record, but the conversion reads tensors in ranges by several ranks and
-    threads. Therefore, this reads them once more. The blocks of holdfast's own files are checked as they are converted.
-    Raises ``CorruptCheckpointError``.
+    Raises ``CorruptCheckpointError`` if they cannot be read.
     """
     checksums = find_file_checksums([] if all(reader.block_crcs(*key) is not None for key in keys) else reader.files)
     for error in checksums.errors:
@@ -25,7 +25,16 @@ def check_source_checksums(reader: Reader, keys: Collection[Key], rank: int = 0,
     for group, name in keys:
         extents = reader.find_extents(group, name, 0, reader.groups[group][name].nbytes)
         wanted.update(checksums.find_covering(extents) or ())
-    _raise_first(find_corrupt_ranges([checksums.sums[number] for number in sorted(wanted)[rank::size]]).values())
+    return [checksums.sums[number] for number in sorted(wanted)]
+
+
+def check_ranges(checksums: Sequence[RangeChecksum], pieces: Sequence[Piece] = ()) -> None:
+    """Compare ranges with their checksums. Bytes that are in no piece are read.
+
+    A checksum covers a whole storage or record, of which a conversion may read only some bytes. Raises
+    ``CorruptCheckpointError``.
+    """
+    _raise_first(find_corrupt_ranges(checksums, pieces).values())
 
 
 def check_file_checksums(files: Sequence[Path]) -> None:

@@ -18,8 +18,8 @@ from holdfast.engine.comm.session import RankGroup, require_equal
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
+from holdfast.engine.integrity.read_crcs import HashingReaderPool, ReadCrcs
 from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.global_spec import GlobalSpec
 from holdfast.engine.plan.spec import PER_RANK
 from holdfast.errors import (
@@ -37,6 +37,7 @@ from holdfast.formats.peft import read_adapter_files
 from holdfast.formats.reader import CheckpointValues, Reader, check_read
 from holdfast.formats.remapped_reader import underlying_reader
 from holdfast.formats.training_step import find_step
+from holdfast.load.file_crcs import check_read_crcs, encode_read_crcs, find_read_crcs
 from holdfast.load.fused_experts import renamed_tensors, with_fused_experts
 from holdfast.load.read_plan import ReadPlan
 from holdfast.load.request import LoadRequest
@@ -52,6 +53,7 @@ from holdfast.state.training import TrainingObjects
 from holdfast.storage.filesystems import is_local
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.posix import host_id, list_names, path_exists
+from holdfast.storage.reader_pool import ReaderPool
 
 #: Seconds that a rank waits for a checkpoint that another host sees.
 _VISIBILITY_SECONDS = 5.0
@@ -74,6 +76,13 @@ class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
 
     spec_directory: SpecDirectory
     hosts: int
+
+
+class _CrcsOfRank(msgspec.Struct, frozen=True, array_like=True):
+    """The CRCs of a rank: fragments of blocks with CRCs, and parts of ranges of files with checksums."""
+
+    fragments: bytes
+    ranges: bytes
 
 
 #: The group of the values that a load always returns.
@@ -312,22 +321,27 @@ class LoadOperation:
             verifier = ChecksumVerifier(underlying_reader(reader), list(plan.number), reads_again=reads_again)
         on_moved = self._reporter.progress_counter("load", plan.nbytes).add
 
-        def fill_targets() -> Fragments:
+        def fill_targets() -> _CrcsOfRank:
             targets.materialize_models()
             targets.count_changes()
-            fragments = plan.run(targets, self._ranks, self._session, on_moved)
-            return verifier.verify_local(fragments) if verifier else {}
+            crcs = find_read_crcs(underlying_reader(reader), plan) if verifier else ReadCrcs([])
+            make_readers = partial(HashingReaderPool, crcs=crcs) if crcs.checksums else ReaderPool
+            fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
+            partly_read = verifier.verify_local(fragments) if verifier else {}
+            return _CrcsOfRank(encode_fragments(partly_read), encode_read_crcs(crcs))
 
-        def verify_fragments(posted: list[bytes]) -> bytes:
+        def verify_crcs(posted: list[bytes]) -> bytes:
             if verifier:
-                verifier.verify_across_ranks(decode_fragments(posted))
+                reports = [msgspec.msgpack.decode(raw, type=_CrcsOfRank) for raw in posted]
+                verifier.verify_across_ranks(decode_fragments(report.fragments for report in reports))
+                check_read_crcs(report.ranges for report in reports)
             elif not reader.is_current():  # without CRCs, only this detects that files of two checkpoints were read
                 raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read")
             return b""
 
         self.filled = targets.filled
         try:
-            self._session.vote("reading", fill_targets, encode_fragments, verify_fragments)
+            self._session.vote("reading", fill_targets, _encode, verify_crcs)
         except (CorruptCheckpointError, StorageError, CheckpointReplacedError) as error:
             *other_args, message = error.args
             advice = _partly_filled_advice(self._request.training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from holdfast.formats.remapped_reader import TensorMapping, mapping_of, underlyi
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.restore import LoadTargets
 from holdfast.state.tensors import DTYPES, TensorView
+from holdfast.storage.reader_pool import MakeReaders, ReaderPool
 
 #: The group and the name of a tensor.
 _Key = tuple[str, str]
@@ -164,6 +166,7 @@ class ReadPlan:
         session: Session,
         on_moved: OnBytesMoved,
         *,
+        make_readers: MakeReaders = ReaderPool,
         accelerator: Accelerator = torch.accelerator,
     ) -> Fragments:
         """Read into the targets, all of which have memory now. Return the CRCs of the fragments that were hashed.
@@ -173,13 +176,11 @@ class ReadPlan:
         aliases = (target for _, target in targets.aliased_targets)
         tensors = [target.local for target in (*targets.targets.values(), *aliases)]
         synchronize_devices(tensors, accelerator)
-        fragments = self._fill_targets(targets, ranks, session, on_moved)
+        fragments = self._fill_targets(targets, ranks, session, _Moves(on_moved, make_readers))
         synchronize_devices(tensors, accelerator)
         return fragments
 
-    def _fill_targets(
-        self, targets: LoadTargets, ranks: RankGroup, session: Session, on_moved: OnBytesMoved
-    ) -> Fragments:
+    def _fill_targets(self, targets: LoadTargets, ranks: RankGroup, session: Session, moves: _Moves) -> Fragments:
         sinks: dict[int, TensorBytes] = {}
         for key, target in targets.targets.items():
             mapping = self.mappings[key]
@@ -188,19 +189,27 @@ class ReadPlan:
                 sinks[self.number[key[0], name]] = sink
         sink_of = sinks.__getitem__
         fragments: Fragments = {}
+        read_options: dict[str, Any] = {"on_moved": moves.on_moved, "make_readers": moves.make_readers}
         if self.exchange:
             with P2PExchange(ranks.gloo_group(session.timeout), session) as p2p:
-                fragments = read_shared(self.files, self.plan.exchanged, sink_of, p2p, on_moved)
-        fragments |= read_stripes(self.files, self.plan.local_stripes, ranks.rank, sink_of, on_moved)
-        fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, on_moved)
-        fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, on_moved)
+                fragments = read_shared(self.files, self.plan.exchanged, sink_of, p2p, **read_options)
+        fragments |= read_stripes(self.files, self.plan.local_stripes, ranks.rank, sink_of, **read_options)
+        fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, **read_options)
+        fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, **read_options)
         for (key, target), file_ranges in zip(targets.aliased_targets, self.alias_ranges, strict=True):
             sink = _target_bytes(target, self.mappings[key].info)
             alias_sinks = {file_range.tensor: sink for file_range in file_ranges}
-            more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, on_moved)
+            more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, **read_options)
             for tensor, read_again in more.items():
                 fragments.setdefault(tensor, []).extend(read_again)
         return fragments
+
+
+class _Moves(NamedTuple):
+    """The callback for bytes that were moved, and the maker of the readers of files."""
+
+    on_moved: OnBytesMoved
+    make_readers: MakeReaders
 
 
 def _find_readable(

@@ -18,6 +18,10 @@ from holdfast.storage.store import RangeReader
 _MAX_OPEN = 192
 
 
+#: Makes a pool of readers, given what opens one file of a file system.
+MakeReaders = Callable[[Callable[[Path], BufferedReader]], "ReaderPool"]
+
+
 class ReaderPool(ClosingMixin):
     """A reader of byte ranges of any number of files, safe to use from several threads.
 

@@ -18,6 +18,8 @@ class HeldParts:
     The ``local`` of a range is its place among the bytes of all parts, one part after another.
     """
 
+    slice_bytes = 256 * 2**10
+
     def __init__(self, tables: Mapping[int, PartTable], memory: Mapping[int, Bytes]) -> None:
         self._starts, self._memory = list[int](), list(memory.values())
         file_ranges, start = list[FileRange](), 0

@@ -18,6 +18,7 @@ import holdfast
 from holdfast.errors import (
     CorruptCheckpointError,
     FormatError,
+    InvalidArgumentError,
     MismatchError,
     UnsafeNameError,
     UnsafePickleError,
@@ -280,3 +281,46 @@ def test_opening_reads_the_names_of_a_folder_a_few_times(intact: Path) -> None:
     with mock.patch.object(posix, "list_names", wraps=posix.list_names) as listed:
         holdfast.open(intact / "trainer_plain_w1/ckpt")
     assert listed.call_count <= 4
+
+
+class TestFoldersWithoutTheStatesOfGenerators:
+    """``save_state`` writes them last, and users remove them: the folder is the same without."""
+
+    @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("acc")])
+    def test_all_else_is_restored(self, folder: Callable[[str], SavedRun], case: str) -> None:
+        run = folder(case)
+        before = holdfast.open(run.folder)
+        for file in run.folder.glob("random_states_*.pkl"):
+            file.unlink()
+        opened = holdfast.open(run.folder)
+        assert opened.format == before.format
+        assert [key for key in before.keys() if not key.startswith("ranks/")] == list(opened.keys())  # noqa: SIM118
+        assert {"model", "optimizer"} <= set(restore(run, rng=False).exact)
+        with pytest.warns(UserWarning, match="rng"):
+            restore(run)
+
+    @pytest.mark.parametrize("kept", ["optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"])
+    def test_one_of_the_other_files_is_enough(self, folder: Callable[[str], SavedRun], kept: str) -> None:
+        run = folder("acc_plain_w1")
+        for file in run.folder.iterdir():
+            if file.name not in {kept, "model.safetensors"}:
+                file.unlink()
+        assert holdfast.open(run.folder).format == "accelerate"
+
+    def test_states_of_some_ranks_are_not_restored(self, folder: Callable[[str], SavedRun]) -> None:
+        run = folder("acc_fsdp2_w2")
+        (run.folder / "random_states_0.pkl").unlink()
+        with pytest.warns(UserWarning, match="rng"):
+            restore(run)
+        assert {"model", "optimizer"} <= set(restore(run, rng=False).exact)
+
+
+@pytest.mark.parametrize("case", ["acc_plain_w1", "trainer_fsdp2_w2"])
+def test_keys_that_would_have_no_effect_are_refused(
+    folder: Callable[[str], SavedRun], tmp_path: Path, case: str
+) -> None:
+    """An optimizer that was to be skipped would be converted."""
+    run = folder(case)
+    with pytest.raises(InvalidArgumentError, match="keys: optimizer would have no effect"):
+        holdfast.convert(run.folder, tmp_path / "out", to="native", keys={"optimizer": "skip"})
+    assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ After the load, the next steps are those of a process that has the training's st
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,25 @@ def test_a_converted_run_goes_on_with_a_checkpointer(tmp_path: Path) -> None:
         assert checkpointer.resume() == 7
         checkpointer.step(8)
     assert [info.step for info in holdfast.list_checkpoints(tmp_path / "run")] == [7, 8]
+
+
+def test_a_parameter_without_elements_needs_no_state(tmp_path: Path) -> None:
+    """DeepSpeed saves it with the model, and leaves it out of the optimizer. Its state has no values."""
+    save = random_save({"a": (3, 4)}, [["a"]], ("exp_avg", "exp_avg_sq"), step=torch.tensor(3.0))
+    write_zero(tmp_path, replace(save, buffers={"none": torch.zeros(0, 4)}))
+    model = torch.nn.ParameterDict({"a": torch.zeros(3, 4), "none": torch.zeros(0, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    result = holdfast.restore(tmp_path, model=model, optimizer=optimizer, rng=False)
+    assert result.missing == ()
+    assert torch.equal(optimizer.state[model["a"]]["exp_avg"], save.states["exp_avg"]["a"])
+    (model["a"].sum() + model["none"].sum()).backward()
+    optimizer.step()
+    assert optimizer.state[model["a"]]["step"] == 4
+
+
+def test_a_parameter_with_elements_does(tmp_path: Path) -> None:
+    save = random_save({"a": (3, 4)}, [["a"]], ("exp_avg", "exp_avg_sq"), step=torch.tensor(3.0))
+    write_zero(tmp_path, replace(save, buffers={"b": torch.zeros(1, 4)}))
+    model = torch.nn.ParameterDict({"a": torch.zeros(3, 4), "b": torch.zeros(1, 4)})
+    with pytest.raises(MismatchError, match="'b', of which the checkpoint has no optimizer state"):
+        holdfast.load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)

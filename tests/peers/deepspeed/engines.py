@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -20,6 +21,37 @@ from torch import nn
 
 #: The states of Adam.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FusedAdamOnCpu(FusedAdam):
+    """DeepSpeed's fused Adam with a kernel in plain torch, as its own needs a GPU. In fp16 it is in FP16_Optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        defaults = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        torch.optim.Optimizer.__init__(self, params, defaults)
+        self.adam_w_mode, self.set_grad_none = 1, True
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int)
+        self.multi_tensor_adam = _adam_kernel
+
+
+def _adam_kernel(
+    chunk: int,
+    overflow: torch.Tensor,
+    lists: list[list[torch.Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    corrects: int,
+    decay: float,
+) -> None:
+    for grad, value, first, second in zip(*lists, strict=True):
+        first.mul_(beta1).add_(grad, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        update = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
+        value.add_(update + decay * value, alpha=-lr)
 
 
 class Term(nn.Module):
@@ -82,7 +114,8 @@ def make_engine(stage: int, dtype: str = "fp32", *, seed: int = 0, **options: An
         matrices = [parameter for parameter in trained if parameter.ndim > 1]
         vectors = [parameter for parameter in trained if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer_class = getattr(torch.optim, options.get("optimizer", "AdamW"))
+    name = options.get("optimizer", "AdamW")
+    optimizer_class = FusedAdamOnCpu if name == "FusedAdam" else getattr(torch.optim, name)
     optimizer = optimizer_class(groups, lr=0.01, **options.get("optimizer_options", {}))
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -175,6 +208,8 @@ def _joined_moments(engine: Any) -> dict[str, torch.Tensor]:
 def _whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """Return the masters and moments without ZeRO."""
     names = {id(parameter): name for name, parameter in named_parameters(engine).items()}
+    if hasattr(engine.optimizer, "fp32_groups_flat"):
+        return _unflatten(engine.optimizer, names)
     masters = getattr(engine.optimizer, "fp32_groups", None)
     weights = getattr(engine.optimizer, "fp16_groups", None)
     if masters is None:
@@ -187,6 +222,18 @@ def _whole_state(engine: Any) -> dict[str, torch.Tensor]:
                 name = names[id(weight)]
                 state[f"master/{name}"] = master.detach().float().clone()
                 state |= {f"{moment}/{name}": inner.state[master][moment].clone() for moment in moments_of(engine)}
+    return state
+
+
+def _unflatten(optimizer: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
+    """Return the masters and moments of FP16_Optimizer, which has one flat tensor a group."""
+    state = {}
+    for flat, weights in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+        moments = {moment: optimizer.optimizer.state[flat][moment] for moment in MOMENTS}
+        for key, whole in {"master": flat.detach(), **moments}.items():
+            parts = whole.split([weight.numel() for weight in weights])
+            for weight, part in zip(weights, parts, strict=True):
+                state[f"{key}/{names[id(weight)]}"] = part.view(weight.shape).clone()
     return state
 
 

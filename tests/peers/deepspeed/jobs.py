@@ -38,23 +38,30 @@ def run(spec: dict[str, Any]) -> None:
         record["client_state"] = client
         record["warnings"] = [str(item.message) for item in caught if "not all that was asked for" in str(item.message)]
         note(engine, record, out, "loaded")
+    saves = []
     for number, steps in enumerate(spec.get("steps", [])):
         record.setdefault("losses", []).extend(train(engine, range(*steps)))
         note(engine, record, out, f"trained{number}")
         if number < len(spec.get("saves", [])):
             engine.save_checkpoint(spec["saves"][number], client_state=spec.get("client_state", {}))
         if number < len(spec.get("holdfast_saves", [])):
-            save_checkpoint(
-                engine,
-                spec["holdfast_saves"][number],
-                client_state=spec.get("client_state", {}),
-                **spec.get("save_options", {}),
-            ).wait()
+            saves.append(start_save(engine, spec, spec["holdfast_saves"][number]))
+    for save in saves:
+        save.wait()
     if "refused_save" in spec:
         record["refused"] = is_refused(engine, spec)
     if dist.get_rank() == 0:
         out.with_suffix(".json").write_text(json.dumps(record))
     engine.destroy()
+
+
+def start_save(engine: Any, spec: dict[str, Any], path: str) -> Any:
+    """Save with holdfast, and return the handle. Only a save in the background goes on."""
+    options = {"client_state": spec.get("client_state", {}), **spec.get("save_options", {})}
+    handle = save_checkpoint(engine, path, **options)
+    if not options.get("async_save"):
+        handle.wait()
+    return handle
 
 
 def is_refused(engine: Any, spec: dict[str, Any]) -> bool:

@@ -35,7 +35,9 @@ class Record:
         return load_file(f"{self.path}.{point}.safetensors")
 
 
-def run_job(ranks: int, folder: Path, specs: Sequence[dict[str, Any]]) -> list[Record]:
+def run_job(
+    ranks: int, folder: Path, specs: Sequence[dict[str, Any]], job: str = "tests.peers.deepspeed.jobs"
+) -> list[Record]:
     """Run some runs one after another on so many ranks. A job that fails fails the test, with its output."""
     folder.mkdir(parents=True, exist_ok=True)
     outs = [folder / f"run{number}" for number in range(len(specs))]
@@ -43,7 +45,7 @@ def run_job(ranks: int, folder: Path, specs: Sequence[dict[str, Any]]) -> list[R
     runs.write_text(json.dumps([{**spec, "out": str(out)} for spec, out in zip(specs, outs, strict=True)]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, "-m", "tests.peers.deepspeed.jobs", str(runs)],
+        [*command, "-m", job, str(runs)],
         cwd=_ROOT,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,

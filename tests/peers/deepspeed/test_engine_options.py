@@ -57,6 +57,34 @@ def test_where_parameters_are_makes_no_difference(tmp_path: Path) -> None:
         assert differing_values(record, last, ("trained0", "loaded")) == {}, label
 
 
+def test_a_fused_optimizer_of_fp16_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """DeepSpeed keeps it in FP16_Optimizer, with one flat tensor for each group."""
+    save = str(tmp_path / "save")
+    spec = {"stage": 0, "dtype": "fp16", "options": {"optimizer": "FusedAdam", "wide": True}}
+    (record,) = run_job(2, tmp_path / "a", [{**spec, "steps": [[0, 3], [3, 5]], "holdfast_saves": [save]}])
+    (resumed,) = run_job(4, tmp_path / "b", [{**spec, "seed": 9, "holdfast_load": save, "steps": [[3, 5]]}])
+    assert differing(record.state("trained0"), resumed.state("loaded")) == []
+    assert differing_values(record, resumed, ("trained0", "loaded")) == {}
+    assert differing(record.state("trained1"), resumed.state("trained0")) == []
+
+
+def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
+    """The engine trains on while the files are written."""
+    first, second = [], []
+    cases = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
+    for number, (stage, dtype) in enumerate(cases):
+        save, engine = str(tmp_path / f"save{number}"), {"stage": stage, "dtype": dtype, "options": {"wide": True}}
+        options = {"async_save": True}
+        first.append({**engine, "steps": [[0, 3], [3, 5]], "holdfast_saves": [save], "save_options": options})
+        second.append({**engine, "seed": 9, "holdfast_load": save, "steps": [[3, 5]]})
+    for case, record, resumed in zip(
+        cases, run_job(2, tmp_path / "a", first), run_job(4, tmp_path / "b", second), strict=True
+    ):
+        assert differing(record.state("trained0"), resumed.state("loaded")) == [], case
+        assert differing_values(record, resumed, ("trained0", "loaded")) == {}, case
+        assert differing(record.state("trained1"), resumed.state("trained0")) == [], case
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_what_cannot_be_stored_is_refused_by_its_name_on_all_ranks(tmp_path: Path, ranks: int) -> None:
     specs: list[dict[str, Any]] = [

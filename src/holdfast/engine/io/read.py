@@ -12,20 +12,27 @@ from holdfast.engine.io.sources import Source, paths_of
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
 from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.process.worker_threads import THREADS, run_in_threads
+from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
 from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.reader_pool import MakeReaders, ReaderPool
 
 
 def read_file_ranges(
-    files: Sequence[Source], file_ranges: Sequence[FileRange], sink_of: SinkOf, on_moved: OnBytesMoved = ignore_progress
+    files: Sequence[Source],
+    file_ranges: Sequence[FileRange],
+    sink_of: SinkOf,
+    on_moved: OnBytesMoved = ignore_progress,
+    *,
+    make_readers: MakeReaders = ReaderPool,
 ) -> Fragments:
     """Read file ranges that no other rank reads into this rank's shards; return the fragments that it hashed.
 
     Apart from the tensors it needs a few buffers of fixed size.
     """
     grain = _choose_grain(files)
-    with SourceReader(files, ExactReaderFactory()) as reader:
+    with SourceReader(files, make_readers(ExactReaderFactory())) as reader:
         return _read_all(reader, _sorted_chunks(file_ranges, grain), grain, sink_of, on_moved)
 
 
@@ -35,12 +42,14 @@ def read_host_shared(
     rank: int,
     sink_of: SinkOf,
     on_moved: OnBytesMoved = ignore_progress,
+    *,
+    make_readers: MakeReaders = ReaderPool,
 ) -> Fragments:
     """Read file ranges that other ranks of the host read, too.
 
     Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
     """
-    with SourceReader(files) as reader:
+    with SourceReader(files, make_readers(BufferedReader)) as reader:
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
         return _read_all(reader, chunks, _FILE_GRAIN, sink_of, on_moved)
 

@@ -24,8 +24,10 @@ from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.block_crcs import Fragment
 from holdfast.process.worker_threads import THREADS, run_in_threads
+from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.memory import BufferPool, Bytes
+from holdfast.storage.reader_pool import MakeReaders, ReaderPool
 
 #: How many of its own items a rank reads before it is their turn to be sent.
 _READ_AHEAD = 4
@@ -42,10 +44,12 @@ def read_stripes(
     rank: int,
     sink_of: SinkOf,
     on_moved: OnBytesMoved = ignore_progress,
+    *,
+    make_readers: MakeReaders = ReaderPool,
 ) -> Fragments:
     """Read stripes whole, as other ranks do, keep this rank's part of each, and return the fragments that it hashed."""
     buffers = BufferPool(STRIPE)
-    with SourceReader(files) as reader:
+    with SourceReader(files, make_readers(BufferedReader)) as reader:
 
         def read_one(stripe: OwnedStripe) -> _ReadResult:
             size = count_bytes(stripe.file_ranges)
@@ -73,6 +77,8 @@ def read_shared(
     sink_of: SinkOf,
     p2p: P2PExchange,
     on_moved: OnBytesMoved = ignore_progress,
+    *,
+    make_readers: MakeReaders = ReaderPool,
 ) -> Fragments:
     """Read the items that this rank owns and send them; receive the others. Return the fragments hashed by this rank.
 
@@ -82,7 +88,7 @@ def read_shared(
     """
     in_flight: deque[_ReadInFlight] = deque()
     with ExitStack() as stack:
-        reader = stack.enter_context(SourceReader(files, ExactReaderFactory()))
+        reader = stack.enter_context(SourceReader(files, make_readers(ExactReaderFactory())))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "holdfast"))
         relay = _Relay(reader, sink_of, p2p, pool, on_moved)
         nbytes = 0

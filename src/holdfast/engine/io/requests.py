@@ -16,6 +16,10 @@ Fragments = dict[int, list[Fragment]]
 class ByteProvider(Protocol):
     """A source of the bytes of a tensor."""
 
+    @property
+    def slice_bytes(self) -> int:
+        """The number of bytes to copy at a time."""
+
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
 

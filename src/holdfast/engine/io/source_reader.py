@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from holdfast.engine.io.sources import (
 )
 from holdfast.engine.plan.ranges import IndexBox, boxes_of_range
 from holdfast.storage.closing import ClosingMixin
-from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.reader_pool import ReaderPool
 
 #: The most bytes that are read at once if only some of them are needed.
@@ -36,9 +35,9 @@ _Elements = npt.NDArray[Any]
 class SourceReader(ClosingMixin):
     """A reader of sources by number. As a context manager it closes all files at its end."""
 
-    def __init__(self, sources: Sequence[Source], open_file: Callable[[Path], BufferedReader] = BufferedReader) -> None:
-        """Create the reader. ``open_file`` opens a file."""
-        self._sources, self._readers = sources, ReaderPool(open_file)
+    def __init__(self, sources: Sequence[Source], readers: ReaderPool | None = None) -> None:
+        """Create the reader. It opens and closes the files with ``readers``."""
+        self._sources, self._readers = sources, ReaderPool() if readers is None else readers
 
     def read(self, number: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes from ``offset`` on. Offset and length are whole elements.

@@ -10,8 +10,12 @@ import torch
 
 from holdfast.engine.io.requests import Fragments, merge_fragments
 from holdfast.engine.io.source_reader import SourceReader
+from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
 from holdfast.storage.memory import Bytes
+
+#: The number of bytes that are cast at a time.
+_CAST_BYTES = 2**20
 
 #: Returns the ranges of sources with bytes ``[start, stop)`` of a tensor: number of the source, offset, start and stop.
 LocateInSources = Callable[[int, int], Sequence[tuple[int, int, int, int]]]
@@ -46,6 +50,11 @@ class StreamedTensor:
     locate: LocateInSources
     reader: SourceReader
     fragments_read: ReadFragments
+
+    @property
+    def slice_bytes(self) -> int:
+        """The number of bytes to copy at a time: one read of a file, unless a copy of them is needed to cast them."""
+        return CHUNK if self.stored == self.dtype else _CAST_BYTES
 
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements.

@@ -54,6 +54,9 @@ class TensorBytes:
 
     __slots__ = ("_cast", "_flat", "_tensor")
 
+    #: A slice is hashed while it is still in the processor's nearest cache.
+    slice_bytes = 256 * 2**10
+
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._cast = None if dtype is None or dtype == tensor.dtype else dtype

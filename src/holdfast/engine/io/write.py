@@ -20,9 +20,6 @@ from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
 from holdfast.storage.memory import BufferPool, Bytes
 
-#: Bytes copied and hashed at a time.
-_SLICE = 256 * 2**10
-
 #: The most files that are open at a time, each with up to two descriptors. The usual limit of a process is 1024.
 _MAX_OPEN = 192
 
@@ -87,10 +84,10 @@ def _write_chunk(
 
 
 def copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:
-    """Copy bytes of a tensor, and hash each slice while it is still in the processor's nearest cache."""
-    crc = 0
-    for done in range(0, len(buffer_slice), _SLICE):
-        filled = buffer_slice[done : done + _SLICE]
+    """Copy bytes of a tensor, and hash each slice right after it was copied."""
+    crc, size = 0, provider.slice_bytes
+    for done in range(0, len(buffer_slice), size):
+        filled = buffer_slice[done : done + size]
         provider.copy_out(start + done, filled)
         crc = crc64(filled, crc)
     return crc

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holdfast.formats.dcp.folder import METADATA
-from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, choose_files
+from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, choose_files, parse_file_name
 from holdfast.storage.store import store_of
 
 SCHEDULER, CUSTOM, SCALER, VALUE = "scheduler", "custom", "scaler", "value"
@@ -39,8 +39,14 @@ _FILES = (
 )
 
 #: Names that only Accelerate uses; and names that mark a checkpoint of the ``Trainer`` if it has the file of its state.
-_ACCELERATE = re.compile(r"random_states_\d+\.pkl|pytorch_model_fsdp(_\d+)?(\.bin)?")
+_ACCELERATE = re.compile(
+    r"random_states_\d+\.pkl|pytorch_model_fsdp(_\d+)?(\.bin)?|(scheduler|sampler|dl_state_dict)(_\d{1,4})?\.bin"
+    r"|custom_checkpoint_\d{1,4}\.pkl"
+)
 _TRAINER = re.compile(r"rng_state(_\d+)?\.pth|(optimizer|scheduler)\.(bin|pt)")
+
+#: The file of an optimizer, which marks a folder of Accelerate if a model is next to it.
+_OPTIMIZER = re.compile(r"optimizer(_\d{1,4})?\.bin")
 
 #: Values that are given to the user as they are, by the names of their files.
 _VALUES = re.compile(r"(sampler|dl_state_dict)(_\d{1,4})?\.bin")
@@ -85,10 +91,16 @@ def is_training_folder(path: Path) -> bool:
     A folder with weights and ``trainer_state.json`` only is one of Hugging Face, as they are on its Hub.
     """
     names = sorted(store_of(path).list_names(path))
-    marks = [name for name in names if _is_mark(name, has_state=_TRAINER_STATE_FILE in names)]
+    has_state = _TRAINER_STATE_FILE in names
+    has_model = any((file := parse_file_name(path / name)) is not None and file.kind == MODEL for name in names)
+    marks = [name for name in names if _is_mark(name, has_state=has_state, has_model=has_model)]
     return METADATA not in names and any(_is_part(path / name) for name in marks)
 
 
-def _is_mark(name: str, *, has_state: bool) -> bool:
+def _is_mark(name: str, *, has_state: bool, has_model: bool) -> bool:
     """Return whether a name says that its folder is one of Accelerate or, with a state of it, of the ``Trainer``."""
-    return bool(_ACCELERATE.fullmatch(name) or (has_state and _TRAINER.fullmatch(name)))
+    return bool(
+        _ACCELERATE.fullmatch(name)
+        or (has_state and _TRAINER.fullmatch(name))
+        or (has_model and _OPTIMIZER.fullmatch(name))
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from holdfast.errors import InvalidArgumentError
 from holdfast.formats.accelerate.folder_parts import list_parts
 from holdfast.formats.accelerate.training_reader import TrainingReader
 from holdfast.formats.composite_reader import CompositeReader
@@ -16,8 +17,16 @@ from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER
 
 
 def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
-    """Return the reader for a folder; ``keys`` are those of DeepSpeed. Raises ``FormatError``."""
+    """Return the reader for a folder; ``keys`` are those of DeepSpeed.
+
+    Raises ``FormatError``, or ``InvalidArgumentError`` if there are keys, but no files of DeepSpeed.
+    """
     parts = list_parts(path)
+    if keys and not is_deepspeed(path):
+        raise InvalidArgumentError(
+            f"keys: {', '.join(keys)} would have no effect: {path} is a folder of Accelerate or the Trainer without "
+            "files of DeepSpeed, whose components are found by the names of their files; leave keys out"
+        )
     if is_deepspeed(path):
         others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER})
         return CompositeReader(path, [DeepSpeedReader(path, keys), others])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
+from holdfast.formats.deepspeed.affine_map import UNIVERSAL_INFO, parse_shard_maps
 from holdfast.formats.deepspeed.file_access import FileAccess
 from holdfast.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, list_tag_files
 from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
@@ -15,11 +16,15 @@ from holdfast.formats.deepspeed.numbered_optimizers import name_stages
 from holdfast.formats.deepspeed.pipeline import Layers, find_shared_names, name_layers, read_layers
 from holdfast.formats.deepspeed.proof import Evidence
 from holdfast.formats.deepspeed.stages import StageFiles, join_stage_optimizer, read_stage
+from holdfast.formats.deepspeed.tensor_parallel import RankJoiner
 from holdfast.formats.deepspeed.universal import read_universal
 from holdfast.formats.deepspeed.values import scheduler_of, user_content_of
 from holdfast.formats.deepspeed.whole_model import WholeModel, join_divided_model, join_model
 from holdfast.formats.deepspeed.without_zero import is_wrapped, name_wrapped
 from holdfast.storage.store import store_of
+
+#: The key of the number of tensor-parallel ranks.
+MODEL_PARALLEL = "mp_world_size"
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,19 @@ class _FolderReader:
             read_stage(mp, self._files, self._access, with_optimizer=self._options.with_optimizer)
             for mp in self._files.mp_ranks
         ]
-        module = name_layers(self._layers) if self._layers else {**stages[0].first.module, **experts}
-        for stage in stages:
-            self._optimizer.merge_stage(self._read_optimizer(stage, module), str(stage.first.path))
+        self._check_number(stages)
+        if len(stages) > 1 and not self._layers:
+            module = self._join_ranks(stages)
+        else:
+            module = name_layers(self._layers) if self._layers else {**stages[0].first.module, **experts}
+            for stage in stages:
+                self._optimizer.merge_stage(self._read_optimizer(stage, module), str(stage.first.path))
         model = self._join_model(stages[0], self._name_shared(stages, module))
         evidence = Evidence(replicas=self._optimizer.replicas)
         evidence.add_masters(self._optimizer.masters, model.copies)
         content = user_content_of(stages[0].first, self._optimizer.values)
+        if len(stages) > 1:
+            content.pop(UNIVERSAL_INFO, None)  # it describes the parts of ranks
         others = [path for stage in stages for path in stage.others]
         is_proven = bool(evidence.masters) or not self._optimizer.masters
         return FolderContents(self._list_components(stages, model), content, evidence, others, is_proven)
@@ -100,16 +111,42 @@ class _FolderReader:
             raise CorruptCheckpointError(
                 f"{folder} has the files of the model-parallel ranks {ranks[:8]}: others are missing"
             )
-        if len(ranks) > 1 and not files.layers:
-            raise FormatError(
-                f"{folder} is divided among {len(ranks)} tensor-parallel ranks, which holdfast does not read: "
-                "save it with tensor parallelism 1, or gather the weights in DeepSpeed (see save_16bit_model)"
-            )
         if files.expert_optimizers and not files.optimizers and self._options.with_optimizer:
             raise FormatError(
                 f"{files.expert_optimizers[0]} has the optimizer of experts without ZeRO, which holdfast does not "
                 "read: save with ZeRO-1, or read the model with --key optimizer=skip (keys={'optimizer': 'skip'})"
             )
+
+    def _check_number(self, stages: list[StageFiles]) -> None:
+        """Check that no model-parallel rank is missing. Those of the stages of a pipeline are not counted."""
+        size, ranks = stages[0].first.values.get(MODEL_PARALLEL), len(stages)
+        if type(size) is int and size != ranks and not self._layers:
+            raise CorruptCheckpointError(
+                f"{self._files.folder} has the files of {ranks} of {size} tensor-parallel ranks: the save did not "
+                "finish, or files were removed or left from an earlier save"
+            )
+
+    def _join_ranks(self, stages: list[StageFiles]) -> dict[str, Any]:
+        """Join what tensor-parallel ranks have. Return the model's state dict."""
+        files, folder = [stage.first for stage in stages], self._files.folder
+        if self._files.experts or stages[0].is_divided or store_of(folder).is_directory(folder / UNIVERSAL):
+            raise FormatError(
+                f"{folder} is divided among {len(stages)} tensor-parallel ranks, which holdfast does not read with "
+                "ZeRO-3, experts or in universal checkpoints: open the checkpoint of ZeRO-1 or 2 from which a "
+                "universal one was converted, or save with tensor parallelism 1"
+            )
+        info = files[0].values.get(UNIVERSAL_INFO)
+        maps = parse_shard_maps(info, files[0].module, len(files), files[0].path, self._access.budget)
+        joiner = RankJoiner(maps, [file.path for file in files])
+        module = joiner.join_module([file.module for file in files], files[0].buffers)
+        optimizers = [self._read_optimizer(stage, stage.first.module) for stage in stages]
+        if self._numbered:
+            raise FormatError(
+                f"{files[0].path} has an optimizer without names of tensor-parallel ranks, which holdfast does not "
+                "read: save with ZeRO-1, or read the model with --key optimizer=skip (keys={'optimizer': 'skip'})"
+            )
+        self._optimizer = joiner.join_optimizers(optimizers)
+        return module
 
     def _read_experts(self) -> dict[str, Any]:
         """Return the tensors in the files of experts."""

@@ -95,7 +95,7 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     group_of = {name: group for group in saved for name in group["params"]}
     for group in groups:
         _check_class(group, saved)
-    missing = sorted({*parameter_names(groups)} - group_of.keys())
+    missing = sorted({*parameter_names(groups)} - group_of.keys() - _find_empty(groups))
     if missing and not tolerance.is_partial:
         raise OptimizerMismatchError(
             f"the optimizer trains {_format_few(missing)}, of which the checkpoint has no optimizer state; "
@@ -179,6 +179,12 @@ def _find_merged_groups(
                         "the checkpoint"
                     )
     return problems
+
+
+def _find_empty(groups: Sequence[ParamGroup]) -> set[str]:
+    """Return the parameters without elements. Their states have no values: DeepSpeed saves none of them."""
+    members = (member for group in groups for member in group.members)
+    return {ref.name for member in members for ref in member.refs if 0 in ref.tensor.shape}
 
 
 def _format_few(names: Sequence[str]) -> str:

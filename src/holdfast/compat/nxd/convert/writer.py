@@ -16,7 +16,7 @@ from holdfast.compat.nxd.format.nxd_reader import COPIES, NxdReader
 from holdfast.compat.nxd.format.rank_file_writer import PlannedFile, plan_rank_files
 from holdfast.compat.nxd.format.shard import stored_slices
 from holdfast.compat.nxd.format.step_dirs import MARKERS
-from holdfast.conversion.source_checksums import check_source_checksums
+from holdfast.conversion.source_checksums import check_ranges, find_source_checksums
 from holdfast.conversion.state_dict_schemas import check_named, scheduler_state_dict
 from holdfast.conversion.target import ConversionSource
 from holdfast.conversion.torch_names_hash import names_hash
@@ -80,7 +80,7 @@ class NxdWriter:
     def _verify_source(self) -> None:
         """Raise ``CorruptCheckpointError`` if the source has checksums that its bytes do not match."""
         reader, keys = self._source.reader, list(self._source.selected.sources.values())
-        check_source_checksums(reader, keys)
+        check_ranges(find_source_checksums(reader, keys))
         if not any(reader.block_crcs(*key) is not None for key in keys):
             return
         files: dict[Source, int] = {}
