@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError, FormatError, NoCheckpointError
-from holdfast.formats.dcp.folder import is_dcp
+from holdfast.formats.dcp.folder import METADATA, is_dcp
 from holdfast.formats.native import is_native
 from holdfast.storage.store import store_of
 
@@ -31,6 +31,9 @@ _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 #: The folder of the first rank, without and with pipeline or expert parallelism, and with both.
 _FIRST_RANKS = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
 
+#: Names in the metadata of an iteration of Megatron-FSDP.
+_FSDP_NAMES = (b"model.module.", b"checkpoint_version")
+
 _ITERATION = re.compile(r"iter_\d{7,12}|release")
 
 
@@ -48,7 +51,18 @@ def is_megatron(path: Path) -> bool:
 def is_iteration(path: Path) -> bool:
     """Return whether a folder is one iteration."""
     first = (path / name / MODEL_FILE for name in _FIRST_RANKS)
-    return read_backend(path) is not None or any(store_of(file).file_exists(file) for file in first)
+    has_files = read_backend(path) is not None or any(store_of(file).file_exists(file) for file in first)
+    return has_files or is_fsdp_dtensor(path)
+
+
+def is_fsdp_dtensor(path: Path) -> bool:
+    """Return whether a folder is an iteration of Megatron-FSDP, which no file describes but the metadata's names."""
+    file = path / METADATA
+    store = store_of(path)
+    if not store.file_exists(file) or store.path_exists(path / DESCRIPTION):
+        return False
+    metadata = store.read_small(file)
+    return all(name in metadata for name in _FSDP_NAMES)
 
 
 def read_backend(path: Path) -> str | None:
@@ -92,9 +106,9 @@ def resolve_iteration(path: Path) -> Path:
         return folder
     if is_dcp(folder):
         raise FormatError(
-            f"{folder} has no {DESCRIPTION}: either its save did not end, or it has the format fsdp_dtensor or "
-            "torch_dcp of Megatron-FSDP, which holdfast does not read as Megatron's: open this folder itself, which is "
-            "read as one of torch.distributed.checkpoint"
+            f"{folder} has no {DESCRIPTION}: either its save did not end, or it has the format torch_dcp, which "
+            "holdfast does not read as Megatron's: open this folder itself, which is read as one of "
+            "torch.distributed.checkpoint"
         )
     others = [other.name for other in store_of(path).list_subdirectories(path) if _ITERATION.fullmatch(other.name)]
     raise NoCheckpointError(

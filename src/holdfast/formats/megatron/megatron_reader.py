@@ -10,6 +10,7 @@ from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, 
 from holdfast.formats.megatron import folder
 from holdfast.formats.megatron.content_proof import check_masters
 from holdfast.formats.megatron.copies import check_copies
+from holdfast.formats.megatron.fsdp_dtensor import read_fsdp_dtensor
 from holdfast.formats.megatron.hf_layout import plan_pieces, tied_name
 from holdfast.formats.megatron.hf_pieces import Piece
 from holdfast.formats.megatron.legacy_torch import read_rank_folders
@@ -73,6 +74,8 @@ def _check_keys(keys: Mapping[str, str]) -> None:
 
 def _read_state(iteration: Path, *, with_optimizer: bool) -> SavedState:
     backend = folder.read_backend(iteration)
+    if backend is None and folder.is_fsdp_dtensor(iteration):
+        return read_fsdp_dtensor(iteration, with_optimizer=with_optimizer)
     if backend is None:
         return read_rank_folders(iteration, with_optimizer=with_optimizer)
     if backend != _TORCH_DIST:
@@ -111,9 +114,12 @@ def _build_optimizer(
     state: SavedState, cut: Callable[[str, JoinedTensor], Mapping[str, JoinedTensor]]
 ) -> dict[str, Any]:
     """Return the state dict of the optimizer, with its parameters by name."""
-    groups = merge_groups(state.groups, str(state.path))
     trained = {name: state.weights[name] for name in state.weights if name in state.states}
-    numbers = assign_groups(trained, groups, state.args)
+    if state.group_numbers:
+        groups, numbers = state.groups[0], state.group_numbers
+    else:
+        groups = merge_groups(state.groups, str(state.path))
+        numbers = assign_groups(trained, groups, state.args)
     steps = [_step_of(group, state) for group in groups]
     states: dict[str, dict[str, StoredTensor]] = {}
     param_groups: list[dict[str, Any]] = [
@@ -121,6 +127,8 @@ def _build_optimizer(
     ]
     for name in trained:
         group, step = param_groups[numbers[name]], steps[numbers[name]]
+        if name in state.steps:
+            step = make_step(state.steps[name], str(state.path))
         for target in cut(name, state.weights[name]):
             group["params"].append(target)
             states[target] = {} if step is None else {STEP: step}
