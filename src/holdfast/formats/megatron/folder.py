@@ -11,11 +11,19 @@ from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError, FormatError, NoCheckpointError
 from holdfast.formats.dcp.folder import METADATA, is_dcp
+from holdfast.formats.megatron.config_files import NEMO_WEIGHTS
 from holdfast.formats.native import is_native
+from holdfast.formats.tensor_bytes import read_tensor_bytes
+from holdfast.formats.torch_file import read_tree
+from holdfast.formats.torchfile.objects import TorchTensor
+from holdfast.ondisk.files import TensorInfo
 from holdfast.storage.store import store_of
 
 #: The file of a run that names the newest iteration, and the file of an iteration that is written last.
 LATEST, DESCRIPTION = "latest_checkpointed_iteration.txt", "metadata.json"
+
+#: The file of a run of Megatron-Bridge with the counters of the newest iteration.
+LATEST_STATE = "latest_train_state.pt"
 
 #: The file of an iteration with the values that all ranks share, up to megatron-core 0.18.
 COMMON = "common.pt"
@@ -43,9 +51,9 @@ def is_megatron(path: Path) -> bool:
     A run that has moved from Megatron to holdfast counts as a holdfast run.
     """
     store = store_of(path)
-    if store.file_exists(path / LATEST):
+    if store.file_exists(path / LATEST) or store.file_exists(path / LATEST_STATE):
         return not any(is_native(folder) for folder in store.list_subdirectories(path))
-    return is_iteration(path)
+    return is_iteration(path) or is_iteration(path / NEMO_WEIGHTS)
 
 
 def is_iteration(path: Path) -> bool:
@@ -95,9 +103,9 @@ def resolve_iteration(path: Path) -> Path:
     """
     if is_iteration(path):
         return path
-    file = path / LATEST
-    store_of(file).check_regular(file, within=(path,))
-    text = store_of(file).read_small(file, _LARGEST).decode(errors="replace").strip()
+    if is_iteration(path / NEMO_WEIGHTS):
+        return path / NEMO_WEIGHTS
+    file, text = _read_latest(path)
     name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) <= 12 else text  # noqa: PLR2004 - digits
     if not _ITERATION.fullmatch(name):
         raise CorruptCheckpointError(f"{file} must hold the number of an iteration or 'release', not {text[:40]!r}")
@@ -114,3 +122,18 @@ def resolve_iteration(path: Path) -> Path:
     raise NoCheckpointError(
         f"{file} names {name}, which is not there or not complete; {path} has {', '.join(others) or 'no iterations'}"
     )
+
+
+def _read_latest(path: Path) -> tuple[Path, str]:
+    """Return the file that names a run's newest iteration, and what it says."""
+    store = store_of(path)
+    if store.file_exists(path / LATEST):
+        store.check_regular(path / LATEST, within=(path,))
+        return path / LATEST, store.read_small(path / LATEST, _LARGEST).decode(errors="replace").strip()
+    file = path / LATEST_STATE
+    store.check_regular(file, within=(path,))
+    tree = read_tree(file).root
+    step = tree.get("step") if isinstance(tree, dict) else None
+    if not isinstance(step, TorchTensor) or step.info != TensorInfo("I64", ()):
+        raise CorruptCheckpointError(f"{file} must hold the step of the training, as Megatron-Bridge writes it")
+    return file, str(int.from_bytes(read_tensor_bytes(step, 0, step.info.nbytes), "little", signed=True))

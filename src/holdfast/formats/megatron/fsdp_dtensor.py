@@ -17,8 +17,9 @@ from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.dcp import folder
 from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
 from holdfast.formats.megatron.bucket_search import SKIP
+from holdfast.formats.megatron.config_files import choose_args
 from holdfast.formats.megatron.inert_objects import MEGATRON_NAMES, make_plain
-from holdfast.formats.megatron.model_args import ModelArgs
+from holdfast.formats.megatron.layer_names import strip_wrappers
 from holdfast.formats.megatron.param_groups import STEP
 from holdfast.formats.megatron.saved_state import SavedState
 from holdfast.formats.megatron.stage_names import StageNames
@@ -31,9 +32,6 @@ _OPTIMIZER, _STATE, _META = "optimizer", "state", "param_to_group_meta"
 
 #: The states of a parameter that are tensors of its shape.
 _STATES = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
-
-#: The prefixes of the wrappers around the model.
-_WRAPPERS = re.compile(r"(?:module\.){0,4}(.+)")
 
 #: The halves of ``linear_fc1``: the gate and the projection.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d{0,6})_([wv])")
@@ -56,7 +54,7 @@ def read_fsdp_dtensor(path: Path, *, with_optimizer: bool) -> SavedState:
             "which holdfast does not read: save it without --num-layers-per-virtual-pipeline-stage"
         )
     values = make_plain(root, saved.budget)
-    args = ModelArgs.from_saved(values.get("args"), str(path))
+    args = choose_args(values.get("args"), path)
     state = SavedState(path, saved.files, saved.fingerprint, saved.budget, args)
     state.values |= values
     weights = {name: tensor for name, tensor in model.items() if not name.endswith("_extra_state")}
@@ -118,8 +116,7 @@ class _NameTable:
 
 def _strip_name(name: str) -> str:
     """Return a name without the prefixes of wrappers, and with an expert's number where other formats have it."""
-    match = _WRAPPERS.fullmatch(name)
-    bare = name if match is None else match[1]
+    bare = strip_wrappers(name)
     if expert := _GROUPED_EXPERT.fullmatch(bare):
         return f"{expert[1]}.local_experts.{expert[4]}.{expert[2]}.{expert[3]}"
     return bare

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
 from holdfast.formats.megatron import folder
+from holdfast.formats.megatron.config_files import read_train_state
 from holdfast.formats.megatron.content_proof import check_masters
 from holdfast.formats.megatron.copies import check_copies
 from holdfast.formats.megatron.fsdp_dtensor import read_fsdp_dtensor
@@ -48,12 +49,14 @@ class MegatronReader(TreeReader):
         iteration = folder.resolve_iteration(path)
         try:
             self._state = _read_state(iteration, with_optimizer=keys.get(OPTIMIZER, _READ) == _READ)
+            train_state, files = read_train_state(iteration, self._state.budget)
+            self._state.values |= train_state
             contents = _build_contents(self._state, keys)
         except HoldfastError:
             raise
         except (AttributeError, LookupError, TypeError) as error:
             raise CorruptCheckpointError(f"{iteration} has files that Megatron does not write: {error}") from error
-        super().__init__(iteration, MEGATRON, self._state.files, self._state.fingerprint, contents)
+        super().__init__(iteration, MEGATRON, [*self._state.files, *files], self._state.fingerprint, contents)
 
     def check_files(self) -> None:
         """Check that copies on ranks are equal, and that masters which were found by content match all weights."""
