@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError
+from holdfast.errors import CorruptCheckpointError, NoCheckpointError
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors, resume_sharded

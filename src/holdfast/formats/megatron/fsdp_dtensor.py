@@ -173,5 +173,7 @@ def _add_groups(state: SavedState, meta: Mapping[str, Any], label: str) -> None:
         state.group_numbers[names.rename(name)] = groups.index(settings)
     missing = sorted(set(state.states) - set(state.group_numbers))
     if missing:
-        raise FormatError(f"{label} has states of {missing[0]!r:.200}, and no settings of its group, {_UNKNOWN}; {SKIP}")
+        raise FormatError(
+            f"{label} has states of {missing[0]!r:.200}, and no settings of its group, {_UNKNOWN}; {SKIP}"
+        )
     state.groups = [groups]

@@ -12,6 +12,7 @@ from holdfast.formats.megatron.config_files import read_train_state
 from holdfast.formats.megatron.content_proof import check_masters
 from holdfast.formats.megatron.copies import check_copies
 from holdfast.formats.megatron.fsdp_dtensor import read_fsdp_dtensor
+from holdfast.formats.megatron.hf_families import choose_family
 from holdfast.formats.megatron.hf_layout import plan_pieces, tied_name
 from holdfast.formats.megatron.hf_pieces import Piece
 from holdfast.formats.megatron.legacy_torch import read_rank_folders
@@ -56,12 +57,26 @@ class MegatronReader(TreeReader):
             raise
         except (AttributeError, LookupError, TypeError) as error:
             raise CorruptCheckpointError(f"{iteration} has files that Megatron does not write: {error}") from error
+        self._layout = keys.get(LAYOUT, MEGATRON)
         super().__init__(iteration, MEGATRON, [*self._state.files, *files], self._state.fingerprint, contents)
 
     def check_files(self) -> None:
         """Check that copies on ranks are equal, and that masters which were found by content match all weights."""
         check_copies(self._state.copies, str(self.path))
         check_masters(self._state.proofs, str(self.path))
+
+    def describe_family(self) -> str:
+        """See :class:`holdfast.formats.reader.FamilyReader`."""
+        args = self._state.args
+        try:
+            family = choose_family(args).name
+            plan_pieces(self._state.weights, args, None)
+        except FormatError as error:
+            return f"unknown, so there are Megatron's names only: {error}"
+        source = "args" if args.source == str(self._state.path) else Path(args.source).name
+        is_hf = self._layout == MEGATRON_HF
+        names = "the names are those of transformers" if is_hf else "--layout hf gives the names of transformers"
+        return f"{family}, by {source}; {names}"
 
 
 def _check_keys(keys: Mapping[str, str]) -> None:
