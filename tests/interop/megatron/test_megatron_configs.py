@@ -4,92 +4,22 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
-from tests.helpers.megatron_models import ARGS, GROUP_SETTINGS, build_tensors, stack_tensors
+from tests.helpers.megatron_folders import MASTERS, MODEL, STATES, save_bridge, save_fsdp, save_nemo
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors
 
+pytest.importorskip("yaml")
+
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-MASTERS = build_tensors(ARGS["qwen3"])
-STATES = {"param": MASTERS, "exp_avg": build_tensors(ARGS["qwen3"], 1), "exp_avg_sq": build_tensors(ARGS["qwen3"], 2)}
-
-#: The configuration of the model, as both write it: with Python's names, which are never imported.
-MODEL = """\
-  _target_: {target}
-  activation_func:
-    _call_: false
-    _target_: torch.nn.functional.silu
-  add_bias_linear: false
-  add_qkv_bias: false
-  ffn_hidden_size: 48
-  gated_linear_unit: true
-  hidden_size: 32
-  init_method: !!python/object/apply:os.system ['touch {mark}']
-  kv_channels: 8
-  layernorm_zero_centered_gamma: false
-  normalization: RMSNorm
-  num_attention_heads: 4
-  num_layers: 3
-  num_moe_experts: null
-  num_query_groups: 2
-  params_dtype:
-    _call_: false
-    _target_: torch.bfloat16
-  position_embedding_type: rope
-  qk_layernorm: true
-  rotary_percent: 1.0
-  share_embeddings_and_output_weights: false
-  vocab_size: 60
-"""
-
-
-def save_folder(folder: Path, prefix: str, common: Mapping[str, Any]) -> Path:
-    """Write an iteration of ``torch_dist``."""
-    entries: dict[str, Any] = {f"{prefix}{key}": tensor for key, tensor in stack_tensors(MASTERS).items()}
-    for state, tensors in STATES.items():
-        entries |= {f"optimizer.state.{state}.{prefix}{key}": own for key, own in stack_tensors(tensors).items()}
-    dcp.save(entries, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
-    torch.save(dict(common), folder / "common.pt")
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    return folder
-
-
-OPTIMIZER = {"param_state_sharding_type": "fully_reshardable", "optimizer": {"param_groups": GROUP_SETTINGS}}
-
-
-def save_nemo(folder: Path, model: str = MODEL) -> Path:
-    common = {"global_step": 7, "epoch": 0, "state_dict": {}, "optimizer": [OPTIMIZER], "optimizer_states": {}}
-    save_folder(folder / "weights", "module.", common)
-    (folder / "context").mkdir()
-    text = model.format(target="nemo.collections.llm.gpt.model.llama.Llama3Config", mark=folder / "executed")
-    (folder / "context/model.yaml").write_text(f"_target_: nemo.collections.llm.LlamaModel\nconfig:\n{text}")
-    (folder / "context/io.json").write_text("{}")
-    return folder
-
-
-def save_bridge(folder: Path, model: str = MODEL) -> Path:
-    iteration = folder / "iter_0000007"
-    save_folder(iteration, "", {"iteration": 7, "checkpoint_version": 3.0, "optimizer": OPTIMIZER})
-    text = model.format(target="megatron.bridge.models.qwen.Qwen3ModelProvider", mark=folder / "executed")
-    (iteration / "run_config.yaml").write_text(f"checkpoint:\n  save_optim: true\nmodel:\n{text}")
-    state = {"step": torch.tensor(7), "consumed_train_samples": torch.tensor(56), "do_train": torch.tensor(True)}
-    torch.save(state, iteration / "train_state.pt")
-    torch.save(state, folder / "latest_train_state.pt")
-    return folder
-
 
 SAVES = {"nemo": save_nemo, "bridge": save_bridge}
 
@@ -120,7 +50,7 @@ def test_the_names_of_transformers(tmp_path: Path, name: str) -> None:
     opened = holdfast.open(holdfast.convert(run, tmp_path / "hf", to="hf"))
     embedding = MASTERS["embedding.word_embeddings.weight"]
     assert equal_bits(opened["model/model.embed_tokens.weight"], embedding[:60])
-    assert "model/model.layers.2.self_attn.q_norm.weight" in opened.keys()
+    assert "model/model.layers.2.self_attn.q_norm.weight" in opened
     gate, _ = MASTERS["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
     assert equal_bits(opened["model/model.layers.1.mlp.gate_proj.weight"], gate)
     assert not (run / "executed").exists()
@@ -164,6 +94,12 @@ def test_without_a_configuration_or_pyyaml(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"has no args.*--layout megatron"):
         holdfast.open(run, keys={"layout": "hf"})
     assert holdfast.open(run).format == "megatron"
+
+
+def test_a_folder_of_megatron_fsdp(tmp_path: Path) -> None:
+    opened = holdfast.open(save_fsdp(tmp_path / "iter_0000007"))
+    assert all(equal_bits(opened[f"model/{key}"], tensor) for key, tensor in MASTERS.items())
+    assert all(equal_bits(opened[f"optimizer/{key}/exp_avg"], tensor) for key, tensor in STATES["exp_avg"].items())
 
 
 def test_a_state_that_is_none(tmp_path: Path) -> None:

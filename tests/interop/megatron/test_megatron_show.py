@@ -12,8 +12,8 @@ import holdfast
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import build_model
+from tests.helpers.megatron_folders import MODEL, save_bridge, save_nemo
 from tests.helpers.megatron_models import ARGS, build_tensors, save_torch_dist
-from tests.interop.megatron.test_megatron_configs import MODEL, save_bridge, save_nemo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -80,7 +80,8 @@ def _parse_yaml(raw: bytes, file: Path) -> Any:
         yaml: Any = import_module("yaml")
     except ImportError:
         raise FormatError(
-            f"{file} has the configuration of the model, and reading it needs PyYAML: pip install pyyaml, or {READ_ADVICE}"
+            f"{file} has the configuration of the model, and reading it needs PyYAML: pip install pyyaml, or "
+            f"{READ_ADVICE}"
         ) from None
     try:
         return yaml.load(raw, Loader=yaml.BaseLoader)
