@@ -83,21 +83,25 @@ def save_bridge(folder: Path, model: str = MODEL) -> Path:
 
 
 def save_fsdp(folder: Path) -> Path:
-    """Write an iteration of ``fsdp_dtensor``, with the names that Megatron-FSDP gives its tensors."""
+    """Write an iteration of ``fsdp_dtensor``."""
+    dcp.save(build_fsdp_tree(), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def build_fsdp_tree() -> dict[str, Any]:
+    """What Megatron-FSDP saves, with the names that it gives its tensors."""
     state: dict[str, dict[str, Tensor]] = {}
     for kind in ("exp_avg", "exp_avg_sq"):
         for name, tensor in _halve(STATES[kind]).items():
             state.setdefault(f"module.module.module.{name}", {"step": torch.tensor(5.0)})[kind] = tensor
     meta = {f"module.module.module.{name}": GROUP_SETTINGS[int(own.ndim == 1)] for name, own in MASTERS.items()}
-    tree = {
+    return {
         "args": Namespace(**ARGS["qwen3"]),
         "checkpoint_version": 3.0,
         "iteration": 7,
         "model": {f"module.{name}": tensor for name, tensor in _halve(MASTERS).items()},
         "optimizer": {"state": state, "param_to_group_meta": meta},
     }
-    dcp.save(tree, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 def _halve(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError, NoCheckpointError
 from holdfast.formats.dcp.folder import METADATA, is_dcp
@@ -34,13 +35,20 @@ MODEL_FILE = "model_optim_rng.pt"
 #: The key of the description that names the format of the tensors, and the most bytes of the description.
 _BACKEND, _LARGEST = "sharded_backend", 2**16
 
+#: The versions that are read, by their keys in the description.
+_VERSIONS: dict[str, tuple[Any, ...]] = {
+    "sharded_backend_version": (1, None),
+    "common_backend": ("torch", None),
+    "common_backend_version": (1, None),
+}
+
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 
 #: The folder of the first rank, without and with pipeline or expert parallelism, and with both.
 _FIRST_RANKS = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
 
-#: Names in the metadata of an iteration of Megatron-FSDP.
-_FSDP_NAMES = (b"model.module.", b"checkpoint_version")
+#: A name in the metadata of an iteration of Megatron-FSDP, and the beginnings of the names of its model.
+_FSDP_NAMES = (b"checkpoint_version", b"model.module.", b"model0.module.")
 
 _ITERATION = re.compile(r"iter_\d{7,12}|release")
 
@@ -60,7 +68,13 @@ def is_iteration(path: Path) -> bool:
     """Return whether a folder is one iteration."""
     first = (path / name / MODEL_FILE for name in _FIRST_RANKS)
     has_files = read_backend(path) is not None or any(store_of(file).file_exists(file) for file in first)
-    return has_files or is_fsdp_dtensor(path)
+    return has_files or is_fsdp_dtensor(path) or has_broken_description(path)
+
+
+def has_broken_description(path: Path) -> bool:
+    """Return whether a folder has the name and the tensors of an iteration, and a description that says no format."""
+    is_described = bool(_ITERATION.fullmatch(path.name)) and store_of(path).file_exists(path / DESCRIPTION)
+    return is_described and is_dcp(path) and read_backend(path) is None
 
 
 def is_fsdp_dtensor(path: Path) -> bool:
@@ -70,20 +84,35 @@ def is_fsdp_dtensor(path: Path) -> bool:
     if not store.file_exists(file) or store.path_exists(path / DESCRIPTION):
         return False
     metadata = store.read_small(file)
-    return all(name in metadata for name in _FSDP_NAMES)
+    return _FSDP_NAMES[0] in metadata and any(name in metadata for name in _FSDP_NAMES[1:])
 
 
 def read_backend(path: Path) -> str | None:
     """Return the format of an iteration's tensors, as its description names it; ``None`` if there is none."""
+    backend = _read_description(path).get(_BACKEND)
+    return backend if isinstance(backend, str) else None
+
+
+def check_versions(path: Path) -> None:
+    """Raise ``FormatError`` if the description of an iteration names versions that are not known."""
+    for key, value in _read_description(path).items():
+        if key in _VERSIONS and value not in _VERSIONS[key]:
+            raise FormatError(
+                f"{path / DESCRIPTION} has {key} {value!r:.40}, and holdfast knows {_VERSIONS[key][0]!r}: a newer "
+                "version of Megatron wrote it"
+            )
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Return the description of an iteration; an empty one if there is none."""
     file = path / DESCRIPTION
     if not store_of(file).file_exists(file) or store_of(file).file_size(file) > _LARGEST:
-        return None
+        return {}
     try:
         table = json.loads(store_of(file).read_small(file))
     except (ValueError, RecursionError):
-        return None
-    backend = table.get(_BACKEND) if isinstance(table, dict) else None
-    return backend if isinstance(backend, str) else None
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def list_rank_folders(path: Path) -> dict[tuple[int, ...], Path]:

@@ -126,12 +126,10 @@ def _add_optimizer(state: SavedState, optimizer: Any) -> None:
     """Add the states of the parameters, and the settings of their groups."""
     label = f"{state.path}: optimizer"
     unknown = sorted(map(str, set(optimizer) - {_STATE, _META})) if isinstance(optimizer, dict) else ["no dict"]
-    if unknown or not all(isinstance(optimizer.get(key), dict) for key in (_STATE, _META)):
-        raise FormatError(
-            f"{label} has {', '.join(unknown)[:200] or 'no state or no param_to_group_meta'}, {_UNKNOWN}; {SKIP}"
-        )
+    if unknown or not isinstance(optimizer.get(_META), dict) or not isinstance(optimizer.get(_STATE, {}), dict):
+        raise FormatError(f"{label} has {', '.join(unknown)[:200] or 'no param_to_group_meta'}, {_UNKNOWN}; {SKIP}")
     by_state: dict[str, dict[str, Any]] = {}
-    for name, states in optimizer[_STATE].items():
+    for name, states in optimizer.get(_STATE, {}).items():  # it has none before the first step
         if not isinstance(states, dict):
             raise FormatError(f"{label} has no states of {name!r:.200}, {_UNKNOWN}; {SKIP}")
         for key, value in states.items():
@@ -155,6 +153,9 @@ def _whole_name(name: str) -> str:
 
 
 def _check_states(state: SavedState, label: str) -> None:
+    kinds = {frozenset(states) for states in state.states.values()}
+    if len(kinds) > 1 or (state.steps and set(state.steps) != set(state.states)):
+        raise CorruptCheckpointError(f"{label} has states of some parameters that others lack: parts of it are missing")
     for name, states in state.states.items():
         weight = state.weights.get(name)
         if weight is None or any(tensor.info.shape != weight.info.shape for tensor in states.values()):

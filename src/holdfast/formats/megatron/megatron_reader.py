@@ -92,6 +92,10 @@ def _check_keys(keys: Mapping[str, str]) -> None:
 
 def _read_state(iteration: Path, *, with_optimizer: bool) -> SavedState:
     backend = folder.read_backend(iteration)
+    if folder.has_broken_description(iteration):
+        raise CorruptCheckpointError(
+            f"{iteration / folder.DESCRIPTION} names no format: it is damaged, or not Megatron's"
+        )
     if backend is None and folder.is_fsdp_dtensor(iteration):
         return read_fsdp_dtensor(iteration, with_optimizer=with_optimizer)
     if backend is None:
@@ -101,6 +105,7 @@ def _read_state(iteration: Path, *, with_optimizer: bool) -> SavedState:
             f"{iteration} has tensors in the format {backend!r:.40}, and holdfast reads {_TORCH_DIST} and torch: "
             "convert it with the version of Megatron that wrote it"
         )
+    folder.check_versions(iteration)
     return read_torch_dist(iteration, with_optimizer=with_optimizer)
 
 
