@@ -18,7 +18,7 @@ from holdfast.formats.torch_file import read_tree
 from holdfast.ondisk.read_budget import ReadBudget
 from holdfast.storage.store import store_of
 
-#: The file of an iteration of Megatron-Bridge, and the one beside the weights of NeMo 2, with the keys to the model.
+#: The file of an iteration of Megatron-Bridge, and the one next to the weights of NeMo 2, with the keys to the model.
 _RUN_CONFIG, _CONTEXT = "run_config.yaml", "context/model.yaml"
 _MODEL_KEYS = {"run_config.yaml": "model", "model.yaml": "config"}
 
@@ -122,7 +122,7 @@ def _convert_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_train_state(iteration: Path, budget: ReadBudget) -> tuple[dict[str, Any], list[Path]]:
-    """Return the counters that Megatron-Bridge keeps beside an iteration, and their file; none if there are none."""
+    """Return the counters that Megatron-Bridge keeps next to an iteration, and their file; none if there are none."""
     file = iteration / TRAIN_STATE
     if not store_of(file).file_exists(file):
         return {}, []

@@ -94,7 +94,7 @@ def _read_state(iteration: Path, *, with_optimizer: bool) -> SavedState:
     backend = folder.read_backend(iteration)
     if folder.has_broken_description(iteration):
         raise CorruptCheckpointError(
-            f"{iteration / folder.DESCRIPTION} names no format: it is damaged, or not Megatron's"
+            f"{iteration / folder.DESCRIPTION} names no format: it is corrupt, or not Megatron's"
         )
     if backend is None and folder.is_fsdp_dtensor(iteration):
         return read_fsdp_dtensor(iteration, with_optimizer=with_optimizer)
