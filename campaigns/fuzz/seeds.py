@@ -14,6 +14,7 @@ from torch import nn
 import holdfast
 from holdfast.dcp import FileSystemWriter
 from tests.helpers.deepspeed_files import random_save, write_zero
+from tests.helpers.megatron_folders import save_bridge, save_fsdp, save_nemo
 from tests.helpers.megatron_models import ARGS, build_tensors, save_flat, save_torch_dist
 from tests.helpers.megatron_ranks import save_ranks
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
@@ -77,12 +78,15 @@ def _save_deepspeed(path: Path, stage: int) -> Path:
 
 
 def _save_megatron(folder: Path) -> dict[str, Path]:
-    """Save one checkpoint of Megatron in each of two forms of its optimizer states, and one in files of ranks."""
+    """Save checkpoints of Megatron: two forms of optimizer states, and one of each other kind of folder."""
     args, tensors = ARGS["gpt_neox"], build_tensors(ARGS["gpt_neox"])
     states = dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors)
     return {
         "megatron": save_torch_dist(folder / "whole/c", tensors, args, states),
         "megatron flat": save_flat(folder / "flat/c", tensors, args, states),
+        "megatron fsdp": save_fsdp(folder / "fsdp/iter_0000007"),
+        "megatron nemo": save_nemo(folder / "nemo/c"),
+        "megatron bridge": save_bridge(folder / "bridge/c"),
         "megatron ranks": save_ranks(folder / "ranks/c", build_tensors(ARGS["llama"]), build_tensors(ARGS["llama"])),
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.engine.io.sources import Source
 from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
@@ -104,6 +104,14 @@ class Reader(Protocol):
 
     def is_current(self) -> bool:
         """Return whether the path still holds the checkpoint that was opened, as far as the format can tell."""
+
+
+@runtime_checkable
+class FamilyReader(Protocol):
+    """A reader that knows the family of models, by which names and tensors can be those of transformers."""
+
+    def describe_family(self) -> str:
+        """Return the family, where it is known from, and which layouts the checkpoint can be read in."""
 
 
 def check_read(reader: Reader, is_wanted: Callable[[UnreadTensorNote], bool]) -> None:

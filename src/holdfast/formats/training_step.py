@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 #: The keys that lead to the step in the user content, by the name of the format.
-_KEYS = {
-    "trainer": ("trainer_state", "global_step"),
-    "deepspeed": ("global_steps",),
-    "megatron": ("iteration",),
-    "lightning": ("global_step",),
-}
+_KEYS = (
+    ("trainer", ("trainer_state", "global_step")),
+    ("deepspeed", ("global_steps",)),
+    ("megatron", ("iteration",)),
+    ("megatron", ("global_step",)),  # of NeMo
+    ("lightning", ("global_step",)),
+)
 
 
 def find_step(format_name: str, user_content: Any) -> int | None:
     """Return the training step; ``None`` if there is none. Several formats in one folder are joined by ``+``."""
-    for name, keys in _KEYS.items():
+    for name, keys in _KEYS:
         value = user_content if name in format_name.split("+") else None
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None

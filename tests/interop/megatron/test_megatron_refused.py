@@ -168,7 +168,7 @@ def test_unfinished_and_missing_iterations(open_fixture: OpenFixture, tmp_path: 
     iteration = copy_fixture(open_fixture("full_tp2_dp1_fp32_mcore16"), run)
     (iteration / "metadata.json").rename(tmp_path / "metadata.json")
     with pytest.raises(
-        FormatError, match=r"has no metadata\.json: either its save did not end, or it has the format fsdp_dtensor"
+        FormatError, match=r"has no metadata\.json: either its save did not end, or it has the format torch_dcp"
     ):
         holdfast.open(run)
     (tmp_path / "metadata.json").rename(iteration / "metadata.json")

@@ -13,6 +13,7 @@ from holdfast.cli.output import print_error, print_json
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.show import sections
 from holdfast.cli.show.modules import fold_modules, summarize_modules
+from holdfast.formats.reader import FamilyReader
 from holdfast.inspection import inspected_checkpoint
 from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from holdfast.inspection.name_patterns import match_names
@@ -120,6 +121,7 @@ def _json_record(
     return {
         "path": str(inspected.path),
         "format": inspected.reader.format,
+        "family": inspected.reader.describe_family() if isinstance(inspected.reader, FamilyReader) else None,
         "tag": tag_of(inspected.path) if manifest else None,
         "step": manifest.step if manifest else None,
         "sequence": manifest.sequence if manifest else None,

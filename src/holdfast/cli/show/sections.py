@@ -14,7 +14,7 @@ from holdfast.cli.output import format_metrics, format_time
 from holdfast.cli.show.folding import FoldedTensors, fold_tensors
 from holdfast.cli.show.modules import ModuleSummary
 from holdfast.cli.table import Column, Table
-from holdfast.formats.reader import CheckpointValues
+from holdfast.formats.reader import CheckpointValues, FamilyReader
 from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from holdfast.observe.terminal import escape_control_characters
 from holdfast.observe.units import format_count, format_size
@@ -41,6 +41,8 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
     rows = [("path", str(inspected.path)), ("format", inspected.reader.format)]
     if parameters := _format_parameters(inspected.reader.groups):
         rows += [("model", parameters)]
+    if isinstance(inspected.reader, FamilyReader):
+        rows += _wrap_rows("family", inspected.reader.describe_family())
     if inspected.manifest:
         manifest, provenance = inspected.manifest, inspected.manifest.provenance
         rows += [

@@ -16,7 +16,7 @@ from holdfast.formats.pickles.builtin_types import plain_record
 from holdfast.formats.pickles.unpickle import unpickle
 from holdfast.formats.pickles.unpickler import AllowedCallable, OpaqueObject, kind_of
 from holdfast.formats.stored_tensor import UnreadableTensor
-from holdfast.formats.torchfile.allowed_globals import NAMES
+from holdfast.formats.torchfile.allowed_globals import NAMES, check_sizes
 from holdfast.formats.torchfile.dtypes import DTYPES
 from holdfast.formats.torchfile.objects import TorchDtype, TorchSize
 from holdfast.formats.tree.expanded_size import check_expanded_size
@@ -247,9 +247,9 @@ def _check_table(value: Any, field_name: str) -> Mapping[str, Any]:
 
 
 def _to_shape(value: Any, name: Any) -> tuple[int, ...]:
-    if not isinstance(value, TorchSize):
+    if type(value) not in {TorchSize, tuple}:  # Megatron-FSDP writes the chunks of its tensors with tuples
         raise TypeError(f"the sizes and offsets of {name!r:.100} must be of type torch.Size, got {kind_of(value)}")
-    return tuple(value)
+    return check_sizes(tuple(value))
 
 
 def _check_path(value: Any, name: str) -> Path:

@@ -13,6 +13,7 @@ _FOREIGN = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "mtp_num_layers"),
     *("rotary_interleaved", "squared_relu", "quick_geglu", "attention_output_gate", "hybrid_override_pattern"),
     *("moe_shared_expert_intermediate_size", "is_hybrid_model", "num_experts_interleaved", "sandwich_norm"),
+    "activation_func",
 )
 
 
@@ -191,7 +192,7 @@ FAMILIES = (
 def choose_family(args: ModelArgs) -> Family:
     """Return the family that a model belongs to. Raises ``FormatError``, naming its traits, if it is none of these."""
     if not args.values:
-        raise FormatError(f"{args.source} has no args, so its model family is unknown: {args.advice}")
+        raise FormatError(args.problem or f"{args.source} has no args, so its model family is unknown: {args.advice}")
     foreign = [name for name in _FOREIGN if args.is_set(name)]
     family = next((family for family in FAMILIES if not foreign and family.fits(args)), None)
     if family is None:

@@ -18,6 +18,16 @@ _EXPERTS = re.compile(r"(.+\.experts)\.experts\.(?!\d)(.+)")
 _NUMBER = re.compile(r"(?:[^.]+\.)*?layers\.(\d{1,6})\.")
 
 
+#: The prefixes of the modules around a model, in NeMo and in Megatron-FSDP.
+_WRAPPERS = re.compile(r"(?:model\.|module\.){1,5}(?=(?:embedding|decoder|output_layer|encoder|mtp)\.)")
+
+
+def strip_wrappers(name: str) -> str:
+    """Return a name without the prefixes of wrappers around the model."""
+    match = _WRAPPERS.match(name)
+    return name if match is None else name[match.end() :]
+
+
 def layer_of(name: str) -> int | None:
     """Return the number of the layer in a name, or ``None``."""
     match = _NUMBER.match(name)

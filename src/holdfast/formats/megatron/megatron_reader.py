@@ -8,8 +8,11 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
 from holdfast.formats.megatron import folder
+from holdfast.formats.megatron.config_files import read_train_state
 from holdfast.formats.megatron.content_proof import check_masters
 from holdfast.formats.megatron.copies import check_copies
+from holdfast.formats.megatron.fsdp_dtensor import read_fsdp_dtensor
+from holdfast.formats.megatron.hf_families import choose_family
 from holdfast.formats.megatron.hf_layout import plan_pieces, tied_name
 from holdfast.formats.megatron.hf_pieces import Piece
 from holdfast.formats.megatron.legacy_torch import read_rank_folders
@@ -47,17 +50,33 @@ class MegatronReader(TreeReader):
         iteration = folder.resolve_iteration(path)
         try:
             self._state = _read_state(iteration, with_optimizer=keys.get(OPTIMIZER, _READ) == _READ)
+            train_state, files = read_train_state(iteration, self._state.budget)
+            self._state.values |= train_state
             contents = _build_contents(self._state, keys)
         except HoldfastError:
             raise
         except (AttributeError, LookupError, TypeError) as error:
             raise CorruptCheckpointError(f"{iteration} has files that Megatron does not write: {error}") from error
-        super().__init__(iteration, MEGATRON, self._state.files, self._state.fingerprint, contents)
+        self._layout = keys.get(LAYOUT, MEGATRON)
+        super().__init__(iteration, MEGATRON, [*self._state.files, *files], self._state.fingerprint, contents)
 
     def check_files(self) -> None:
         """Check that copies on ranks are equal, and that masters which were found by content match all weights."""
         check_copies(self._state.copies, str(self.path))
         check_masters(self._state.proofs, str(self.path))
+
+    def describe_family(self) -> str:
+        """See :class:`holdfast.formats.reader.FamilyReader`."""
+        args = self._state.args
+        try:
+            family = choose_family(args).name
+            plan_pieces(self._state.weights, args, None)
+        except FormatError as error:
+            return f"unknown, so there are Megatron's names only: {error}"
+        source = "args" if args.source == str(self._state.path) else Path(args.source).name
+        is_hf = self._layout == MEGATRON_HF
+        names = "the names are those of transformers" if is_hf else "--layout hf gives the names of transformers"
+        return f"{family}, by {source}; {names}"
 
 
 def _check_keys(keys: Mapping[str, str]) -> None:
@@ -73,6 +92,12 @@ def _check_keys(keys: Mapping[str, str]) -> None:
 
 def _read_state(iteration: Path, *, with_optimizer: bool) -> SavedState:
     backend = folder.read_backend(iteration)
+    if folder.has_broken_description(iteration):
+        raise CorruptCheckpointError(
+            f"{iteration / folder.DESCRIPTION} names no format: it is corrupt, or not Megatron's"
+        )
+    if backend is None and folder.is_fsdp_dtensor(iteration):
+        return read_fsdp_dtensor(iteration, with_optimizer=with_optimizer)
     if backend is None:
         return read_rank_folders(iteration, with_optimizer=with_optimizer)
     if backend != _TORCH_DIST:
@@ -80,6 +105,7 @@ def _read_state(iteration: Path, *, with_optimizer: bool) -> SavedState:
             f"{iteration} has tensors in the format {backend!r:.40}, and holdfast reads {_TORCH_DIST} and torch: "
             "convert it with the version of Megatron that wrote it"
         )
+    folder.check_versions(iteration)
     return read_torch_dist(iteration, with_optimizer=with_optimizer)
 
 
@@ -111,9 +137,12 @@ def _build_optimizer(
     state: SavedState, cut: Callable[[str, JoinedTensor], Mapping[str, JoinedTensor]]
 ) -> dict[str, Any]:
     """Return the state dict of the optimizer, with its parameters by name."""
-    groups = merge_groups(state.groups, str(state.path))
     trained = {name: state.weights[name] for name in state.weights if name in state.states}
-    numbers = assign_groups(trained, groups, state.args)
+    if state.group_numbers:
+        groups, numbers = state.groups[0], state.group_numbers
+    else:
+        groups = merge_groups(state.groups, str(state.path))
+        numbers = assign_groups(trained, groups, state.args)
     steps = [_step_of(group, state) for group in groups]
     states: dict[str, dict[str, StoredTensor]] = {}
     param_groups: list[dict[str, Any]] = [
@@ -121,6 +150,8 @@ def _build_optimizer(
     ]
     for name in trained:
         group, step = param_groups[numbers[name]], steps[numbers[name]]
+        if name in state.steps:
+            step = make_step(state.steps[name], str(state.path))
         for target in cut(name, state.weights[name]):
             group["params"].append(target)
             states[target] = {} if step is None else {STEP: step}

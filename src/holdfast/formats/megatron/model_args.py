@@ -20,12 +20,14 @@ READ_ADVICE = 'keep Megatron\'s names with keys={"layout": "megatron"}, on the c
 class ModelArgs:
     """The arguments of a training: ``values`` by name; ``source`` is the file or folder, for messages.
 
-    ``advice`` ends the message of an error about tensors or arguments that have no place in a family.
+    ``advice`` ends the message of an error about tensors or arguments that have no place in a family. ``problem`` says
+    why there are no arguments, if a file with them could not be read.
     """
 
     values: Mapping[str, Any]
     source: str
     advice: str = READ_ADVICE
+    problem: str = ""
 
     @classmethod
     def from_saved(cls, saved: Any, source: str) -> ModelArgs:

@@ -109,6 +109,8 @@ def has_weight_decay(name: str, ndim: int, args: ModelArgs) -> bool:
 def make_step(value: Any, source: str) -> StoredTensor:
     """Return a number of steps as a tensor, as torch's optimizers keep it."""
     if isinstance(value, StoredTensor):
+        if value.info.shape not in {(), (1,)}:
+            raise CorruptCheckpointError(f"{source}: the optimizer's number of steps is a tensor of several numbers")
         return value
     if type(value) not in {int, float}:
         raise CorruptCheckpointError(f"{source}: the optimizer's number of steps is {value!r:.40}, not a number")

@@ -29,6 +29,8 @@ class SavedState:
         weights: The tensors of the model, by name.
         states: The states of each parameter by name: ``master``, ``exp_avg`` and so on.
         groups: The settings of the optimizer's groups, as each rank has them.
+        group_numbers: The number of each parameter's group in the only list of ``groups``, if the files say it.
+        steps: The number of steps of each parameter, if it is not in the groups.
         common_step: The number of steps, if it is not in the groups.
         values: All other values.
         proofs: Parameters whose masters, rounded, must be their weights, because masters were assigned by content.
@@ -43,6 +45,8 @@ class SavedState:
     weights: dict[str, JoinedTensor] = field(default_factory=dict)
     states: dict[str, dict[str, JoinedTensor]] = field(default_factory=dict)
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    group_numbers: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, Any] = field(default_factory=dict)
     common_step: Any = None
     values: dict[str, Any] = field(default_factory=dict)
     proofs: list[tuple[str, StoredTensor, StoredTensor]] = field(default_factory=list)

@@ -15,12 +15,12 @@ from holdfast.errors import CorruptCheckpointError, FormatError
 from holdfast.formats.dcp import folder
 from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
 from holdfast.formats.megatron.bucket_search import SKIP
+from holdfast.formats.megatron.config_files import choose_args
 from holdfast.formats.megatron.flat_buffers import FlatBuffer, FlatTensor
 from holdfast.formats.megatron.flat_states import find_parts, join_states
 from holdfast.formats.megatron.folder import COMMON, DESCRIPTION
 from holdfast.formats.megatron.inert_objects import MEGATRON_NAMES, make_plain
-from holdfast.formats.megatron.layer_names import unstack_tensor
-from holdfast.formats.megatron.model_args import ModelArgs
+from holdfast.formats.megatron.layer_names import strip_wrappers, unstack_tensor
 from holdfast.formats.megatron.param_groups import COMMON_STEP, collect_groups
 from holdfast.formats.megatron.param_state import buffers_of_param_state
 from holdfast.formats.megatron.rank_parts import list_parts
@@ -61,7 +61,7 @@ def read_torch_dist(path: Path, *, with_optimizer: bool) -> SavedState:
         [*saved.files, *files, path / DESCRIPTION],
         f"{saved.fingerprint}-{digest:016x}",
         saved.budget,
-        ModelArgs.from_saved(common.get("args"), str(path)),
+        choose_args(common.get("args"), path),
     )
     return _StateBuilder(state, saved, shards, common).build_state(with_optimizer=with_optimizer)
 
@@ -99,11 +99,15 @@ class _StateBuilder:
     def build_state(self, *, with_optimizer: bool) -> SavedState:
         optimizer, model = self._split_entries(with_optimizer=with_optimizer)
         for key, stacked in model.items():
-            for name, tensor in unstack_tensor(key, stacked, self._state.budget):
+            for name, tensor in unstack_tensor(strip_wrappers(key), stacked, self._state.budget):
+                if name in self._state.weights:
+                    raise FormatError(f"{self._state.path} has {name!r:.200} with and without a prefix of wrappers")
                 self._state.weights[name] = tensor
         if not self._state.weights:
             raise FormatError(f"{self._state.path} has no tensors of a model: it is not a checkpoint of Megatron")
         saved_optimizer = self._common.pop("optimizer", None)
+        if isinstance(saved_optimizer, list) and len(saved_optimizer) == 1:  # as NeMo has it
+            saved_optimizer = saved_optimizer[0]
         if with_optimizer:
             self._add_optimizer(optimizer, saved_optimizer)
         self._state.values |= self._common | self._list_objects()
@@ -161,7 +165,7 @@ class _StateBuilder:
                 f"{self._state.path}: the optimizer has the tensor {key!r:.200}, whose meaning is unknown; {SKIP}"
             )
         state = MASTER if match[1] in _MASTERS else match[1]
-        for name, tensor in unstack_tensor(match[2], stacked, self._state.budget):
+        for name, tensor in unstack_tensor(strip_wrappers(match[2]), stacked, self._state.budget):
             weight = self._state.weights.get(name)
             if weight is None or weight.info.shape != tensor.info.shape:
                 raise CorruptCheckpointError(

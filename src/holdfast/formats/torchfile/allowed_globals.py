@@ -33,7 +33,8 @@ _DIMENSIONS, _LARGEST = 64, 2**63
 _TENSOR, _DIMENSION = 32, 8
 
 
-def _check_sizes(given: Any) -> tuple[int, ...]:
+def check_sizes(given: Any) -> tuple[int, ...]:
+    """Return sizes, offsets or strides. Raises ``TypeError`` or ``ValueError`` if they are none."""
     if not isinstance(given, tuple) or len(given) > _DIMENSIONS:
         raise TypeError(f"a tensor's shape and strides must be tuples of at most {_DIMENSIONS} integers")
     if not all(type(size) is int and 0 <= size < _LARGEST for size in given):
@@ -47,7 +48,7 @@ def _make_view(
     """Return a tensor. ``geometry`` is its storage offset, shape and strides, in elements."""
     if not isinstance(storage, TorchStorage):
         raise TypeError("a tensor must refer to a storage")
-    (offset,), shape, strides = _check_sizes(geometry[:1]), _check_sizes(geometry[1]), _check_sizes(geometry[2])
+    (offset,), shape, strides = check_sizes(geometry[:1]), check_sizes(geometry[1]), check_sizes(geometry[2])
     budget.spend(_TENSOR + _DIMENSION * len(shape))
     if dtype not in DTYPES:
         return UnreadableTensor(f"has dtype {dtype}, which holdfast does not read")
@@ -123,7 +124,7 @@ def _make_size(budget: ReadBudget, given: Any = ()) -> TorchSize:
     if not isinstance(given, tuple | list):
         raise TypeError("a torch.Size must have a list of integers")
     budget.spend(len(given))
-    return TorchSize(_check_sizes(tuple(given)))
+    return TorchSize(check_sizes(tuple(given)))
 
 
 def _make_unreadable(why: str) -> Callable[..., UnreadableTensor]:
