@@ -240,10 +240,15 @@ class Checkpointer:
         elif self._save_every is not None and step and step % self._save_every == 0:
             self.save()
         elif not self._is_prepared:
-            self._is_prepared = True
+            self._prepare_staging()
+        return self._is_stopping
+
+    def _prepare_staging(self) -> None:
+        """Let the memory of the first save be prepared, unless only adapters are saved, which need little."""
+        self._is_prepared = True
+        if not self._options.get("adapter_only"):
             model, optimizer = self._components.get("model"), self._components.get("optimizer")
             self._directory.prepare_staging(partial(estimate_staged_bytes, model, optimizer))
-        return self._is_stopping
 
     def save(self, tag: str | None = None, *, overwrite: bool = False) -> SaveHandle[CheckpointInfo]:
         """Save now, with the step, the metrics and the content that were last passed to :meth:`step`.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from holdfast.engine.comm.call_check import CallDescription, vote_same_call
 from holdfast.engine.comm.session import RankGroup, current_process_group
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.errors import HoldfastError, InvalidArgumentError
+from holdfast.errors import InvalidArgumentError
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
@@ -40,6 +41,8 @@ from holdfast.tier.options import LocalTier, as_local_tier
 
 #: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
 _STAGING_MARGIN = 8 * 2**20
+
+_log = logging.getLogger("holdfast")
 
 if TYPE_CHECKING:
     from holdfast.load.tier_load import TierLoad
@@ -423,12 +426,16 @@ class RunDirectory:
     def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
         """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
 
-        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks.
+        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Whatever it raises is
+        logged only: the first save finds out what is wrong.
         """
-        if self._async_save and self._tier is None:
-            with suppress(HoldfastError):  # the save raises it
-                nbytes = estimate_bytes(self._current_ranks().size)
-                background_saves.prepare_memory(nbytes + nbytes // 8 + _STAGING_MARGIN)
+        if not self._async_save or self._tier is not None:
+            return
+        try:
+            nbytes = estimate_bytes(self._current_ranks().size)
+            background_saves.prepare_memory(nbytes + nbytes // 8 + _STAGING_MARGIN)
+        except Exception:  # noqa: BLE001 - logged
+            _log.debug("the memory of the first save is not prepared", exc_info=True)
 
     @property
     def rank(self) -> int:

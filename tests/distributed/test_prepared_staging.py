@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast import run_directory
+from holdfast.engine.io import staging_memory
 from holdfast.engine.io.staging_memory import StagingMemory
 from holdfast.save.background import background_saves
 from tests.helpers.pool import Ranks
@@ -96,6 +97,38 @@ def test_memory_that_is_not_there_is_not_prepared() -> None:
     memory.prepare_buffer(2**60)
     assert memory._prepared is None
     assert len(memory.take_buffer(1000)) == 1000
+
+
+def test_nothing_is_prepared_after_the_first_save() -> None:
+    memory = StagingMemory()
+    memory.return_buffer(memory.take_buffer(1000))
+    memory.prepare_buffer(1000)
+    assert memory._prepared is None
+
+
+def test_nothing_is_prepared_if_the_cgroup_has_no_room() -> None:
+    memory = StagingMemory()
+    with mock.patch.object(staging_memory, "free_cgroup_bytes", return_value=999):
+        memory.prepare_buffer(1000)
+    assert memory._prepared is None
+
+
+class Unreadable(nn.Linear):
+    def get_extra_state(self) -> Any:
+        raise RuntimeError("not now")
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_step_does_not_fail_if_the_size_is_unknown(tmp_path: Path) -> None:
+    holdfast.Checkpointer(tmp_path, model=Unreadable(2, 2), async_save=True, signals=()).step(1)
+
+
+def test_nothing_is_prepared_for_adapters_alone(tmp_path: Path) -> None:
+    background_saves._memory = memory = StagingMemory()
+    holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), adapter_only=True, async_save=True, signals=()).step(1)
+    assert memory._prepared is None
 
 
 def test_saves_that_are_not_in_the_background_prepare_nothing(tmp_path: Path) -> None:

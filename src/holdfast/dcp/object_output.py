@@ -31,7 +31,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast.dcp.write_results import WrittenItem
 from holdfast.engine.io.upload_files import upload_file
-from holdfast.errors import HoldfastError, RankMismatchError, StorageError, TagExistsError
+from holdfast.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    HoldfastError,
+    RankMismatchError,
+    StorageError,
+    TagExistsError,
+)
 from holdfast.formats.dcp import checksums
 from holdfast.formats.dcp.folder import METADATA, DcpDirectory
 from holdfast.formats.native import is_native
@@ -71,7 +78,7 @@ class _Found(NamedTuple):
     """The version of the metadata that a save finds, none if it is missing, and the files to remove after the save."""
 
     version: str | None
-    unneeded: frozenset[str]
+    removable: frozenset[str]
 
 
 class ObjectOutput:
@@ -146,12 +153,14 @@ class ObjectOutput:
         self._store.replace_small(self._path / name, encoded_checksums)
         found = self._look_around(self._version)
         while not self._commit(metadata, found.version):
+            # In this order: if this process is stopped in between, the version is outdated, or the check fails.
+            version = self._store.find_version(self._path / METADATA)
             self._check_may_retry(name, written)
-            found = self._look_around(self._store.find_version(self._path / METADATA))
+            found = self._look_around(version)
         _saved_here.add(name)
         self._is_begun = False
         self._check_intact(metadata)
-        self._remove(found.unneeded - self._names - {name})
+        self._remove(found.removable - self._names - {name})
         with suppress(HoldfastError):  # a save does not fail because of what another one has left
             self._abort_uploads()
 
@@ -163,13 +172,13 @@ class ObjectOutput:
 
     def _look_around(self, version: str | None) -> _Found:
         """Return what there is before the metadata is replaced. What cannot be read is replaced, and its files stay."""
-        replaced, leftovers = _Replaced(), set[str]()
+        removable = set[str]()
         with suppress(HoldfastError):
             replaced = self._read_current()
-            leftovers = self._find_leftovers(replaced)
             if not self._may_be_repeated(replaced):
-                leftovers |= replaced.names
-        return _Found(version, frozenset(leftovers))
+                removable |= replaced.names
+            removable |= self._find_leftovers(replaced)
+        return _Found(version, frozenset(removable))
 
     def _commit(self, metadata: bytes, version: str | None) -> bool:
         """Write the metadata in place of a version. Return false if another process has changed it."""
@@ -239,7 +248,8 @@ class ObjectOutput:
         for info in infos:
             name = info.path.name
             if _CHECKSUMS_NAME.fullmatch(name) and name != current.checksums_name and _is_old(info, _REPEAT_SECONDS):
-                names |= {name} | {*checksums.decode_checksums(info.path).files}
+                with suppress(CorruptCheckpointError, FormatError):  # its files are removed when they are old
+                    names |= {name} | {*checksums.decode_checksums(info.path).files}
         return {name for name in names - current.names if _OWN_NAMES.fullmatch(name)}
 
     def _abort_uploads(self) -> None:

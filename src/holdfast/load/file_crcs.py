@@ -17,6 +17,9 @@ from holdfast.load.read_plan import ReadPlan
 from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.storage.object_path import ObjectPath
 
+#: A range is compared if at most the inverse of this fraction of it is missing: one rank reads that.
+_SHARE = 16
+
 
 class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
     """A range with a checksum, and the CRCs of what a rank has read of it."""
@@ -33,14 +36,15 @@ class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_read_crcs(reader: Reader, plan: ReadPlan) -> ReadCrcs:
-    """Return the checksums of the files that are read, to which the CRCs of what this rank reads are added.
+    """Return the checksums of the files that this rank may read, to which the CRCs of what this rank reads are added.
 
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
     distributed checkpoints, of which there may be very many.
     """
     if all(reader.block_crcs(*key) is not None for key in plan.number):
         return ReadCrcs([])
-    paths = {path for path in paths_of(plan.files) if not isinstance(path, ObjectPath)}
+    own = [plan.files[number] for number in sorted(plan.find_read_files())]
+    paths = {path for path in paths_of(own) if not isinstance(path, ObjectPath)}
     plain = {folder for folder in {path.parent for path in paths} if not is_dcp(folder)}
     return ReadCrcs(find_file_checksums(sorted(path for path in paths if path.parent in plain)).sums)
 
@@ -60,7 +64,7 @@ def encode_read_crcs(crcs: ReadCrcs) -> bytes:
 def check_read_crcs(reports: Iterable[bytes]) -> None:
     """Compare ranges that the ranks have read with their checksums, given all results of :func:`encode_read_crcs`.
 
-    What is missing of a range is read now. A range of which less than half was read is not compared. Raises
+    What is missing of a range is read now. A range of which more than a sixteenth is missing is not compared. Raises
     ``CorruptCheckpointError``.
     """
     merged: dict[RangeChecksum, list[tuple[int, int, int]]] = {}
@@ -76,4 +80,5 @@ def check_read_crcs(reports: Iterable[bytes]) -> None:
 def _is_mostly_read(checksum: RangeChecksum, pieces: Sequence[tuple[int, int, int]]) -> bool:
     tiles = tile_range(0, checksum, [Piece(0, *piece) for piece in pieces])
     covered = sum(tile.stop - tile.start for tile in tiles if isinstance(tile, Piece))
-    return 2 * covered >= checksum.stop - checksum.start
+    size = checksum.stop - checksum.start
+    return _SHARE * (size - covered) <= size

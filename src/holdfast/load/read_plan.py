@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import placements
 from holdfast.engine.plan.file_ranges import FileRange, count_bytes
 from holdfast.engine.plan.global_spec import GlobalTensor
-from holdfast.engine.plan.load_plan import LoadPlan, plan_load
+from holdfast.engine.plan.load_plan import BroadcastChunk, LoadPlan, plan_load
 from holdfast.engine.plan.routes import Locate, contiguous_requests
 from holdfast.engine.plan.shards import local_shard
 from holdfast.formats.reader import Reader
@@ -158,6 +159,15 @@ class ReadPlan:
             yield from stripe.file_ranges
         for file_ranges in self.alias_ranges:
             yield from file_ranges
+
+    def find_read_files(self) -> set[int]:
+        """Return the numbers of the files that this rank reads, or that others read for it."""
+        exchanged = (
+            file_range
+            for item in self.plan.exchanged
+            for file_range in (item.chunk.file_ranges if isinstance(item, BroadcastChunk) else item.file_ranges)
+        )
+        return {file_range.file for file_range in itertools.chain(self.iter_file_ranges(), exchanged)}
 
     def run(
         self,

@@ -71,8 +71,9 @@ def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str]) -> 
     def create_upload(path: ObjectPath) -> str:
         if files[path] <= upload_parts.PART_BYTES:
             return ""
-        begun.append(path.store.create_upload(path, notes))
-        return begun[-1].id
+        upload = path.store.create_upload(path, notes)
+        begun.append(upload)
+        return upload.id
 
     for path, size in files.items():
         upload_parts.check_file_size(str(path), size)

@@ -129,7 +129,8 @@ class TierFolder:
         if parse_job_epoch(owner) > parse_job_epoch(job):
             raise StateError(f"another job has continued the run, and uses {self.path} now")
         if owner != job:
-            self.remove_abandoned_slots()
+            with suppress(StorageError):  # it only makes room
+                self.remove_abandoned_slots()
             self._write_owner(job)
 
     def _write_owner(self, job: str) -> None:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.integrity import file_checksums
+from holdfast.engine.integrity import file_checksums, read_crcs
 from holdfast.engine.integrity.file_checksums import find_corrupt_ranges
 from holdfast.engine.integrity.read_crcs import HashingReaderPool, Piece, ReadCrcs, decode_pieces
+from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.storage.direct_io import BufferedReader
@@ -82,6 +83,30 @@ def test_nothing_is_read_again(tmp_path: Path) -> None:
         assert find_corrupt_ranges(checksums, decode_pieces([crcs.encode()])) == {}
         with pytest.raises(AssertionError):
             find_corrupt_ranges(checksums)
+
+
+@pytest.mark.parametrize("wrong", [0, 2**32 - 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bytes_that_are_right_once_and_wrong_once_are_corrupt(tmp_path: Path, wrong: int, ranks: int) -> None:
+    path, data = tmp_path / "a", bytes(range(SIZE))
+    path.write_bytes(data)
+    checksums = [RangeChecksum(path, 0, SIZE, zlib.crc32(data), "CRC-32", "a range")]
+    by_rank = [ReadCrcs(checksums) for _ in range(ranks)]
+    by_rank[0].add_bytes(path, 0, memoryview(data))
+    with mock.patch.dict(read_crcs.KINDS, {"CRC-32": mock.Mock(compute=lambda _: wrong)}):
+        by_rank[-1].add_bytes(path, 0, memoryview(data))
+    assert [*find_corrupt_ranges(checksums, decode_pieces(crcs.encode() for crcs in by_rank))] == [0]
+
+
+def test_ranks_that_read_in_another_order_have_equal_pieces(tmp_path: Path) -> None:
+    checksums = [RangeChecksum(tmp_path / "a", 0, 3 * CHUNK, 0, "CRC-32", "a range")]
+    chunk, pieces = memoryview(bytes(CHUNK)), []
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        crcs = ReadCrcs(checksums)
+        for number in order:
+            crcs.add_bytes(tmp_path / "a", number * CHUNK, chunk)
+        pieces.append(sorted(crcs.pieces))
+    assert pieces[0] == pieces[1] == pieces[2]
 
 
 def test_adjacent_reads_are_one_piece(tmp_path: Path) -> None:

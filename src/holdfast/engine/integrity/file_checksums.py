@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from holdfast.engine.integrity.read_crcs import KINDS, Piece, Unread, tile_range
 from holdfast.engine.plan.file_ranges import CHUNK
@@ -20,7 +21,8 @@ def find_corrupt_ranges(
 
     ``pieces`` are the CRCs of bytes that were read. The others are read now.
     """
-    errors, crcs = dict[int, CorruptCheckpointError](), dict.fromkeys(range(len(checksums)), 0)
+    errors = {number: _mismatch_error(checksums[number]) for number in _find_contradictions(pieces)}
+    crcs = dict.fromkeys(range(len(checksums)), 0)
     tiles = list(_tile_ranges(checksums, pieces))
     read = iter(_read_tiles([tile for tile in tiles if isinstance(tile, Unread)], checksums))
     for tile in tiles:
@@ -34,6 +36,16 @@ def find_corrupt_ranges(
         if crc != checksums[number].crc:
             errors.setdefault(number, _mismatch_error(checksums[number]))
     return errors
+
+
+def _find_contradictions(pieces: Sequence[Piece]) -> set[int]:
+    """Return the numbers of ranges of which the same bytes were read with different results."""
+    ordered = sorted(pieces)
+    return {
+        piece.number
+        for piece, other in pairwise(ordered)
+        if piece[:3] == other[:3] and piece.crc != other.crc  # number, start and stop
+    }
 
 
 def _tile_ranges(checksums: Sequence[RangeChecksum], pieces: Sequence[Piece]) -> Iterator[Piece | Unread]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 from awscrt.checksums import combine_crc32
 
+from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.ondisk.block_crcs import combine, crc64
 from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.storage.direct_io import BufferedReader
@@ -54,7 +55,9 @@ class ReadCrcs:
     def __init__(self, checksums: Sequence[RangeChecksum]) -> None:
         self.checksums = checksums
         self._starts = [(checksum.file, checksum.start) for checksum in checksums]
+        #: Pieces by number and end, and those whose end another one has: bytes that were read several times.
         self._pieces: dict[tuple[int, int], Piece] = {}
+        self._repeated: list[Piece] = []
         self._lock = threading.Lock()
 
     def add_bytes(self, file: Path, offset: int, data: memoryview) -> None:
@@ -69,19 +72,27 @@ class ReadCrcs:
             number += 1
 
     def _add_piece(self, piece: Piece) -> None:
-        """Add a piece, joined to the one that ends where it begins, so that there are few."""
+        """Add a piece, joined to the one that ends where it begins, so that there are few.
+
+        Pieces of different chunks of the file are not joined: ranks that read the same bytes in any order have equal
+        pieces, which can be compared.
+        """
         with self._lock:
-            before = self._pieces.pop((piece.number, piece.start), None)
-            if before is not None:
+            before = self._pieces.get((piece.number, piece.start))
+            if before is not None and before.start // CHUNK == piece.start // CHUNK:
+                del self._pieces[piece.number, piece.start]
                 combine_pair = KINDS[self.checksums[piece.number].kind].combine
                 crc = combine_pair(before.crc, piece.crc, piece.stop - piece.start)
                 piece = Piece(piece.number, before.start, piece.stop, crc)
+            same_end = self._pieces.get((piece.number, piece.stop))
+            if same_end is not None:
+                self._repeated.append(same_end)
             self._pieces[piece.number, piece.stop] = piece
 
     @property
     def pieces(self) -> list[Piece]:
         """The CRCs of what was read."""
-        return [*self._pieces.values()]
+        return [*self._pieces.values(), *self._repeated]
 
     def encode(self) -> bytes:
         """Encode the pieces for other ranks."""

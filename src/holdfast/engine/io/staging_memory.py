@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 
+from holdfast.storage.cgroup_memory import free_cgroup_bytes
 from holdfast.storage.memory import Bytes, aligned_buffer
 
 #: The most buffers that are kept while no save uses them: a model and its optimizer may be saved at the same time.
@@ -29,15 +30,18 @@ class StagingMemory:
     def __init__(self) -> None:
         self._idle: list[Bytes] = []
         self._prepared: _PreparedBuffer | None = None
+        self._is_used = False
         self._lock = threading.Lock()
 
     def prepare_buffer(self, nbytes: int) -> None:
         """Prepare a buffer for the first save, in a thread: the kernel clears each page at its first use.
 
-        That takes several times as long as the copy. If the memory is not there, nothing is prepared.
+        That takes several times as long as the copy. Nothing is prepared after the first save, or if the memory cgroup
+        has no room.
         """
         with self._lock:
-            if self._idle or self._prepared is not None:
+            room = free_cgroup_bytes()
+            if self._is_used or self._prepared is not None or (room is not None and room < nbytes):
                 return
             try:
                 self._prepared = _PreparedBuffer(aligned_buffer(nbytes))
@@ -48,6 +52,7 @@ class StagingMemory:
     def take_buffer(self, nbytes: int) -> Bytes:
         """Return a buffer of at least ``nbytes`` bytes. Its previous content is lost. Raises ``MemoryError``."""
         with self._lock:
+            self._is_used = True
             if self._prepared is not None:
                 self._idle.append(self._prepared.take())
                 self._prepared = None

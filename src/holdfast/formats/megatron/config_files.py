@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, HoldfastError
 from holdfast.formats.megatron.model_args import READ_ADVICE, ModelArgs
 from holdfast.formats.torch_file import read_tree
 from holdfast.ondisk.read_budget import ReadBudget
@@ -61,7 +61,7 @@ def choose_args(saved: Any, iteration: Path) -> ModelArgs:
         return args
     try:
         return _read_model_args(config)
-    except FormatError as error:
+    except HoldfastError as error:
         return ModelArgs({}, str(iteration), problem=str(error))
 
 
@@ -97,8 +97,8 @@ def _to_value(value: Any) -> Any:
     if not isinstance(value, str):
         return None
     known = {"null": None, "~": None, "": None, "true": True, "false": False}
-    if value in known:
-        return known[value]
+    if value.lower() in known:
+        return known[value.lower()]
     for kind in (int, float):
         try:
             return kind(value)

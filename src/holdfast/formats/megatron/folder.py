@@ -81,7 +81,7 @@ def is_fsdp_dtensor(path: Path) -> bool:
     """Return whether a folder is an iteration of Megatron-FSDP, which no file describes but the metadata's names."""
     file = path / METADATA
     store = store_of(path)
-    if not store.file_exists(file) or store.path_exists(path / DESCRIPTION):
+    if not store.is_file(file) or store.path_exists(path / DESCRIPTION):
         return False
     metadata = store.read_small(file)
     return _FSDP_NAMES[0] in metadata and any(name in metadata for name in _FSDP_NAMES[1:])

@@ -164,14 +164,16 @@ def _check_states(state: SavedState, label: str) -> None:
 
 def _add_groups(state: SavedState, meta: Mapping[str, Any], label: str) -> None:
     """Add the groups: the parameters with equal settings. Raises ``FormatError`` if a parameter has none."""
-    names = _NameTable(meta)
+    names = _NameTable({_whole_name(name): None for name in meta})
     groups: list[dict[str, Any]] = []
     for name, settings in meta.items():
         if not isinstance(settings, dict):
             raise FormatError(f"{label} has no settings of {name!r:.200}, {_UNKNOWN}; {SKIP}")
         if settings not in groups:
             groups.append(settings)
-        state.group_numbers[names.rename(name)] = groups.index(settings)
+        renamed, number = names.rename(_whole_name(name)), groups.index(settings)
+        if state.group_numbers.setdefault(renamed, number) != number:
+            raise CorruptCheckpointError(f"{label} has different settings for the halves of {name!r:.200}")
     missing = sorted(set(state.states) - set(state.group_numbers))
     if missing:
         raise FormatError(

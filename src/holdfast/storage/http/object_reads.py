@@ -99,6 +99,8 @@ class ObjectReads(ABC):
     def find_version(self, path: ObjectPath) -> str | None:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
         found = self._head(path)
+        if found is not None and "etag" not in found.headers:
+            raise StorageError(errno.EIO, f"the server sent no ETag of {path}: it cannot be replaced safely")
         return None if found is None else found.headers["etag"]
 
     def _find_if(self, path: ObjectPath, etag: str) -> ObjectResponse | None:
