@@ -182,7 +182,7 @@ def test_what_is_asked_for_by_name_and_replaced_meanwhile_is_loaded_as_it_is_the
 def test_what_is_asked_for_by_name_and_goes_is_not_there(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     with (
-        mock.patch.object(ReadPlan, "run", side_effect=lambda *_: shutil.rmtree(tmp_path / "last")),
+        mock.patch.object(ReadPlan, "run", side_effect=lambda *_, **__: shutil.rmtree(tmp_path / "last")),
         pytest.raises(CheckpointReplacedError, match=r"last was replaced or removed .*may be partly filled"),
     ):
         value_of(tmp_path, "last", verify=False)
@@ -238,7 +238,7 @@ def test_verify_goes_on_with_what_is_there_then(tmp_path: Path) -> None:
 def test_a_load_that_never_catches_one_says_so(tmp_path: Path) -> None:
     step = 0
 
-    def always(*_: Any) -> Any:
+    def always(*_: Any, **__: Any) -> Any:
         nonlocal step
         step += 1
         save_as_other_job(tmp_path, f"step_{step}", float(step), keep=1)

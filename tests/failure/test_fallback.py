@@ -122,7 +122,7 @@ def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_succe
     fill(tmp_path, 2)
     run = ReadPlan.run
 
-    def change(*arguments: Any) -> Any:
+    def change(*arguments: Any, **options: Any) -> Any:
         if not changed:
             changed.append(1)
             tensor = torch.full((64,), 9.0)
@@ -130,7 +130,7 @@ def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_succe
                 holdfast.save_checkpoint(tmp_path, "step_1", {"w": tensor}, overwrite=True)
             else:
                 holdfast.save_checkpoint(tmp_path, "step_2", {"w": tensor}, num_kept_ckpts=1)
-        return run(*arguments)
+        return run(*arguments, **options)
 
     changed: list[int] = []
     model = {"w": torch.zeros(64)}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -189,3 +190,31 @@ def test_a_save_whose_place_was_taken_a_moment_ago_replaces_it(fake: FakeStore) 
     """The last one stays."""
     start = Start(fake)
     assert check_stop(fake, find_commit(start), 0.0, lambda: save(fake, 3)) == "saved, 2"
+
+
+def test_a_save_that_stops_for_days_after_its_commit_was_refused_fails(fake: FakeStore) -> None:
+    """A third save has removed its files meanwhile."""
+    start = Start(fake)
+    commit, _ = find_commit(start)
+    numbers = itertools.count()
+    with ExitStack() as later:
+
+        def stop_for_days(request: Any, stage: str) -> None:
+            if stage == "before" and request.kind == "head" and request.key.endswith(".metadata"):
+                fake.on_request = do_nothing
+                later.enter_context(hours_later(fake, 50.0))
+                with another_process():
+                    save(fake, 4)
+
+        def take_place(request: Any, stage: str) -> None:
+            if stage == "before" and next(numbers) == commit:
+                fake.on_request = do_nothing
+                with another_process():
+                    save(fake, 3)
+                fake.on_request = stop_for_days
+
+        start.restore()
+        fake.on_request = take_place
+        with pytest.raises(CheckpointException):
+            save(fake, 2)
+        assert load(fake) == 4
