@@ -5,6 +5,7 @@ In one process a fake takes the place of the connections. For several ones it is
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -69,8 +70,8 @@ class FakeStore(ABC):
             yield
 
     @contextmanager
-    def served(self) -> Iterator[str]:
-        """Serve it on the loopback interface. Yield the URL."""
+    def served(self, context: ssl.SSLContext | None = None) -> Iterator[str]:
+        """Serve it on the loopback interface, encrypted if a context is given. Yield the URL."""
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -99,10 +100,12 @@ class FakeStore(ABC):
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"{'http' if context is None else 'https'}://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             server.server_close()

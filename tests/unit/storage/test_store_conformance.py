@@ -29,6 +29,7 @@ from holdfast.storage.gcs.store import GCS
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.s3.store import S3
 from holdfast.storage.store import ObjectStore, store_of
+from tests.helpers.certificates import Authority
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import PROFILES, FakeS3, store_for
@@ -42,7 +43,7 @@ REAL_AZURE = os.environ.get("HOLDFAST_TEST_AZURE")
 IS_RACY = bool(os.environ.get("HOLDFAST_TEST_S3_IS_RACY"))
 
 
-def object_folder(kind: str) -> Iterator[ObjectPath]:
+def object_folder(kind: str, scratch: Path) -> Iterator[ObjectPath]:
     if kind == "real":
         store = S3(REAL, retry_seconds=20)
         bucket = store.path(f"holdfast-tests/{uuid4().hex}")
@@ -65,6 +66,11 @@ def object_folder(kind: str) -> Iterator[ObjectPath]:
         with azure.served() as url:
             yield azure.store_at(url).path(f"{BUCKET}/some/run")
         return
+    if kind == "encrypted":
+        authority, fake = Authority(scratch), FakeS3()
+        with fake.served(authority.issue("127.0.0.1")) as url:
+            yield fake.store_at(url, ca_file=authority.file).path(f"{BUCKET}/some/run")
+        return
     with FakeS3(PROFILES[kind]).served() as url:
         yield store_for(PROFILES[kind])(url).path(f"{BUCKET}/some/run")
 
@@ -79,7 +85,7 @@ def google_folder() -> Iterator[ObjectPath]:
 
 
 REAL_STORES = {"real": REAL, "real google": REAL_GOOGLE, "real azure": REAL_AZURE}
-OBJECT_STORES = [*PROFILES, "azure", *(name for name, setting in REAL_STORES.items() if setting)]
+OBJECT_STORES = [*PROFILES, "azure", "encrypted", *(name for name, setting in REAL_STORES.items() if setting)]
 
 
 @pytest.fixture(params=["posix", *OBJECT_STORES])
@@ -88,12 +94,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         (tmp_path / "run/sub").mkdir(parents=True)
         yield tmp_path / "run"
     else:
-        yield from object_folder(request.param)
+        yield from object_folder(request.param, tmp_path)
 
 
 @pytest.fixture(params=OBJECT_STORES)
-def prefix(request: pytest.FixtureRequest) -> Iterator[ObjectPath]:
-    yield from object_folder(request.param)
+def prefix(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectPath]:
+    yield from object_folder(request.param, tmp_path)
 
 
 class TestReads:

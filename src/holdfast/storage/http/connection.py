@@ -1,6 +1,7 @@
 """Connections to one endpoint over HTTP: one for each thread of each process, kept open between requests.
 
-``http.client`` sends from memory that the caller owns, and receives into it: no byte of a tensor is copied here.
+``http.client`` sends from memory that the caller owns, and receives into it: no byte of a tensor is copied here, unless
+TLS encrypts it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import ssl
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from holdfast.errors import InvalidArgumentError
 from holdfast.storage.body import count_bytes
+from holdfast.storage.http.tls_socket import TlsSocket
 
 #: The most bytes of an answer about objects.
 MAX_BODY = 16 * 2**20
@@ -136,7 +139,7 @@ class ConnectionPool:
     def _open(self, address: Address) -> _Connection:
         proxy = _find_proxy(address)
         server = address if proxy is None else proxy.address
-        host = server.host.strip("[]")  # of an IPv6 address
+        host, name = server.host.strip("[]"), address.host.strip("[]")  # of an IPv6 address
         if address.scheme == "http":
             plain = http.client.HTTPConnection(host, server.port or http.client.HTTP_PORT, timeout=self._timeout)
             plain.response_class = _WholeResponse
@@ -145,8 +148,7 @@ class ConnectionPool:
             return _Connection(plain, f"http://{address.host_header}", proxy.headers)
         context = ssl.create_default_context(cafile=self._ca_file)
         port = server.port or http.client.HTTPS_PORT
-        connection = http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
-        connection.response_class = _WholeResponse
+        connection = _TlsConnection(host, port, self._timeout, partial(TlsSocket, context=context, host=name))
         if proxy is not None:
             connection.set_tunnel(address.host, address.port, dict(proxy.headers))
         return _Connection(connection)
@@ -234,6 +236,22 @@ class _WholeResponse(http.client.HTTPResponse):
         finally:
             if self.fp is not None:  # else it was closed, because the answer is none
                 self.fp = raw
+
+
+class _TlsConnection(http.client.HTTPConnection):
+    """A connection by HTTPS, to a server or through a proxy."""
+
+    default_port = http.client.HTTPS_PORT
+    response_class = _WholeResponse
+
+    def __init__(self, host: str, port: int, timeout: float, encrypt: Callable[[socket.socket], TlsSocket]) -> None:
+        super().__init__(host, port, timeout=timeout)
+        self._encrypt = encrypt
+
+    def connect(self) -> None:
+        """Connect, and encrypt the connection."""
+        super().connect()
+        self.sock = self._encrypt(self.sock)
 
 
 class _WholeLines:
