@@ -1,7 +1,6 @@
 """Connections to one endpoint over HTTP: one for each thread of each process, kept open between requests.
 
-``http.client`` sends from memory that the caller owns, and receives into it: no byte of a tensor is copied here, unless
-TLS encrypts it.
+``http.client`` sends from memory that the caller owns, and receives into it: no byte of a tensor is copied here.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import ssl
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,7 +27,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from holdfast.errors import InvalidArgumentError
 from holdfast.storage.body import count_bytes
-from holdfast.storage.http.tls_socket import TlsSocket
 
 #: The most bytes of an answer about objects.
 MAX_BODY = 16 * 2**20
@@ -121,7 +118,7 @@ class ConnectionPool:
         try:
             try:
                 connection.http.request(request.method, connection.prefix + request.target, body, headers)
-            except (BrokenPipeError, ConnectionResetError) as error:
+            except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError) as error:
                 return _read_early_refusal(connection.http, error)
             return _read_response(connection.http.getresponse(), request)
         except BaseException:
@@ -139,7 +136,7 @@ class ConnectionPool:
     def _open(self, address: Address) -> _Connection:
         proxy = _find_proxy(address)
         server = address if proxy is None else proxy.address
-        host, name = server.host.strip("[]"), address.host.strip("[]")  # of an IPv6 address
+        host = server.host.strip("[]")  # of an IPv6 address
         if address.scheme == "http":
             plain = http.client.HTTPConnection(host, server.port or http.client.HTTP_PORT, timeout=self._timeout)
             plain.response_class = _WholeResponse
@@ -148,7 +145,8 @@ class ConnectionPool:
             return _Connection(plain, f"http://{address.host_header}", proxy.headers)
         context = ssl.create_default_context(cafile=self._ca_file)
         port = server.port or http.client.HTTPS_PORT
-        connection = _TlsConnection(host, port, self._timeout, partial(TlsSocket, context=context, host=name))
+        connection = http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
+        connection.response_class = _WholeResponse
         if proxy is not None:
             connection.set_tunnel(address.host, address.port, dict(proxy.headers))
         return _Connection(connection)
@@ -193,28 +191,34 @@ def _find_proxy(address: Address) -> _Proxy | None:
 class _PatientReader(io.RawIOBase):
     """The bytes that arrive at a socket, which must not drip: each restarts the time-out of the socket.
 
-    Servers may send some bytes each minute while they do what they were asked for. So the limit is generous.
+    Servers may send some bytes each minute while they do what they were asked for. So the limit is generous. A large
+    buffer is filled here: over TLS, ``io.BufferedReader`` would call this once for each 16 KiB.
     """
 
-    def __init__(self, raw: io.RawIOBase, timeout: float) -> None:
-        self._raw, self._count = raw, 0
-        self._deadline = time.monotonic() + _MOST_TIMEOUTS * timeout
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._count = sock, 0
+        self._open_file = sock.makefile("rb", buffering=0)  # keeps the socket open
+        self._deadline = time.monotonic() + _MOST_TIMEOUTS * (sock.gettimeout() or math.inf)
 
     def readable(self) -> bool:
         """Return true."""
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
-        """Read what has arrived. Raises ``TimeoutError`` if the answer takes too long."""
-        if time.monotonic() > self._deadline + self._count / _LEAST_RATE:
-            raise TimeoutError("the answer arrives too slowly")
-        count: int | None = self._raw.readinto(buffer)
-        self._count += count or 0
-        return count
+    def readinto(self, buffer: Any) -> int:
+        """Read what has arrived, or fill a large buffer. Raises ``TimeoutError`` if the answer takes too long."""
+        done, memory = 0, memoryview(buffer)
+        while True:
+            if time.monotonic() > self._deadline + (self._count + done) / _LEAST_RATE:
+                raise TimeoutError("the answer arrives too slowly")
+            count = self._socket.recv_into(memory[done:])
+            done += count
+            if not count or done == len(memory) or len(memory) <= io.DEFAULT_BUFFER_SIZE:
+                self._count += done
+                return done
 
     def close(self) -> None:
         """Close the socket's file."""
-        self._raw.close()
+        self._open_file.close()
         super().close()
 
 
@@ -224,8 +228,7 @@ class _WholeResponse(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
         self.fp.close()
-        raw = sock.makefile("rb", buffering=0)
-        self.fp = io.BufferedReader(_PatientReader(raw, sock.gettimeout() or math.inf))
+        self.fp = io.BufferedReader(_PatientReader(sock))
 
     def begin(self) -> None:
         """Read the status and the headers. Raises ``ConnectionResetError`` if the connection ends inside of them."""
@@ -236,22 +239,6 @@ class _WholeResponse(http.client.HTTPResponse):
         finally:
             if self.fp is not None:  # else it was closed, because the answer is none
                 self.fp = raw
-
-
-class _TlsConnection(http.client.HTTPConnection):
-    """A connection by HTTPS, to a server or through a proxy."""
-
-    default_port = http.client.HTTPS_PORT
-    response_class = _WholeResponse
-
-    def __init__(self, host: str, port: int, timeout: float, encrypt: Callable[[socket.socket], TlsSocket]) -> None:
-        super().__init__(host, port, timeout=timeout)
-        self._encrypt = encrypt
-
-    def connect(self) -> None:
-        """Connect, and encrypt the connection."""
-        super().connect()
-        self.sock = self._encrypt(self.sock)
 
 
 class _WholeLines:
