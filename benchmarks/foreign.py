@@ -6,7 +6,7 @@ and compares nothing. All start with cold caches, and end when their output is d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from benchmarks.peers import OURS
 from benchmarks.process_timer import ProcessTimer, build_memory_table
 from benchmarks.setting import Setting
 from tests.helpers.deepspeed_files import random_save, write_zero
-from tests.helpers.megatron_models import ARGS, save_flat
+from tests.helpers.megatron_models import ARGS, save_flat, save_torch_dist
 
 #: The rows and columns of each parameter.
 ROWS, COLUMNS = 4096, 2048
@@ -33,11 +33,12 @@ _TO_FP32 = "zero_to_fp32, weights only"
 
 
 def measure_foreign(setting: Setting) -> Iterator[Table]:
-    """Measure ZeRO-3 of two ranks, and Megatron's flat optimizer states, whose weights are in the checkpoint twice."""
+    """Measure ZeRO-3 of two ranks, and two forms of Megatron's states, whose weights are in the checkpoint twice."""
     none: Mapping[str, Convert] = {}
     for name, create, peers in (
         ("DeepSpeed's ZeRO-3", _create_zero3, {_TO_FP32: _run_zero_to_fp32} if find_spec("deepspeed") else none),
-        ("Megatron's dp_zero_gather_scatter", _create_megatron, none),
+        ("Megatron's fully_reshardable", partial(_create_megatron, save_torch_dist), none),
+        ("Megatron's dp_zero_gather_scatter", partial(_create_megatron, save_flat), none),
     ):
         source = setting.folder / "source"
         create(source, setting.nbytes)
@@ -90,9 +91,9 @@ def _create_zero3(folder: Path, nbytes: int) -> None:
     write_zero(folder, save)
 
 
-def _create_megatron(folder: Path, nbytes: int) -> None:
+def _create_megatron(save: Callable[..., object], folder: Path, nbytes: int) -> None:
     args = ARGS["gpt_neox"]
     rows = max(1, round(nbytes / ((_ELEMENT_BYTES + 4) * COLUMNS * args["num_layers"])))
     names = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(args["num_layers"])]
     tensors = {name: torch.randn(rows, COLUMNS) for name in names}
-    save_flat(folder, tensors, args, dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors))
+    save(folder, tensors, args, dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), tensors))

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
 from torch import nn
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
 from tests.helpers.deepspeed_files import random_save, write_zero
+from tests.helpers.deepspeed_tensor_parallel import write_tensor_parallel
 from tests.helpers.megatron_folders import save_bridge, save_fsdp, save_nemo
 from tests.helpers.megatron_models import ARGS, build_tensors, save_flat, save_torch_dist
 from tests.helpers.megatron_ranks import save_ranks
@@ -37,6 +39,11 @@ def create_seeds(folder: Path) -> dict[str, Path]:
         dcp.save(tensors, storage_writer=writer)
     for stage in (1, 3):
         made[f"deepspeed ZeRO-{stage}"] = _save_deepspeed(folder / f"zero{stage}/c", stage)
+    made["deepspeed universal"] = folder / "universal/c"
+    holdfast.convert(made["deepspeed ZeRO-1"], made["deepspeed universal"], to="deepspeed-universal")
+    made["deepspeed AutoTP"] = folder / "autotp/c"
+    write_tensor_parallel(made["deepspeed AutoTP"], folder / "autotp")
+    made["accelerate"] = _save_accelerate(folder / "accelerate/c")
     made |= _save_megatron(folder / "megatron")
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
@@ -74,6 +81,19 @@ def _save_deepspeed(path: Path, stage: int) -> Path:
     shapes = {"w": (7, 5), "b": (7,), "n": ()}
     save = random_save(shapes, [["w"], ["b", "n"]], ("exp_avg",), stage=stage, step=torch.tensor(3.0))
     write_zero(path, dataclasses.replace(save, frozen={"f": torch.ones(3)}, shared={"tied": "w"}))
+    return path
+
+
+def _save_accelerate(path: Path) -> Path:
+    """Save by Accelerate itself."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(model(torch.ones(2, 5)).sum())
+    optimizer.step()
+    accelerator.save_state(str(path), safe_serialization=False)
     return path
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,91 +16,9 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
-from tests.helpers.deepspeed_files import ZeroSave, deepspeed_modules, random_save, write_zero
+from tests.helpers.deepspeed_files import ZeroSave, deepspeed_modules
+from tests.helpers.deepspeed_tensor_parallel import write_tensor_parallel
 from tests.helpers.equality import equal_bits
-
-#: The sizes that each rank has in a dimension, of each part of the parameter after another; all others are whole.
-Cut = tuple[int, list[list[int]]]
-
-SHAPES = {"emb": (6, 4), "qkv": (12, 4), "out": (4, 7), "conv": (3, 6, 2), "norm": (4,), "kv": (5, 4), "none": (0, 4)}
-CUTS: dict[str, Cut] = {
-    "qkv": (0, [[2, 2], [1, 3], [3, 1]]),
-    "out": (1, [[4, 3]]),
-    "conv": (1, [[2, 4]]),
-}
-
-#: A parameter of which one part is divided, and all ranks have the other.
-MIXED = "kv"
-
-
-def strides_of(shape: tuple[int, ...]) -> list[int]:
-    return list(torch.empty(shape, device="meta").stride())
-
-
-def describe(name: str, shape: tuple[int, ...], ranks: int) -> dict[int, list[tuple[int, int, int, int, list[int]]]]:
-    """For each rank: dimension, start in the whole, start in the shard, size, and who has it."""
-    everyone = [*range(ranks)]
-    if name == MIXED:  # rows 0 to 3 are divided, row 4 is everyone's
-        return {0: [(0, 0, 0, 2, [0]), (0, 4, 2, 1, everyone)], 1: [(0, 2, 0, 2, [1]), (0, 4, 2, 1, everyone)]}
-    if name not in CUTS:
-        return {rank: [(0, 0, 0, shape[0], everyone)] for rank in everyone}
-    dim, parts = CUTS[name]
-    pieces: dict[int, list[Any]] = {rank: [] for rank in everyone}
-    start = 0
-    for widths in parts:
-        for rank, width in enumerate(widths):
-            inside = sum(size for _, _, _, size, _ in pieces[rank])
-            pieces[rank].append((dim, start, inside, width, [rank]))
-            start += width
-    return pieces
-
-
-def cut(tensor: torch.Tensor, pieces: list[Any]) -> torch.Tensor:
-    return torch.cat([tensor.narrow(dim, start, size) for dim, start, _, size, _ in pieces], pieces[0][0]).contiguous()
-
-
-def affine_map(ranks: int) -> dict[str, Any]:
-    params = {}
-    for name, shape in SHAPES.items():
-        by_rank: dict[int, Any] = {}
-        for rank, pieces in describe(name, shape, ranks).items():
-            dim = pieces[0][0]
-            shard = tuple(sum(p[3] for p in pieces) if d == dim else size for d, size in enumerate(shape))
-            rows = [
-                {
-                    "shape": [size if d == dim else whole for d, whole in enumerate(shape)],
-                    "source": [start * strides_of(shape)[dim], strides_of(shape)],
-                    "dest": [inside * strides_of(shard)[dim], strides_of(shard)],
-                    "locations": holders,
-                }
-                for _, start, inside, size, holders in pieces
-            ]
-            by_rank[rank] = {"shard_shape": list(shard), "pieces": rows}
-        params[f"^{re.escape(name)}$"] = {"logical_shape": list(shape), "ranks": by_rank}
-    return {"universal_checkpoint_version": 0.4, "affine_map": {"version": 1, "params": params}}
-
-
-def write(path: Path, tmp: Path, **options: Any) -> ZeroSave:
-    """Write the files of two tensor-parallel ranks, each divided among data-parallel ranks. Return the whole state."""
-    groups = [["emb", "qkv", "out", "kv"], ["conv", "norm", "none"]]
-    save = random_save(SHAPES, groups, ("exp_avg", "exp_avg_sq"), step=torch.tensor(3.0), **options)
-    client = {"mp_world_size": 2, "universal_checkpoint_info": affine_map(2), "epoch": 4}
-    path.mkdir(parents=True)
-    for rank in range(2):
-        pieces = {name: describe(name, shape, 2)[rank] for name, shape in SHAPES.items()}
-        part = replace(
-            save,
-            masters={name: cut(tensor, pieces[name]) for name, tensor in save.masters.items()},
-            states={
-                state: {name: cut(tensor, pieces[name]) for name, tensor in row.items()}
-                for state, row in save.states.items()
-            },
-            buffers={"table": torch.arange(3.0)},
-            client_state=client,
-        )
-        for file in write_zero(tmp / f"rank{rank}", part).iterdir():
-            file.rename(path / file.name.replace("mp_rank_00", f"mp_rank_{rank:02d}"))
-    return save
 
 
 def check(path: Path, save: ZeroSave) -> None:
@@ -117,12 +34,12 @@ def check(path: Path, save: ZeroSave) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"ranks": 3}, {"stage": 2, "dtype": torch.bfloat16}, {"round_robin": True}])
 def test_whole_parameters_are_read(tmp_path: Path, options: dict[str, Any]) -> None:
-    save = write(tmp_path / "tag", tmp_path, **options)
+    save = write_tensor_parallel(tmp_path / "tag", tmp_path, **options)
     check(tmp_path / "tag", save)
 
 
 def test_a_conversion_has_the_whole_parameters(tmp_path: Path) -> None:
-    save = write(tmp_path / "tag", tmp_path)
+    save = write_tensor_parallel(tmp_path / "tag", tmp_path)
     holdfast.convert(tmp_path / "tag", tmp_path / "out", to="native")
     opened = holdfast.open(tmp_path / "out")
     assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in save.masters.items())
@@ -132,7 +49,7 @@ def test_a_conversion_has_the_whole_parameters(tmp_path: Path) -> None:
 
 
 def test_ranges_of_a_tensor_are_read(tmp_path: Path) -> None:
-    save = write(tmp_path / "tag", tmp_path)
+    save = write_tensor_parallel(tmp_path / "tag", tmp_path)
     model = torch.nn.Module()
     for name, tensor in save.masters.items():
         model.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor)))
@@ -162,19 +79,19 @@ class TestRefused:
     @pytest.mark.parametrize("kept", ["00", "01"])
     def test_a_missing_rank(self, tmp_path: Path, kept: str) -> None:
         """One rank's part of a model alone would open as a smaller model."""
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         for file in (tmp_path / "tag").iterdir():
             if f"mp_rank_{kept}" not in file.name:
                 file.unlink()
         refuse(tmp_path / "tag", CorruptCheckpointError, "1 of 2 tensor-parallel ranks|others are missing")
 
     def test_ranks_that_do_not_say_how_they_divide(self, tmp_path: Path) -> None:
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         edit(tmp_path / "tag/mp_rank_00_model_states.pt", lambda tree: tree.pop("universal_checkpoint_info"))
         refuse(tmp_path / "tag", FormatError, "AutoTP.*has no affine_map.*0.19.8")
 
     def test_scaled_biases(self, tmp_path: Path) -> None:
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         file = tmp_path / "tag/mp_rank_00_model_states.pt"
         edit_map(file, "norm", lambda entry: entry["ranks"][0]["pieces"][0].update(scale=0.5))
         refuse(tmp_path / "tag", FormatError, "'norm'.*scaled")
@@ -195,27 +112,27 @@ class TestRefused:
         ],
     )
     def test_a_map_that_does_not_make_up_the_parameter(self, tmp_path: Path, name: str, change: Any) -> None:
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         edit_map(tmp_path / "tag/mp_rank_00_model_states.pt", name, change)
         refuse(tmp_path / "tag", FormatError, f"affine_map of '{name}'")
 
     def test_a_map_of_other_shapes(self, tmp_path: Path) -> None:
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         edit(tmp_path / "tag/mp_rank_01_model_states.pt", lambda tree: tree["module"].update(emb=torch.zeros(4, 6)))
         refuse(tmp_path / "tag", CorruptCheckpointError, "mp_rank_01_model_states.pt.*emb")
 
     def test_a_parameter_without_a_map(self, tmp_path: Path) -> None:
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         name, info = f"^{re.escape('out')}$", "universal_checkpoint_info"
         edit(tmp_path / "tag/mp_rank_00_model_states.pt", lambda tree: tree[info]["affine_map"]["params"].pop(name))
         refuse(tmp_path / "tag", FormatError, "does not say how ranks divide 'out'")
 
     def test_what_ranks_should_have_alike_differs(self, tmp_path: Path) -> None:
-        write(tmp_path / "tag", tmp_path)
+        write_tensor_parallel(tmp_path / "tag", tmp_path)
         edit(tmp_path / "tag/mp_rank_01_model_states.pt", lambda tree: tree["module"]["table"].add_(1))
         with pytest.raises(CorruptCheckpointError, match="'table' differs between ranks"):
             holdfast.convert(tmp_path / "tag", tmp_path / "out", to="native")
 
     def test_zero_3(self, tmp_path: Path) -> None:
-        write(tmp_path / "tag", tmp_path, stage=3)
+        write_tensor_parallel(tmp_path / "tag", tmp_path, stage=3)
         refuse(tmp_path / "tag", FormatError, "does not read with ZeRO-3")
