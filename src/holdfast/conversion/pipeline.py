@@ -25,7 +25,7 @@ from holdfast.engine.comm.session import Session, require_equal
 from holdfast.engine.comm.spec_exchange import deduplicate
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
-from holdfast.engine.integrity.read_crcs import HashingReaderPool, ReadCrcs, decode_pieces
+from holdfast.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs, decode_pieces
 from holdfast.engine.integrity.verify import ChecksumVerifier
 from holdfast.engine.io.read import read_file_ranges
 from holdfast.engine.io.requests import Fragments, OnBytesMoved
@@ -159,13 +159,6 @@ class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
     host_of: list[int]
 
 
-class _CrcsOfRank(msgspec.Struct, frozen=True, array_like=True):
-    """The CRCs of a rank: fragments of the source's tensors, and pieces of ranges of files with checksums."""
-
-    fragments: bytes
-    pieces: bytes
-
-
 @dataclass(frozen=True)
 class _ShareOfWork:
     """The part of a rank in the work: what it writes, and the checksums in the files that all ranks read."""
@@ -276,11 +269,11 @@ class Conversion:
                     for n, fragments in fragments_read.merge_all().items()
                     if tensors[n] in source.selected.sources
                 }
-                crcs = _CrcsOfRank(encode_fragments(checks.verify_local(read)), crcs_read.encode())
+                crcs = RankCrcs(encode_fragments(checks.verify_local(read)), crcs_read.encode())
                 return HashedResult(written, msgspec.msgpack.encode(crcs))
 
         def verify_and_finish(fragments: Fragments, posted: list[bytes]) -> bytes:
-            reports = [msgspec.msgpack.decode(raw, type=_CrcsOfRank) for raw in posted]
+            reports = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in posted]
             with detect_replacement(source.reader):
                 check_ranges(work.checksums, decode_pieces(report.pieces for report in reports))
                 checks.verify_across_ranks(decode_fragments(report.fragments for report in reports))

@@ -18,7 +18,7 @@ from holdfast.engine.comm.session import RankGroup, require_equal
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.integrity.fragments import decode_fragments, encode_fragments
-from holdfast.engine.integrity.read_crcs import HashingReaderPool, ReadCrcs
+from holdfast.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs
 from holdfast.engine.integrity.verify import ChecksumVerifier
 from holdfast.engine.plan.global_spec import GlobalSpec
 from holdfast.engine.plan.spec import PER_RANK
@@ -76,13 +76,6 @@ class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
 
     spec_directory: SpecDirectory
     hosts: int
-
-
-class _CrcsOfRank(msgspec.Struct, frozen=True, array_like=True):
-    """The CRCs of a rank: fragments of blocks with CRCs, and parts of ranges of files with checksums."""
-
-    fragments: bytes
-    ranges: bytes
 
 
 #: The group of the values that a load always returns.
@@ -321,20 +314,20 @@ class LoadOperation:
             verifier = ChecksumVerifier(underlying_reader(reader), list(plan.number), reads_again=reads_again)
         on_moved = self._reporter.progress_counter("load", plan.nbytes).add
 
-        def fill_targets() -> _CrcsOfRank:
+        def fill_targets() -> RankCrcs:
             targets.materialize_models()
             targets.count_changes()
             crcs = find_read_crcs(underlying_reader(reader), plan) if verifier else ReadCrcs([])
             make_readers = partial(HashingReaderPool, crcs=crcs) if crcs.checksums else ReaderPool
             fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
             partly_read = verifier.verify_local(fragments) if verifier else {}
-            return _CrcsOfRank(encode_fragments(partly_read), encode_read_crcs(crcs))
+            return RankCrcs(encode_fragments(partly_read), encode_read_crcs(crcs))
 
         def verify_crcs(posted: list[bytes]) -> bytes:
             if verifier:
-                reports = [msgspec.msgpack.decode(raw, type=_CrcsOfRank) for raw in posted]
+                reports = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in posted]
                 verifier.verify_across_ranks(decode_fragments(report.fragments for report in reports))
-                check_read_crcs(report.ranges for report in reports)
+                check_read_crcs(report.pieces for report in reports)
             elif not reader.is_current():  # without CRCs, only this detects that files of two checkpoints were read
                 raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read")
             return b""

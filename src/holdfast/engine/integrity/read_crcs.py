@@ -49,6 +49,13 @@ class Unread(NamedTuple):
     stop: int
 
 
+class RankCrcs(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank posts of its reads: fragments of blocks with CRCs, and pieces of ranges of files with checksums."""
+
+    fragments: bytes
+    pieces: bytes
+
+
 class ReadCrcs:
     """The CRCs of bytes that are read, by the range of ``checksums`` that they are in. These are sorted."""
 
