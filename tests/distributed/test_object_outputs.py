@@ -18,6 +18,7 @@ from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.run.upload_staging import check_hosts
 from holdfast.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
+from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -113,6 +114,43 @@ def test_a_model_replaces_another_and_other_objects_stay(fake: FakeS3, tmp_path:
     loaded = model_of(0.0)
     holdfast.load_model(loaded, path / "one.safetensors")
     assert all(map(torch.equal, loaded.state_dict().values(), model_of(3.0).state_dict().values()))
+
+
+def test_a_model_replaces_another_in_azure(temporary: Path) -> None:
+    azure = FakeAzure()
+    with azure.connected(), small_parts(4096):
+        for name, options in (("one.safetensors", {}), ("one.pt", {}), ("folder", {"shard": True})):
+            for value in (0.0, 1.0):
+                holdfast.save_model(model_of(value), bucket(azure) / name, **options)  # type: ignore[arg-type]
+            loaded = model_of(0.0)
+            holdfast.load_model(loaded, bucket(azure) / name)
+            assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
+    assert not azure.uploads
+
+
+def test_an_answer_that_is_lost_when_a_model_is_replaced_in_azure_is_no_failure(temporary: Path) -> None:
+    azure = FakeAzure()
+    with azure.connected(), small_parts(4096):
+        path = bucket(azure) / "one.safetensors"
+        holdfast.save_model(model_of(0.0), path)
+        azure.on_request = Answers(disconnect, kind="complete", stage="after")
+        holdfast.save_model(model_of(1.0), path)
+        loaded = model_of(0.0)
+        holdfast.load_model(loaded, path)
+    assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
+
+
+def test_a_bucket_is_no_file(fake: FakeS3, tmp_path: Path) -> None:
+    root, scheduler = bucket(fake).parent, train_run("plain", "adamw").scheduler
+    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
+    with pytest.raises(InvalidArgumentError, match="pass the path of a file"):
+        holdfast.save_model(model_of(0.0), root)
+    with pytest.raises(InvalidArgumentError, match="pass the path of a file"):
+        holdfast.save_lr_scheduler(scheduler, root)
+    for to in ("torch", "hf"):
+        with pytest.raises(InvalidArgumentError, match="is a bucket"):
+            holdfast.convert(tmp_path / "a.safetensors", root, to=to)
+    assert all(request.method == "GET" for request in fake.requests)
 
 
 def test_a_path_of_the_other_kind_is_refused(fake: FakeS3) -> None:

@@ -216,6 +216,14 @@ class TestObjects:
         assert store.read_small(prefix / "big") == whole
         assert store.list_uploads(prefix) == []
 
+    def test_an_upload_replaces_the_object_that_is_there(self, prefix: ObjectPath) -> None:
+        store: ObjectStore = prefix.store
+        for data in (b"first", b"the second"):
+            upload = store.create_upload(prefix / "big", {})
+            receipt = store.put_part(upload, 1, Body.of(data))
+            store.complete_upload(upload, [receipt], len(data), crc64nvme(data))
+            assert store.read_small(prefix / "big") == data
+
     def test_an_aborted_upload_takes_no_part(self, prefix: ObjectPath) -> None:
         store: ObjectStore = prefix.store
         upload = store.create_upload(prefix / "big", {})
