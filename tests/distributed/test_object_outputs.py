@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +15,14 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 import holdfast.dcp
 from holdfast.engine.io import upload_files
-from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
+from holdfast.engine.io.upload_parts import UploadedParts
+from holdfast.errors import InvalidArgumentError, RankMismatchError, StorageError, TagExistsError
 from holdfast.run.upload_staging import check_hosts
 from holdfast.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
-from tests.helpers.fake_s3 import FakeS3
+from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import Run, train_run
@@ -395,6 +397,46 @@ def save_diverged(path: Path) -> None:
     torch.nn.init.constant_(model.weight, torch.distributed.get_rank())
     with small_parts(4096), pytest.raises(holdfast.ReplicaMismatchError):
         holdfast.save_model(model, path / "model.pt")
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "folder"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_at_last_leaves_the_old_file(ranks: Ranks, name: str, failing: int) -> None:
+    fake = FakeS3()
+    with fake.served() as url:
+        path = fake.store_at(url).path(f"{BUCKET}/out/{name}")
+        holdfast.save_model(model_of(0.0), path, shard=name == "folder")
+        before = contents(path)
+        ranks(3, save_and_fail_at_last, path, failing)
+        assert contents(path) == before
+
+
+def save_and_fail_at_last(path: ObjectPath, failing: int) -> None:
+    """A file of one part is visible as soon as it is sent, so it must be the last request."""
+    error = StorageError(5, "broken") if torch.distributed.get_rank() == failing else None
+    broken = mock.patch.object(UploadedParts, "send_held", side_effect=error)
+    with broken if error else nullcontext(), pytest.raises(StorageError, match="broken"):
+        holdfast.save_model(model_of(1.0), path, shard=path.name == "folder")
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_ranks_that_save_to_different_servers_are_told(ranks: Ranks, is_new: bool) -> None:
+    fakes = FakeS3(), FakeS3()
+    with fakes[0].served() as first, fakes[1].served() as second:
+        if not is_new:
+            save_small_shards(fakes[0].store_at(first), 0.0)
+            save_small_shards(fakes[1].store_at(second), 0.0)
+        ranks(2, save_to_own_server, first, second)
+    assert "out/folder/model.safetensors.index.json" not in fakes[0].objects
+
+
+def save_small_shards(store: Any, value: float) -> None:
+    holdfast.save_model(model_of(value), store.path(f"{BUCKET}/out/folder"), shard=True, size_per_shard=0.004)
+
+
+def save_to_own_server(*urls: str) -> None:
+    with pytest.raises(RankMismatchError, match="the same settings of the store"):
+        save_small_shards(store_at(urls[torch.distributed.get_rank()]), 1.0)
 
 
 def test_dead_uploads_of_the_same_file_are_aborted_when_they_are_a_day_old(fake: FakeS3) -> None:

@@ -240,8 +240,9 @@ class TestObjects:
         assert not store.path_exists(prefix / "big")
 
     def test_an_object_is_written_at_once(self, prefix: ObjectPath) -> None:
-        prefix.store.put_object(prefix / "a", Body.of(b"12"))
+        etag = prefix.store.put_object(prefix / "a", Body.of(b"12"))
         assert prefix.store.read_small(prefix / "a") == b"12"
+        assert prefix.store.find_version(prefix / "a") == etag
 
     def test_a_checkpoint_with_a_file_of_two_parts_is_saved_and_loaded(self, prefix: ObjectPath) -> None:
         weights = torch.arange(5 * 2**20, dtype=torch.float32)

@@ -164,9 +164,9 @@ class Azure(ObjectReads):
             if error.code != "ConditionNotMet":  # else it is another version; with a lease it is still this one
                 raise
 
-    def put_object(self, path: ObjectPath, body: Body) -> None:
+    def put_object(self, path: ObjectPath, body: Body) -> str:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
-        self._put(path, body)
+        return self._put(path, body).headers["etag"]
 
     def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
