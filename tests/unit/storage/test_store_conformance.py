@@ -21,7 +21,7 @@ import torch
 from awscrt.checksums import crc64nvme
 
 import holdfast
-from holdfast.errors import CorruptCheckpointError, StorageError, UnsafeNameError
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
 from holdfast.storage.azure.environment import parse_connection_string
 from holdfast.storage.azure.store import Azure
 from holdfast.storage.body import Body
@@ -238,6 +238,15 @@ class TestObjects:
         with pytest.raises(StorageError):
             store.complete_upload(upload, [etag], 1, crc64nvme(b"x"))
         assert not store.path_exists(prefix / "big")
+
+    def test_a_reader_of_an_object_that_is_replaced_is_told(self, prefix: ObjectPath) -> None:
+        path, into = prefix / "a", memoryview(bytearray(10))
+        prefix.store.put_object(path, Body.of(bytes(3 * 2**20)))
+        with prefix.store.open_reader(path) as reader:
+            reader.read(0, into)
+            prefix.store.put_object(path, Body.of(bytes([1]) * (3 * 2**20)))
+            with pytest.raises(CheckpointReplacedError, match="was replaced while it was being read"):
+                reader.read(2**21, into)
 
     def test_an_object_is_written_at_once(self, prefix: ObjectPath) -> None:
         etag = prefix.store.put_object(prefix / "a", Body.of(b"12"))

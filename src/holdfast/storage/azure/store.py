@@ -1,7 +1,7 @@
 """``Azure``: the containers of an account of Azure Blob Storage.
 
-Blocks are uploaded under the key of their object: see :mod:`holdfast.storage.azure.blocks`. So of two uploads to one key
-at a time, the one that ends first wins, and the other one fails: its blocks are discarded.
+Blocks are uploaded under the key of their object: see :mod:`holdfast.storage.azure.blocks`. So of two uploads to one
+key at a time, the one that ends first wins, and the other one fails: its blocks are discarded.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Azure(ObjectReads):
         if block_name(upload.id, MARK) not in blocks:
             raise StorageError(
                 errno.ENOENT,
-                f"could not complete {upload.path}: its upload was aborted, or another process has written it meanwhile",
+                f"could not complete {upload.path}: its upload was aborted, or the blob written by another process",
             )
         if sum(blocks.get(name, 0) for name in receipts) != size:
             raise StorageError(errno.EIO, f"{upload.path} has other blocks than were sent: save again")
