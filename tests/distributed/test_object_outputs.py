@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -14,12 +16,14 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 import holdfast.dcp
 from holdfast.engine.io import upload_files
-from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
+from holdfast.engine.io.upload_parts import UploadedParts
+from holdfast.errors import InvalidArgumentError, RankMismatchError, StorageError, TagExistsError
 from holdfast.run.upload_staging import check_hosts
 from holdfast.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
+from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
-from tests.helpers.fake_s3 import FakeS3
+from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import Run, train_run
@@ -113,6 +117,65 @@ def test_a_model_replaces_another_and_other_objects_stay(fake: FakeS3, tmp_path:
     loaded = model_of(0.0)
     holdfast.load_model(loaded, path / "one.safetensors")
     assert all(map(torch.equal, loaded.state_dict().values(), model_of(3.0).state_dict().values()))
+
+
+def test_a_model_replaces_another_in_azure(temporary: Path) -> None:
+    azure = FakeAzure()
+    with azure.connected(), small_parts(4096):
+        for name, options in (("one.safetensors", {}), ("one.pt", {}), ("folder", {"shard": True})):
+            for value in (0.0, 1.0):
+                holdfast.save_model(model_of(value), bucket(azure) / name, **options)  # type: ignore[arg-type]
+            loaded = model_of(0.0)
+            holdfast.load_model(loaded, bucket(azure) / name)
+            assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
+    assert not azure.uploads
+
+
+def test_an_answer_that_is_lost_when_a_model_is_replaced_in_azure_is_no_failure(temporary: Path) -> None:
+    azure = FakeAzure()
+    with azure.connected(), small_parts(4096):
+        path = bucket(azure) / "one.safetensors"
+        holdfast.save_model(model_of(0.0), path)
+        azure.on_request = Answers(disconnect, kind="complete", stage="after")
+        holdfast.save_model(model_of(1.0), path)
+        loaded = model_of(0.0)
+        holdfast.load_model(loaded, path)
+    assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
+
+
+def test_a_bucket_is_no_file(fake: FakeS3, tmp_path: Path) -> None:
+    root, scheduler = bucket(fake).parent, train_run("plain", "adamw").scheduler
+    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
+    with pytest.raises(InvalidArgumentError, match="pass the path of a file"):
+        holdfast.save_model(model_of(0.0), root)
+    with pytest.raises(InvalidArgumentError, match="pass the path of a file"):
+        holdfast.save_lr_scheduler(scheduler, root)
+    for to in ("torch", "hf"):
+        with pytest.raises(InvalidArgumentError, match="is a bucket"):
+            holdfast.convert(tmp_path / "a.safetensors", root, to=to)
+    assert all(request.method == "GET" for request in fake.requests)
+
+
+@pytest.mark.xfail(strict=True, reason="two jobs that save one folder at the same time both succeed with a mixture")
+def test_two_jobs_that_save_one_folder_at_the_same_time_leave_no_mixture(fake: FakeS3) -> None:
+    path = bucket(fake) / "folder"
+
+    def save_other(request: Any, stage: str) -> None:
+        if request.kind == "complete" and request.key.endswith("2-of-00003.safetensors"):
+            fake.on_request = do_nothing
+            other = Thread(target=lambda: holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004))
+            other.start()
+            other.join()
+
+    fake.on_request = save_other
+    same = fake.store_at("http://fake", retry_seconds=2.0).path(f"{BUCKET}/out/folder")  # as another process has it
+    with suppress(StorageError):
+        holdfast.save_model(model_of(1.0), same, shard=True, size_per_shard=0.004)
+    loaded = model_of(0.0)
+    with suppress(holdfast.HoldfastError):
+        holdfast.load_model(loaded, path)
+    values = loaded.state_dict().values()
+    assert any(all(map(torch.equal, values, model_of(v).state_dict().values())) for v in (0.0, 1.0, 2.0))
 
 
 def test_a_path_of_the_other_kind_is_refused(fake: FakeS3) -> None:
@@ -357,6 +420,46 @@ def save_diverged(path: Path) -> None:
     torch.nn.init.constant_(model.weight, torch.distributed.get_rank())
     with small_parts(4096), pytest.raises(holdfast.ReplicaMismatchError):
         holdfast.save_model(model, path / "model.pt")
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "folder"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_at_last_leaves_the_old_file(ranks: Ranks, name: str, failing: int) -> None:
+    fake = FakeS3()
+    with fake.served() as url:
+        path = fake.store_at(url).path(f"{BUCKET}/out/{name}")
+        holdfast.save_model(model_of(0.0), path, shard=name == "folder")
+        before = contents(path)
+        ranks(3, save_and_fail_at_last, path, failing)
+        assert contents(path) == before
+
+
+def save_and_fail_at_last(path: ObjectPath, failing: int) -> None:
+    """A file of one part is visible as soon as it is sent, so it must be the last request."""
+    error = StorageError(5, "broken") if torch.distributed.get_rank() == failing else None
+    broken = mock.patch.object(UploadedParts, "send_held", side_effect=error)
+    with broken if error else nullcontext(), pytest.raises(StorageError, match="broken"):
+        holdfast.save_model(model_of(1.0), path, shard=path.name == "folder")
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_ranks_that_save_to_different_servers_are_told(ranks: Ranks, is_new: bool) -> None:
+    fakes = FakeS3(), FakeS3()
+    with fakes[0].served() as first, fakes[1].served() as second:
+        if not is_new:
+            save_small_shards(fakes[0].store_at(first), 0.0)
+            save_small_shards(fakes[1].store_at(second), 0.0)
+        ranks(2, save_to_own_server, first, second)
+    assert "out/folder/model.safetensors.index.json" not in fakes[0].objects
+
+
+def save_small_shards(store: Any, value: float) -> None:
+    holdfast.save_model(model_of(value), store.path(f"{BUCKET}/out/folder"), shard=True, size_per_shard=0.004)
+
+
+def save_to_own_server(*urls: str) -> None:
+    with pytest.raises(RankMismatchError, match="the same settings of the store"):
+        save_small_shards(store_at(urls[torch.distributed.get_rank()]), 1.0)
 
 
 def test_dead_uploads_of_the_same_file_are_aborted_when_they_are_a_day_old(fake: FakeS3) -> None:

@@ -16,7 +16,7 @@ from holdfast.run.object_run import check_output_name
 from holdfast.run.staging_dir import StagingDirectory
 from holdfast.storage import directory_trees, posix
 from holdfast.storage.direct_io import BufferedWriter
-from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.object_path import ObjectPath, is_bucket
 from holdfast.storage.store import store_of
 
 
@@ -43,7 +43,7 @@ class Destination:
         store = store_of(self.path)
         if self.folder and store.is_file(self.path):
             raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
-        if not self.folder and store.is_directory(self.path):
+        if not self.folder and (is_bucket(self.path) or store.is_directory(self.path)):
             raise InvalidArgumentError(
                 f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
             )

@@ -50,6 +50,7 @@ class ObjectComponentSave(ComponentSave):
 
         def complete() -> bytes:
             upload.complete_uploads()
+            upload.check_whole_files()
             if self._output is not None:
                 self._output.finish()
             return b""

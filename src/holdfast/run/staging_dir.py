@@ -27,7 +27,7 @@ from holdfast.run.pointers import find_tag
 from holdfast.run.scan import read_info
 from holdfast.run.staging_lock import StagingLock, acquire_lock, confirm_lock
 from holdfast.storage import atomic_rename, directory_trees, posix
-from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.object_path import ObjectPath, is_bucket
 from holdfast.storage.store import store_of
 
 #: The most attempts to replace a path while other processes change it.
@@ -185,16 +185,18 @@ class StagingDirectory:
 def check_destination(final: Path) -> None:
     """Check that something new can be written to a path.
 
-    Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is inside a holdfast checkpoint,
-    whose manifest lists all files in it.
+    Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is a bucket, or inside a holdfast
+    checkpoint, whose manifest lists all files in it.
     """
     if isinstance(final, ObjectPath):
         check_output_name(final)
+    if is_bucket(final):
+        raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")
     has_tag = isinstance(final, ObjectPath) and find_tag(final.parent, final.name) is not None
     if has_tag or store_of(final).path_exists(final):
         raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
-        if isinstance(folder, ObjectPath) and not folder.key:  # a bucket is no checkpoint
+        if is_bucket(folder):  # it is no checkpoint
             break
         info = read_info(folder, folder.name) if is_native(folder) else None
         if info is not None and info.status == "complete" and not is_run_directory(folder):

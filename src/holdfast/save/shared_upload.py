@@ -22,7 +22,7 @@ from holdfast.engine.io.requests import Fragments, MemoryOf, OnBytesMoved
 from holdfast.engine.io.upload_parts import FileFrame, PartUploader, SentPart, UploadedParts, UploadTarget
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, RankMismatchError, StorageError
 from holdfast.ondisk import block_crcs
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.store import Upload, map_requests
@@ -106,8 +106,8 @@ class SharedUpload:
             for (path, frame), upload in zip(files.items(), uploads, strict=True)
         ]
         self._uploaded, self._headers = UploadedParts(), list[bytes]()
-        #: On rank 0, the parts that all ranks have sent.
-        self._sent: list[SentPart] = []
+        #: On rank 0, the parts that all ranks have sent, and those with headers that the other ranks have sent.
+        self._sent, self._sent_by_others = list[SentPart](), list[SentPart]()
 
     def send_parts(
         self, read_bytes: Callable[[], RankBytes], build_headers: BuildHeaders, on_moved: OnBytesMoved
@@ -137,17 +137,41 @@ class SharedUpload:
             return uploader.upload(p2p, messages, session.size, on_moved)
 
     def finish(self, complete: Callable[[], bytes]) -> bytes:
-        """Send the parts with headers. Then rank 0 calls ``complete``, whose result all ranks return."""
+        """Send the parts with headers. Then rank 0 calls ``complete``, whose result all ranks return.
 
-        def send_headers() -> list[SentPart]:
+        A file of one part is visible as soon as it is sent. If it is the only one, rank 0 has it, because its header is
+        dealt to rank 0, and sends it when no rank can fail any more.
+        """
+
+        def send_held() -> list[SentPart]:
             return self._uploaded.send_held(self._targets, self._headers)
 
+        is_last = self._ranks.session.rank == 0 and [target.upload for target in self._targets] == [None]
+
         def complete_files(posted: list[bytes]) -> bytes:
-            self._sent += [part for raw in posted for part in msgspec.msgpack.decode(raw, type=list[SentPart])]
+            by_rank = [msgspec.msgpack.decode(raw, type=list[SentPart]) for raw in posted]
+            self._sent += [part for sent in by_rank for part in sent]
+            self._sent_by_others = [part for sent in by_rank[1:] for part in sent]
+            if is_last:
+                self._sent += send_held()
             return complete()
 
+        send_headers = list[SentPart] if is_last else send_held
         _, decision = self._ranks.session.vote("completing the files", send_headers, _encode, complete_files)
         return decision
+
+    def check_whole_files(self) -> None:
+        """Raise ``RankMismatchError`` if a file of one part is not where another rank has written it, on rank 0."""
+
+        def check_file(part: SentPart) -> None:
+            path = self._targets[part.file].path
+            if (path.store.find_version(path) or "").strip('"') != part.receipt.strip('"'):
+                raise RankMismatchError(
+                    f"{path} is not what a rank has uploaded: all ranks need the same settings of the store, and only "
+                    "one job may save to a path at a time"
+                )
+
+        map_requests(check_file, [part for part in self._sent_by_others if self._targets[part.file].upload is None])
 
     def complete_uploads(self, crcs: Sequence[int] | None = None) -> None:
         """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, those of the parts count."""

@@ -116,8 +116,11 @@ class ObjectStore(Store, Protocol):
     def scheme(self) -> str:
         """The scheme of its URLs, such as ``s3``."""
 
-    def put_object(self, path: ObjectPath, body: Body) -> None:
-        """Write an object in one step. Raises ``StorageError`` if the store has received other bytes."""
+    def put_object(self, path: ObjectPath, body: Body) -> str:
+        """Write an object in one step, and return its ETag.
+
+        Raises ``StorageError`` if the store has received other bytes.
+        """
 
     def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
         """List all objects whose keys begin with ``prefix/``, in the order of their keys."""

@@ -21,7 +21,7 @@ import torch
 from awscrt.checksums import crc64nvme
 
 import holdfast
-from holdfast.errors import CorruptCheckpointError, StorageError, UnsafeNameError
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
 from holdfast.storage.azure.environment import parse_connection_string
 from holdfast.storage.azure.store import Azure
 from holdfast.storage.body import Body
@@ -216,6 +216,14 @@ class TestObjects:
         assert store.read_small(prefix / "big") == whole
         assert store.list_uploads(prefix) == []
 
+    def test_an_upload_replaces_the_object_that_is_there(self, prefix: ObjectPath) -> None:
+        store: ObjectStore = prefix.store
+        for data in (b"first", b"the second"):
+            upload = store.create_upload(prefix / "big", {})
+            receipt = store.put_part(upload, 1, Body.of(data))
+            store.complete_upload(upload, [receipt], len(data), crc64nvme(data))
+            assert store.read_small(prefix / "big") == data
+
     def test_an_aborted_upload_takes_no_part(self, prefix: ObjectPath) -> None:
         store: ObjectStore = prefix.store
         upload = store.create_upload(prefix / "big", {})
@@ -231,9 +239,19 @@ class TestObjects:
             store.complete_upload(upload, [etag], 1, crc64nvme(b"x"))
         assert not store.path_exists(prefix / "big")
 
+    def test_a_reader_of_an_object_that_is_replaced_is_told(self, prefix: ObjectPath) -> None:
+        path, into = prefix / "a", memoryview(bytearray(10))
+        prefix.store.put_object(path, Body.of(bytes(3 * 2**20)))
+        with prefix.store.open_reader(path) as reader:
+            reader.read(0, into)
+            prefix.store.put_object(path, Body.of(bytes([1]) * (3 * 2**20)))
+            with pytest.raises(CheckpointReplacedError, match="was replaced while it was being read"):
+                reader.read(2**21, into)
+
     def test_an_object_is_written_at_once(self, prefix: ObjectPath) -> None:
-        prefix.store.put_object(prefix / "a", Body.of(b"12"))
+        etag = prefix.store.put_object(prefix / "a", Body.of(b"12"))
         assert prefix.store.read_small(prefix / "a") == b"12"
+        assert prefix.store.find_version(prefix / "a") == etag
 
     def test_a_checkpoint_with_a_file_of_two_parts_is_saved_and_loaded(self, prefix: ObjectPath) -> None:
         weights = torch.arange(5 * 2**20, dtype=torch.float32)

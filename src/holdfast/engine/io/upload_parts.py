@@ -94,11 +94,10 @@ class UploadTarget:
         return start < self.frame.header_bytes or self.upload is None
 
     def send_part(self, part: int, body: Body) -> str:
-        """Send a part, and return its receipt; nothing for a file of one part."""
+        """Send a part, and return its receipt; for a file of one part, its ETag."""
         if self.upload is not None:
             return self.path.store.put_part(self.upload, part + 1, body)
-        self.path.store.put_object(self.path, body)
-        return ""
+        return self.path.store.put_object(self.path, body)
 
     def send_assembled(self, file: int, part: int, assembly: PartAssembly) -> SentPart:
         """Send a part of the file with number ``file``."""

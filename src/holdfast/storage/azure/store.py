@@ -1,7 +1,7 @@
 """``Azure``: the containers of an account of Azure Blob Storage.
 
-Blocks are uploaded under the key of their object: see :mod:`holdfast.storage.azure.blocks`. So no two uploads may have
-one key, which holds for all saves.
+Blocks are uploaded under the key of their object: see :mod:`holdfast.storage.azure.blocks`. So of two uploads to one
+key at a time, the one that ends first wins, and the other one fails: its blocks are discarded.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class Azure(ObjectReads):
             if error.code != "ConditionNotMet":  # else it is another version; with a lease it is still this one
                 raise
 
-    def put_object(self, path: ObjectPath, body: Body) -> None:
+    def put_object(self, path: ObjectPath, body: Body) -> str:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
-        self._put(path, body)
+        return self._put(path, body).headers["etag"]
 
     def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
@@ -223,7 +223,10 @@ class Azure(ObjectReads):
         """See :class:`~holdfast.storage.store.ObjectStore`. The server checks the CRC of each block only."""
         blocks = self._list_blocks(upload.path)
         if block_name(upload.id, MARK) not in blocks:
-            raise StorageError(errno.ENOENT, f"could not complete {upload.path}: its upload was aborted")
+            raise StorageError(
+                errno.ENOENT,
+                f"could not complete {upload.path}: its upload was aborted, or the blob written by another process",
+            )
         if sum(blocks.get(name, 0) for name in receipts) != size:
             raise StorageError(errno.EIO, f"{upload.path} has other blocks than were sent: save again")
         try:
@@ -239,7 +242,8 @@ class Azure(ObjectReads):
         An empty object takes the place of the blocks, unless the object exists, and is deleted.
         """
         try:
-            etag = self._put_block_list(upload.path, [], ((_ABORTED, "true"),)).headers["etag"]
+            aborted = (("if-none-match", "*"), (_ABORTED, "true"))
+            etag = self._put_block_list(upload.path, [], aborted).headers["etag"]
         except RefusedRequestError as error:
             if error.code not in _REFUSED:
                 raise
@@ -293,11 +297,11 @@ class Azure(ObjectReads):
             return {}
 
     def _put_block_list(
-        self, path: ObjectPath, names: Sequence[str], notes: tuple[tuple[str, str], ...]
+        self, path: ObjectPath, names: Sequence[str], headers: tuple[tuple[str, str], ...]
     ) -> ObjectResponse:
-        """Make an object of blocks, unless it exists. All other blocks are discarded."""
+        """Make an object of blocks, in place of the one that is there, if any. All other blocks are discarded."""
         body = Body.of(build_block_list(names))
-        headers = _checksum_header(body.crc64nvme), ("if-none-match", "*"), *notes, *self.headers
+        headers = _checksum_header(body.crc64nvme), *headers, *self.headers
         return self._send(
             "PUT", path, "complete", _WRITE, {"comp": "blocklist"}, headers, body=body.pieces, needs=("etag",)
         )

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import ClassVar
 
-from holdfast.errors import CorruptCheckpointError, StorageError, UnsafeNameError
+from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
 from holdfast.storage.http.client import (
     ObjectClient,
     ObjectRequest,
@@ -179,6 +179,8 @@ class ObjectReads(ABC):
         except RefusedRequestError as error:
             if error.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 raise CorruptCheckpointError(f"{path} ends before byte {offset}: it is truncated") from error
+            if error.status == HTTPStatus.PRECONDITION_FAILED:
+                raise CheckpointReplacedError(f"{path} was replaced while it was being read; try again") from error
             raise
         start, _ = _find_range(response, path)
         if start != offset:

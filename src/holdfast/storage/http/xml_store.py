@@ -121,9 +121,9 @@ class XmlStore(XmlRequests):
             elif error.status not in {HTTPStatus.NOT_FOUND, HTTPStatus.PRECONDITION_FAILED}:
                 raise
 
-    def put_object(self, path: ObjectPath, body: Body) -> None:
+    def put_object(self, path: ObjectPath, body: Body) -> str:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
-        self._send_until_received(path, lambda: self._put(path, body), body)
+        return self._send_until_received(path, lambda: self._put(path, body), body).headers["etag"]
 
     def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
