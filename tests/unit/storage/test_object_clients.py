@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from holdfast import GCS, S3, Azure
-from holdfast.errors import InvalidArgumentError, StorageError
+from holdfast.errors import CheckpointReplacedError, InvalidArgumentError
 from holdfast.storage.http import retries
 from holdfast.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_azure import FakeAzure
@@ -121,7 +121,7 @@ def test_a_version_that_was_replaced_between_two_reads_is_an_error(folder: Objec
     with folder.store.open_reader(folder / "a") as reader:
         reader.read(0, memoryview(into))
         folder.store.replace_small(folder / "a", b"another")
-        with pytest.raises(StorageError):
+        with pytest.raises(CheckpointReplacedError, match="was replaced while it was being read"):
             reader.read(3, memoryview(into))
 
 

@@ -50,7 +50,7 @@ class Unread(NamedTuple):
 
 
 class RankCrcs(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank posts of its reads: fragments of blocks with CRCs, and pieces of ranges of files with checksums."""
+    """The CRCs that a rank posts: fragments of blocks of tensors, and pieces of ranges of files with checksums."""
 
     fragments: bytes
     pieces: bytes
