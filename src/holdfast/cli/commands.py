@@ -33,6 +33,11 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "diff": CommandSpec(
         "holdfast.cli.diff.command", "Compare two checkpoints.", "holdfast diff runs/a/step_1000 runs/b/step_1000"
     ),
+    "report": CommandSpec(
+        "holdfast.cli.report",
+        "Show a run, a checkpoint or a difference as an HTML page.",
+        "holdfast report runs/a -o report.html",
+    ),
     "convert": CommandSpec(
         "holdfast.cli.convert",
         "Write a checkpoint in another format.",
