@@ -1,12 +1,13 @@
 // The table of tensors: only the rows in view are elements, so 20,000 rows scroll like 20.
 
-const ROW_HEIGHT = 34, MARGIN_ROWS = 6;
+// The height of a row, in which the name has a line of its own on a narrow screen; the most of all; rows out of view.
+const ROW_HEIGHT = 34, NARROW_ROW_HEIGHT = 58, MOST_HEIGHT = 560, MARGIN_ROWS = 6;
 
 // The last characters of a name, which are always shown.
 const TAIL = 16;
 
 // A norm that grew or shrank by such a factor is marked.
-const MOVED = 2;
+const MOVED = 4;
 
 // The columns: title, width, cell, key to sort by, class, and whether a narrow screen shows it.
 function listColumns(data, narrow) {
@@ -14,7 +15,7 @@ function listColumns(data, narrow) {
   const columns = [
     { title: 'tensor', width: 'minmax(150px, 1fr)', key: (tensor) => tensor.row, kind: 'name', narrow: true },
     { title: 'kind', width: '88px', cell: (tensor) => text(tensor.kind), key: (tensor) => tensor.kind },
-    { title: 'dtype, shape', width: '148px', cell: (tensor) => text(`${tensor.dtype} [${tensor.shape.join(', ')}]`), key: (tensor) => `${tensor.dtype} ${String(tensor.elements).padStart(16, '0')}` },
+    { title: 'dtype, shape', width: narrow ? 'minmax(0, 1fr)' : '148px', narrow: true, cell: (tensor) => text(`${tensor.dtype} [${tensor.shape.join(', ')}]`), key: (tensor) => `${tensor.dtype} ${String(tensor.elements).padStart(16, '0')}` },
     { title: 'size', width: '74px', cell: (tensor) => text(formatBytes(tensor.bytes)), key: (tensor) => -tensor.bytes, kind: 'right', narrow: true },
   ];
   if (data.statistics) {
@@ -45,7 +46,7 @@ function makeBad(tensor) {
 function makeTrend(tensor, narrow) {
   const spark = makeSpark(tensor.norms, narrow ? 80 : 92);
   if (narrow || tensor.moved === null) return spark;
-  const moved = Math.max(tensor.moved, 1 / tensor.moved) >= MOVED;
+  const moved = tensor.elements > 1 && Math.max(tensor.moved, 1 / tensor.moved) >= MOVED;
   return make('span', { class: 'trend' }, spark, make('span', { class: moved ? 'badge bad' : 'muted' }, `× ${formatNumber(+tensor.moved.toPrecision(3))}`));
 }
 
@@ -82,21 +83,24 @@ function makeTensorTable(data, tensors, onModule) {
     chip.title = 'Show all modules again';
     count.textContent = `${state.rows.length.toLocaleString('en')} of ${formatCount(tensors.length, 'tensor')}`;
     grid.setAttribute('aria-rowcount', String(state.rows.length + 1));
-    place(body, { height: `${state.rows.length * ROW_HEIGHT}px` });
     state.active = -1;
     scroller.scrollTop = 0;
     redraw();
   }
 
   function redraw() {
+    const height = Math.max(1, state.rows.length) * rowHeight();
+    place(body, { height: `${height}px` });
+    place(scroller, { height: `${Math.min(height, MOST_HEIGHT)}px` });
+    place(head, { 'padding-right': `${12 + scroller.offsetWidth - scroller.clientWidth}px` });
     drawn.clear();
     body.replaceChildren();
     drawRows();
   }
 
   function drawRows() {
-    const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_HEIGHT) - MARGIN_ROWS);
-    const stop = Math.min(state.rows.length, Math.ceil((scroller.scrollTop + scroller.clientHeight) / ROW_HEIGHT) + MARGIN_ROWS);
+    const first = Math.max(0, Math.floor(scroller.scrollTop / rowHeight()) - MARGIN_ROWS);
+    const stop = Math.min(state.rows.length, Math.ceil((scroller.scrollTop + scroller.clientHeight) / rowHeight()) + MARGIN_ROWS);
     for (const [number, row] of drawn) {
       if (number < first || number >= stop) { row.remove(); drawn.delete(number); }
     }
@@ -115,7 +119,7 @@ function makeTensorTable(data, tensors, onModule) {
       return make('div', { class: `cell ${column.kind ?? ''}`, role: 'cell' }, content);
     });
     const row = make('div', { class: `row${tensor === state.selected ? ' selected' : ''}`, role: 'row', 'aria-rowindex': String(number + 2) }, ...cells);
-    return place(row, { top: `${number * ROW_HEIGHT}px`, 'grid-template-columns': widths() });
+    return place(row, { top: `${number * rowHeight()}px`, height: `${rowHeight()}px`, 'grid-template-columns': widths() });
   }
 
   function makeName(tensor, number) {
@@ -132,20 +136,21 @@ function makeTensorTable(data, tensors, onModule) {
   }
 
   function focusRow(number) {
-    const top = number * ROW_HEIGHT;
+    const height = rowHeight(), top = number * height;
     if (top < scroller.scrollTop) scroller.scrollTop = top;
-    if (top + ROW_HEIGHT > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + ROW_HEIGHT - scroller.clientHeight;
+    if (top + height > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top + height - scroller.clientHeight;
     drawRows();
     drawn.get(number)?.querySelector('button').focus({ preventScroll: true });
   }
 
-  const widths = () => columns.map((column) => column.width).join(' ');
+  const widths = () => columns.filter((column) => !narrow.matches || column.kind !== 'name').map((column) => column.width).join(' ');
+  const rowHeight = () => (narrow.matches ? NARROW_ROW_HEIGHT : ROW_HEIGHT);
 
   function chooseColumns() {
     columns = listColumns(data, narrow.matches).filter((column) => !narrow.matches || column.narrow);
     head.replaceChildren(...columns.map((column) => {
       const sorted = state.sorted?.title === column.title;
-      const cell = make('div', { class: `cell ${column.kind === 'right' ? 'right' : ''}`, role: 'columnheader', 'aria-sort': sorted ? (state.descending ? 'descending' : 'ascending') : null });
+      const cell = make('div', { class: `cell ${column.kind === 'right' ? 'right' : column.kind === 'name' ? 'first' : ''}`, role: 'columnheader', 'aria-sort': sorted ? (state.descending ? 'descending' : 'ascending') : null });
       const sort = () => {
         state.descending = sorted && !state.descending;
         state.sorted = column;
@@ -160,17 +165,17 @@ function makeTensorTable(data, tensors, onModule) {
   }
 
   scroller.addEventListener('scroll', () => requestAnimationFrame(drawRows), { passive: true });
-  new ResizeObserver(() => requestAnimationFrame(drawRows)).observe(scroller);
+  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(head);
   narrow.addEventListener('change', () => { chooseColumns(); redraw(); });
   scroller.addEventListener('keydown', (event) => {
-    const page = Math.floor(scroller.clientHeight / ROW_HEIGHT) - 1, last = state.rows.length - 1;
+    const page = Math.floor(scroller.clientHeight / rowHeight()) - 1, last = state.rows.length - 1;
     const target = { ArrowDown: state.active + 1, ArrowUp: state.active - 1, PageDown: state.active + page, PageUp: state.active - page, Home: 0, End: last }[event.key];
     if (target === undefined || last < 0) return;
     event.preventDefault();
     focusRow(Math.min(last, Math.max(0, target)));
   });
   chooseColumns();
-  if (data.states) state.sorted = columns.find((column) => column.title === 'differ') ?? null;
+  if (data.states) state.sorted = columns.find((column) => column.title === 'max abs') ?? columns.find((column) => column.title === 'differ');
   chooseColumns();
   refresh();
   return { view, showModule: (module) => { state.module = module; refresh(); const exact = state.rows.find((tensor) => tensor.parameter === module); if (exact) select(exact); } };

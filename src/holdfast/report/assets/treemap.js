@@ -7,13 +7,28 @@ const STATES = { '=': 'equal', d: 'differs', x: 'other shape or dtype', '-': 'on
 // About the width of a character of a label.
 const CHARACTER = 7;
 
-// The ways to divide bytes: the title, the category of a tensor, and the order of categories if it is fixed.
+// The ways to divide bytes: the title, the category of a tensor, the order of categories if it is fixed, and whether
+// their colours are steps.
 function listDivisions(data) {
   const divisions = [['kind', (tensor) => tensor.kind, null], ['dtype', (tensor) => tensor.dtype, null]];
   if (data.tensors.trained) divisions.push(['training', (tensor) => TRAINED[tensor.trained], Object.values(TRAINED)]);
   if (data.before) divisions.push(['sharing', (tensor) => SHARING[tensor.sharing], Object.values(SHARING)]);
-  if (data.states) divisions.unshift(['difference', (tensor) => STATES[tensor.state], Object.values(STATES)]);
+  if (data.states) divisions.unshift(rankChanges(data), ['difference', (tensor) => STATES[tensor.state], Object.values(STATES)]);
   return divisions;
+}
+
+// Divide by the largest difference of an element, in powers of ten below the largest one of all.
+function rankChanges(data) {
+  const sizes = data.differences.map(([, , absolute]) => absolute).filter((size) => size > 0);
+  const top = sizes.length ? Math.floor(Math.log10(sizes.reduce((most, size) => Math.max(most, size), 0))) : 0;
+  const steps = [4, 3, 2, 1, 0].map((below) => `below ${formatNumber(10 ** (top - below + 1))}`);
+  const order = ['equal', ...steps];
+  const categoryOf = (tensor) => {
+    if (tensor.state === '=') return order[0];
+    if (tensor.state !== 'd' || !Number.isFinite(tensor.absolute) || !tensor.absolute) return order[5];
+    return order[Math.max(1, 5 - (top - Math.floor(Math.log10(tensor.absolute))))];
+  };
+  return ['change', categoryOf, order, true];
 }
 
 // The numbers of colours by category: the largest first, the last colour is for all others.
@@ -58,8 +73,8 @@ function makeTreemap(data, tree, onSelect) {
   function draw() {
     const categories = colorCategories(tree.tensors, division[1], division[2]);
     drawCrumbs(crumbs, node, onSelect);
-    legend.replaceChildren(...[...categories].map(([name, { number, bytes }]) => make('li', {}, make('span', { class: `swatch k${number}` }), `${name} ${formatBytes(bytes)}`)));
-    if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division[1], onSelect)));
+    legend.replaceChildren(...[...categories].map(([name, { number, bytes }]) => make('li', {}, make('span', { class: `swatch ${division[3] ? 's' : 'k'}${number}` }), `${name} ${formatBytes(bytes)}`)));
+    if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division, onSelect)));
   }
   new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; requestAnimationFrame(draw); } }).observe(map);
   return { view, select: (module) => { node = module; draw(); } };
@@ -89,7 +104,7 @@ function drawCrumbs(crumbs, node, onSelect) {
   crumbs.replaceChildren(...items);
 }
 
-function drawFrame({ frame, x, y, width, height }, node, categories, categoryOf, onSelect) {
+function drawFrame({ frame, x, y, width, height }, node, categories, [, categoryOf, , isStepped], onSelect) {
   const sizes = new Map();
   for (const tensor of frame.tensors) sizes.set(categoryOf(tensor), (sizes.get(categoryOf(tensor)) ?? 0) + tensor.bytes);
   const parts = [...sizes].sort((a, b) => b[1] - a[1]);
@@ -106,7 +121,7 @@ function drawFrame({ frame, x, y, width, height }, node, categories, categoryOf,
   for (const leaf of d3.treemap().tile(d3.treemapSliceDice).size([area.width, Math.max(0, area.height)]).round(true)(root).leaves()) {
     const size = [leaf.x1 - leaf.x0, leaf.y1 - leaf.y0];
     const text = size[0] > leaf.data.part.length * CHARACTER && size[1] > 16 ? leaf.data.part : '';
-    button.append(place(make('span', { class: `tile k${categories.get(leaf.data.part).number}`, 'data-text': text }), {
+    button.append(place(make('span', { class: `tile ${isStepped ? 's' : 'k'}${categories.get(leaf.data.part).number}`, 'data-text': text }), {
       left: `${leaf.x0}px`, top: `${leaf.y0 + header}px`, width: `${size[0]}px`, height: `${size[1]}px` }));
   }
   return place(make('li', {}, button), { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
