@@ -24,7 +24,7 @@ from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.shared_files import own_bytes
 
 #: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
-_MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 500, 1_000, 20
+_MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20
 
 #: The checkpoints below a path that were verified: the fields of a ``VerifyResult`` by tag.
 Verified = Mapping[str, Mapping[str, Any]]

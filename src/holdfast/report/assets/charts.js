@@ -24,8 +24,14 @@ function makeBars(code, width = 76, height = 22) {
   if (!histogram) return document.createTextNode('–');
   const step = width / histogram.bars.length, middle = (histogram.bars.length - 1) / 2;
   return make('svg', { class: 'bars', viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': describeBars(histogram) },
-    ...histogram.bars.map((level, bar) => make('rect', { x: (bar * step).toFixed(1), width: Math.max(1, step - 1).toFixed(1),
-      y: (height - (height - 1) * level / 63).toFixed(1), height: ((height - 1) * level / 63 || (level ? 1 : 0)).toFixed(1), class: bar === middle ? 'zero' : '' })));
+    make('path', { d: histogram.bars.map((level, bar) => (bar === middle ? '' : drawBar(bar * step, level, step, height))).join('') }),
+    make('path', { class: 'zero', d: drawBar(middle * step, histogram.bars[middle], step, height) }));
+}
+
+// One path for all bars: a rectangle each would make scrolling slow.
+function drawBar(x, level, step, height) {
+  const tall = (height - 1) * level / 63, wide = Math.max(1, step - 1);
+  return level ? `M${x.toFixed(1)} ${height}v-${tall.toFixed(1)}h${wide.toFixed(1)}v${tall.toFixed(1)}z` : '';
 }
 
 function describeBars({ bars, top }) {

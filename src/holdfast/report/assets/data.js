@@ -84,3 +84,8 @@ function findModule(root, path) {
   }
   return node;
 }
+
+// Counters of steps, and generators of random numbers: their differences say nothing about the model.
+const isCounter = (tensor) => tensor.kind === 'values' || tensor.elements <= 1;
+
+const findLargestDifference = (tensors) => tensors.reduce((most, tensor) => (isCounter(tensor) ? most : Math.max(most, tensor.absolute)), 0);

@@ -43,10 +43,11 @@ function median(numbers) {
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : 0;
 }
 
+const SVG_TAGS = new Set(['svg', 'path', 'polyline', 'circle']);
+
 // Make an element. Properties of the name of an event are listeners; children are elements or text.
 function make(tag, properties = {}, ...children) {
-  const isSvg = ['svg', 'rect', 'polyline', 'circle', 'text', 'line', 'title'].includes(tag);
-  const element = isSvg ? document.createElementNS('http://www.w3.org/2000/svg', tag) : document.createElement(tag);
+  const element = SVG_TAGS.has(tag) ? document.createElementNS('http://www.w3.org/2000/svg', tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined) element.setAttribute(name, value);

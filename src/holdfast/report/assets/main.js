@@ -8,7 +8,7 @@ function main() {
   const goTo = (path) => { location.hash = path ? `#${encodeURIComponent(path)}` : '#'; };
   const map = makeTreemap(data, tree, goTo), table = makeTensorTable(data, tensors, goTo);
   const views = [];
-  if (data.kind === 'difference') views.push(makeSides(data));
+  if (data.kind === 'difference') views.push(makeSides(data, tensors));
   else views.push(makeHealth(data), makeCards(data, tensors));
   views.push(data.timeline ? make('div', { class: 'pair' }, makeTimeline(data), map.view) : map.view);
   views.push(table.view);

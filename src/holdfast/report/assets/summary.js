@@ -39,16 +39,16 @@ function makeCards(data, tensors) {
   return make('div', { class: 'cards' }, ...cards);
 }
 
-function makeSides(data) {
+function makeSides(data, tensors) {
   const [left, right] = data.sides;
   const describe = (side) => [side.step === null ? '' : `step ${formatStep(side.step)}`, side.saved ? formatTime(side.saved) : '',
     side.world_size ? formatCount(side.world_size, 'rank') : '', formatBytes(side.nbytes)].filter(Boolean).join(' · ');
   const differing = data.states.replaceAll('=', '').length;
-  const largest = Math.max(0, ...data.differences.map(([, , absolute]) => absolute ?? Infinity));
+  const largest = findLargestDifference(tensors);
   return make('div', { class: 'cards' },
     makeCard('A', left.tag, describe(left)), makeCard('B', right.tag, describe(right)),
     makeCard('Tensors that differ', differing.toLocaleString('en'), `of ${data.states.length.toLocaleString('en')}`),
-    makeCard('Largest difference', formatNumber(largest === Infinity ? null : largest), largest === Infinity ? 'not finite' : 'of an element, absolute'),
+    makeCard('Largest difference', formatNumber(largest === Infinity ? null : largest), largest === Infinity ? 'not finite' : 'of an element of weights or moments'),
     makeCard('Values that differ', String(data.values.length), 'settings, counters, states'));
 }
 

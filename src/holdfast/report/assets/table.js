@@ -33,7 +33,7 @@ function listColumns(data, narrow) {
     columns.push(
       { title: 'A and B', width: '130px', cell: (tensor) => text(STATES[tensor.state]), key: (tensor) => '=dx-+'.indexOf(tensor.state) * -1 },
       { title: 'differ', width: '110px', cell: makeMeter, key: (tensor) => -tensor.share, narrow: true },
-      { title: 'max abs', width: '84px', cell: (tensor) => text(tensor.share ? formatNumber(tensor.absolute) : ''), key: (tensor) => -tensor.absolute, kind: 'right' },
+      { title: 'max abs', width: '84px', cell: (tensor) => text(tensor.share ? formatNumber(tensor.absolute) : ''), key: (tensor) => (isCounter(tensor) ? 0 : -tensor.absolute), kind: 'right' },
       { title: 'max rel', width: '84px', cell: (tensor) => text(tensor.share ? formatNumber(tensor.relative) : ''), key: (tensor) => -tensor.relative, kind: 'right' });
   }
   return columns;
@@ -156,7 +156,7 @@ function makeTensorTable(data, tensors, onModule) {
         state.sorted = column;
         chooseColumns();
         refresh();
-        head.children[columns.indexOf(column)].querySelector('button').focus();
+        head.children[columns.findIndex((each) => each.title === column.title)].querySelector('button').focus();
       };
       cell.append(column.key ? make('button', { type: 'button', onclick: sort }, `${column.title}${sorted ? (state.descending ? ' ▾' : ' ▴') : ''}`) : column.title);
       return cell;

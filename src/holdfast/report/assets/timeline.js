@@ -84,9 +84,9 @@ function drawTimeline(root, events, width, onPoint) {
     root.append(make('div', { class: 'chart' }, make('h3', {}, title, make('span', {}, unit)), host));
     const axis = { stroke: color('--muted'), grid: { stroke: color('--line'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
     new uPlot({
-      width, height: isLast ? 128 : 96, padding: [8, 12, isLast ? 0 : 6, 0], legend: { show: false },
+      width, height: [116, 96, 128][number], padding: [8, 12, isLast ? 0 : 6, 0], legend: { show: false },
       cursor: { sync: { key: 'saves' }, y: false, drag: { x: false, y: false } },
-      scales: { x: { time: false, range: [-0.5, Math.max(0.5, events.length - 0.5)] }, y: { range: (_, __, high) => [0, (high || 1) * 1.12] } },
+      scales: { x: { time: false, range: [-0.5, Math.max(0.5, events.length - 0.5)] }, y: { range: (_, __, high) => [0, (high || 1) * (number ? 1.12 : 1.4)] } },
       series: [{}, { stroke: color('--accent'), fill: paths ? color('--accent') : null, width: paths ? 0 : 2, paths, points: { show: events.length < 60 && !paths, size: 5, fill: color('--accent') }, spanGaps: true }],
       axes: [
         { ...axis, show: isLast, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 70,

@@ -9,24 +9,24 @@ const CHARACTER = 7;
 
 // The ways to divide bytes: the title, the category of a tensor, the order of categories if it is fixed, and whether
 // their colours are steps.
-function listDivisions(data) {
+function listDivisions(data, tensors) {
   const divisions = [['kind', (tensor) => tensor.kind, null], ['dtype', (tensor) => tensor.dtype, null]];
   if (data.tensors.trained) divisions.push(['training', (tensor) => TRAINED[tensor.trained], Object.values(TRAINED)]);
   if (data.before) divisions.push(['sharing', (tensor) => SHARING[tensor.sharing], Object.values(SHARING)]);
-  if (data.states) divisions.unshift(rankChanges(data), ['difference', (tensor) => STATES[tensor.state], Object.values(STATES)]);
+  if (data.states) divisions.unshift(rankChanges(tensors), ['difference', (tensor) => STATES[tensor.state], Object.values(STATES)]);
   return divisions;
 }
 
 // Divide by the largest difference of an element, in powers of ten below the largest one of all.
-function rankChanges(data) {
-  const sizes = data.differences.map(([, , absolute]) => absolute).filter((size) => size > 0);
-  const top = sizes.length ? Math.floor(Math.log10(sizes.reduce((most, size) => Math.max(most, size), 0))) : 0;
+function rankChanges(tensors) {
+  const largest = findLargestDifference(tensors);
+  const top = largest > 0 && largest < Infinity ? Math.floor(Math.log10(largest)) : 0;
   const steps = [4, 3, 2, 1, 0].map((below) => `below ${formatNumber(10 ** (top - below + 1))}`);
   const order = ['equal', ...steps];
   const categoryOf = (tensor) => {
     if (tensor.state === '=') return order[0];
     if (tensor.state !== 'd' || !Number.isFinite(tensor.absolute) || !tensor.absolute) return order[5];
-    return order[Math.max(1, 5 - (top - Math.floor(Math.log10(tensor.absolute))))];
+    return order[Math.min(5, Math.max(1, 5 - (top - Math.floor(Math.log10(tensor.absolute)))))];
   };
   return ['change', categoryOf, order, true];
 }
@@ -56,7 +56,7 @@ function chooseFrames(node) {
 }
 
 function makeTreemap(data, tree, onSelect) {
-  const divisions = listDivisions(data);
+  const divisions = listDivisions(data, tree.tensors);
   let division = divisions[0], node = tree, width = 0;
   const map = make('ul', { class: 'map', 'aria-label': 'Modules, the largest first' });
   const crumbs = make('ol', { class: 'crumbs', 'aria-label': 'Path of the module' });
