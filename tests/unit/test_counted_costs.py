@@ -229,7 +229,8 @@ MESSAGES = {
 }
 
 #: The most calls to the file system by rank 0, and by each other rank; none of those that are not listed. A save
-#: creates four files (the tensors, and three of JSON) and a lock file, which it removes, and appends to the journal. It syncs the four, the tensors
+#: creates four files (the tensors, and three of JSON) and a lock file, which it removes, and appends
+#: to the journal. It syncs the four, the tensors
 #: once more with their header, and three directories whose entries change.
 _CHANGES = {"create": 6, "unlink": 1, "mkdir": 3, "ftruncate": 1, "write": 3, "fsync": 8, "renameat2": 1}
 _CHECKS = {

@@ -72,7 +72,9 @@ def test_it_is_no_checkpoint_and_survives_all_clean_ups(tmp_path: Path) -> None:
 def test_what_is_no_entry_is_skipped(tmp_path: Path) -> None:
     append_entry(tmp_path, entry("a"))
     with (tmp_path / NAME).open("ab") as file:
-        file.write(b'{"kind":"saved","time":2,"ta\xff\xfe\n[1]\n{}\n\x00\x00\n{"kind":"eaten","time":1,"tag":"x"}\n{"kind')
+        file.write(
+            b'{"kind":"saved","time":2,"ta\xff\xfe\n[1]\n{}\n\x00\x00\n{"kind":"eaten","time":1,"tag":"x"}\n{"kind'
+        )
     append_entry(tmp_path, entry("b", 3.0))
     assert [line.tag for line in read_journal(tmp_path)] == ["a", "b"]
 

@@ -1,4 +1,4 @@
-"""What a report says first: whether the run is healthy, and if not, what is wrong."""
+"""The first lines of a report: whether the run is healthy, and if not, what is wrong."""
 
 from __future__ import annotations
 

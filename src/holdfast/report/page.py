@@ -20,8 +20,8 @@ from holdfast.observe.terminal import escape_control_characters
 #: The scripts, in their order. Together they are one function.
 _SCRIPTS = ("format.js", "data.js", "summary.js", "timeline.js", "treemap.js", "charts.js", "table.js", "main.js")
 
-#: The parts of others, in their order: see ``assets/vendor``.
-_VENDORED = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
+#: The files of others by their names, in their order. Their licences ask to be in each copy.
+_VENDORED = {"uPlot": "uPlot.iife.min.js", "d3-hierarchy": "d3-hierarchy.min.js"}
 
 #: What JSON may contain but an element with a script must not.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
@@ -30,7 +30,10 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 def render_page(title: str, data: Mapping[str, Any]) -> bytes:
     """Return the page. Control characters of all texts are escaped."""
     style = _read_asset("vendor/uPlot.min.css") + _read_asset("style.css")
-    script = "".join(_read_asset(f"vendor/{name}") for name in _VENDORED)
+    script = "".join(
+        f"/*\n{_read_asset(f'vendor/{name}.LICENSE.txt')}\n*/\n{_read_asset(f'vendor/{file}')}"
+        for name, file in _VENDORED.items()
+    )
     script += f"(() => {{\n'use strict';\n{''.join(map(_read_asset, _SCRIPTS))}}})();\n"
     policy = (
         f"default-src 'none'; script-src {_hash_source(script)}; style-src {_hash_source(style)}; img-src data:; "

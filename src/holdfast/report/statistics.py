@@ -30,9 +30,9 @@ def statistics_columns(tensors: Sequence[NamedTensor], history: Sequence[tuple[s
     scale = LogScale(each.norm for row in rows for each in row if each is not None)
     return {
         "tags": [tag for tag, _ in history],
-        "norm": [round_number(each and each.norm) for each in last],
-        "min": [round_number(each and each.minimum) for each in last],
-        "max": [round_number(each and each.maximum) for each in last],
+        "norm": [None if each is None else round_number(each.norm) for each in last],
+        "min": [None if each is None else round_number(each.minimum) for each in last],
+        "max": [None if each is None else round_number(each.maximum) for each in last],
         "nans": _sparse_counts([0 if each is None else each.nans for each in last]),
         "infs": _sparse_counts([_count_infinities(each) for each in last]),
         "histograms": [_encode_histogram(each) for each in last],

@@ -63,8 +63,7 @@ def tensor_columns(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
         "groups": list(groups.items),
         "kinds": list(kinds.items),
         "signatures": [
-            [dtype, list(shape), TensorInfo(dtype, shape).nbytes, math.prod(shape)]
-            for dtype, shape in signatures.items
+            [dtype, list(shape), TensorInfo(dtype, shape).nbytes, math.prod(shape)] for dtype, shape in signatures.items
         ],
         "group": [row[0] for row in rows],
         "kind": [row[1] for row in rows],

@@ -1,9 +1,9 @@
 """The journal of a run directory: what happened to its checkpoints, which their manifests do not tell.
 
-Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file ``.journal.jsonl``.
-One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for reports only, and no part
-of the format: lines that cannot be read are skipped, and a failure to write one affects nothing. An object store has no
-journal, because objects cannot be appended to.
+Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
+``.journal.jsonl``. One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for
+reports only, and no part of the format: lines that cannot be read are skipped, and a failure to write one affects
+nothing. An object store has no journal, because objects cannot be appended to.
 """
 
 from __future__ import annotations
