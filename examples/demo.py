@@ -254,6 +254,16 @@ def generate_text(folder: Path) -> Text:
     return Text(bytes(tokens[0].tolist()).decode(errors="replace").rstrip())
 
 
+def write_report(run: Path, page: Path) -> None:
+    """Write the report of a run."""
+    options = [str(run), "--stats", "--output", str(page)]
+    print_text(f"[bold]$ holdfast report {' '.join(options)}[/]")
+    done = subprocess.run([sys.executable, "-m", "holdfast", "report", *options], check=False, capture_output=True)
+    if done.returncode:
+        raise DemoError(f"the report was not written: {done.stderr.decode()}")
+    print_text(f"Open {page} in a browser: its saves, the kills and resumes, where the bytes are, and all tensors.")
+
+
 def build_tree(folder: Path) -> Tree:
     """Return the files of a checkpoint with their sizes."""
     root = Tree(f"[bold]{folder}/[/]", guide_style="dim")
@@ -307,6 +317,9 @@ def run_demo() -> None:
 
     print_heading("5. The files of that checkpoint")
     console.print(build_tree(last))
+
+    print_heading("6. What the run looks like")
+    write_report(run, FOLDER / "report.html")
 
 
 def main() -> int:

@@ -123,7 +123,7 @@ function makeTensorTable(data, tensors, onModule) {
   }
 
   function makeName(tensor, number) {
-    return make('button', { type: 'button', title: tensor.path, 'aria-pressed': String(tensor === state.selected), onclick: () => { state.active = number; select(tensor); }, onfocus: () => { state.active = number; } },
+    return make('button', { type: 'button', title: tensor.path, 'aria-label': tensor.path, 'aria-pressed': String(tensor === state.selected), onclick: () => { state.active = number; select(tensor); }, onfocus: () => { state.active = number; } },
       make('span', { class: 'start' }, tensor.name.slice(0, -TAIL)), make('span', { class: 'end' }, tensor.name.slice(-TAIL)));
   }
 
