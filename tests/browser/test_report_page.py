@@ -95,7 +95,7 @@ class Tab:
         self.problems: list[str] = []
         self.page.on("console", lambda message: self.problems.append(message.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("dialog", lambda dialog: self._note_dialog(dialog))
+        self.page.on("dialog", self._note_dialog)
         self.page.on("request", lambda request: self._check_request(request.url))
         self.page.goto(f"{file.as_uri()}{address}")
         self.page.wait_for_selector(".rows .row")
@@ -135,7 +135,7 @@ def test_a_link_to_a_module_selects_it(browser: Any, pages: dict[str, Path]) -> 
     names = tab.rows()
     assert len(names) == 8
     assert all(name.startswith("layers.1.") for name in names)
-    assert "layers › 1" in " › ".join(tab.page.locator(".crumbs li").all_inner_texts())
+    assert tab.page.locator(".crumbs li").all_inner_texts()[:2] == ["all tensors", "layers"]
     tab.page.locator(".chip").click()
     assert len(tab.rows()) > 8
     tab.context.close()
