@@ -180,7 +180,8 @@ def train_interrupted(run: Path) -> list[list[Step]]:
     known = list_staging_directories(run)
     with start_job(run, 2) as second:
         follow_job(
-            second, until=lambda: second.last_step >= moment + 2 * SAVE_EVERY and list_staging_directories(run) > known
+            second,
+            until=lambda: second.last_step >= moment + 2 * SAVE_EVERY and bool(list_staging_directories(run) - known),
         )
         second.check_first_step(after=saved)
         saved = kill_job(second, run, known)
