@@ -20,7 +20,7 @@ def draw_page(page: Path, picture: Path) -> None:
         tab = browser.new_context(viewport=_SIZE, color_scheme="light", offline=True).new_page()
         tab.goto(page.absolute().as_uri())
         tab.wait_for_selector(".map li")
-        tab.wait_for_selector(".u-over")
+        tab.wait_for_selector(".chart canvas")
         tab.screenshot(path=picture)
         browser.close()
 
