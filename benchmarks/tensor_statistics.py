@@ -1,8 +1,8 @@
-"""Statistics of tensors from a cold disk, against a verification, and a bare loop of the same work that checks no CRC."""
+"""Statistics of tensors from a cold disk, against a verification, and a bare loop of the same work without CRCs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,12 @@ def measure_statistics(setting: Setting) -> Iterator[Table]:
     for dtype in (torch.float32, torch.bfloat16):
         run, size = setting.folder / "run", setting.nbytes // dtype.itemsize // _TENSORS
         holdfast.save_checkpoint(run, "a", {f"w{n}": torch.randn(size).to(dtype) for n in range(_TENSORS)})
-        (file,) = (run / "a").rglob("model*.safetensors")
+        files = sorted((run / "a").rglob("*.safetensors"))
         evict = partial(raw.evict_from_cache, run)
         contenders = {
             f"{OURS} stats": Contender(partial(holdfast.compute_statistics, run), evict),
-            _VERIFY: Contender(lambda run=run: list(holdfast.open(run).verify()), evict),
-            _BARE: Contender(partial(_measure_file, file, dtype), evict),
+            _VERIFY: Contender(partial(_verify, run), evict),
+            _BARE: Contender(partial(_measure_files, files, dtype), evict),
         }
         clock = time_interleaved(contenders, setting.rounds)
         title = f"statistics of {setting.gigabytes} in {str(dtype).removeprefix('torch.')}, cold"
@@ -41,13 +41,18 @@ def measure_statistics(setting: Setting) -> Iterator[Table]:
         raw.empty_directory(setting.folder)
 
 
-def _measure_file(file: Path, dtype: torch.dtype) -> None:
-    """Compute the same numbers of all of a file's bytes, in chunks."""
+def _verify(run: Path) -> None:
+    list(holdfast.open(run).verify())
+
+
+def _measure_files(files: Sequence[Path], dtype: torch.dtype) -> None:
+    """Compute the same numbers of all bytes of files, in chunks."""
+    chunks = [(file, offset) for file in files for offset in range(0, file.stat().st_size, raw.CHUNK)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(partial(_measure_chunk, file, dtype), range(0, file.stat().st_size, raw.CHUNK)))
+        list(threads.map(lambda chunk: _measure_chunk(chunk[0], chunk[1], dtype), chunks))
 
 
-def _measure_chunk(file: Path, dtype: torch.dtype, offset: int) -> tuple[object, ...]:
+def _measure_chunk(file: Path, offset: int, dtype: torch.dtype) -> tuple[object, ...]:
     data = np.fromfile(file, np.uint8, raw.CHUNK, offset=offset)
     data = data[: len(data) // 4 * 4]
     floats = data.view("f4") if dtype == torch.float32 else (data.view("u2").astype("u4") << 16).view("f4")

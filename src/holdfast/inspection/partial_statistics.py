@@ -40,7 +40,7 @@ _SERIAL = 2**15 - 2**6
 
 
 class _FloatFormat(NamedTuple):
-    """How floating-point numbers are stored: the bits after the exponent, the number of exponents, and that of 1.0."""
+    """A format of floating-point numbers: the bits after the exponent, the number of exponents, and the one of 1.0."""
 
     fraction: int
     exponents: int
