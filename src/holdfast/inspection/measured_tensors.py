@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, islice
+from queue import SimpleQueue
 
 from holdfast.inspection.element_values import Bits
 from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
-from holdfast.inspection.partial_statistics import PartialStatistics, measure_part
+from holdfast.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
 from holdfast.inspection.tensor_slices import TensorSegment, TensorSide, split_segments
 from holdfast.inspection.tensor_statistics import TensorStatistics
-from holdfast.process.worker_threads import run_in_threads
+from holdfast.process.worker_threads import THREADS, run_in_threads
 
 #: The number of slices per read: up to 128 MiB.
 _SLICES = 32
@@ -39,6 +40,10 @@ class _Measurement:
         self._totals = [PartialStatistics() for _ in side.infos]
         #: The slices that were read last, and are not measured yet.
         self._read: list[_ReadSlice] = []
+        #: The memory that no thread uses now.
+        self._scratch = SimpleQueue[Scratch]()
+        for _ in range(THREADS):
+            self._scratch.put(Scratch())
 
     def measure(self, done: Callable[[int], None]) -> list[TensorStatistics]:
         """Read all slices, and return the statistics of each tensor."""
@@ -63,7 +68,10 @@ class _Measurement:
         segments, bits = read
         dtype = self._side.infos[segments[0].tensor].dtype
         starts = accumulate((segment.n_elements for segment in segments), initial=0)
-        return [
-            measure_part(bits[start : start + segment.n_elements], dtype)
+        scratch = self._scratch.get()
+        parts = [
+            measure_part(bits[start : start + segment.n_elements], dtype, scratch)
             for segment, start in zip(segments, starts, strict=False)
         ]
+        self._scratch.put(scratch)
+        return parts

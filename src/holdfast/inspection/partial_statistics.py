@@ -2,32 +2,58 @@
 
 Elements are added in a fixed order, so that statistics do not depend on ranks, threads, or how files were read:
 
-1. A tensor is cut into sections of 2^15 elements. NumPy adds up a section as float64, pairwise, and then the squares
-   of the distances from the mean of the section. Elements that are not finite are left out before.
-2. The sections of each 2^19 elements are merged one after the other, and then these parts one after the other, by the
-   rule of Chan, Golub and LeVeque. It needs no second pass, and does not cancel where the mean is large.
+1. A tensor is cut into parts of 2^17 elements. Elements that are not finite are left out. NumPy adds up the elements of
+   a part as float64, pairwise, and then the squares of their distances from their mean.
+2. The parts of each 2^19 elements are merged one after the other, and then these, by the rule of Chan, Golub and
+   LeVeque. It needs no second pass over the elements, and does not cancel where the mean is large.
+3. If an element has one byte, a part has 2^19 elements: its different values are added up in the order of their bits,
+   each times the number of its elements.
 
 Counts are exact.
+
+All of it lets the other threads of the process run, those of a training, too. An operation should be long enough that
+another thread can wake up meanwhile, and its numbers should fit into the processor's second cache: hence 2^17.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from holdfast.inspection.element_values import Bits, as_values
 from holdfast.inspection.tensor_statistics import BUCKETS, EXPONENTS, ZERO_BUCKET, TensorStatistics
+from holdfast.state.tensors import DTYPES
+from holdfast.storage.memory import aligned_buffer
 
-#: The number of elements that are added up at a time. Their float64 values fit into the processor's second cache, and
-#: torch converts so few in the thread that asks for it.
-_SECTION = 2**15
+#: The number of elements that are added up at a time.
+_PART = 2**17
 
-#: The bits of the fraction of float64, the number of its exponents, and the one of 1.0.
-_FRACTION_BITS, _EXPONENTS, _BIAS = 52, 2**11, 1023
+#: The number of elements for which torch uses no threads of its own: these would compete with the caller's.
+_SERIAL = 2**15 - 2**6
 
+
+class _FloatFormat(NamedTuple):
+    """A format of floating-point numbers: the bits after the exponent, the number of exponents, and the one of 1.0."""
+
+    fraction: int
+    exponents: int
+    bias: int
+
+
+#: The upper half of a float64, which contains its exponent.
+_UPPER_HALF = _FloatFormat(20, 2**11, 1023)
+
+#: The dtypes whose exponents are read from their elements. Their numbers without exponent are all in the first bucket.
+_FORMATS = {"F32": _FloatFormat(23, 2**8, 127), "BF16": _FloatFormat(7, 2**8, 127)}
+
+Codes = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -87,61 +113,130 @@ class PartialStatistics:
         )
 
 
-def measure_part(bits: Bits, dtype: str) -> PartialStatistics:
-    """Return the statistics of a part of one tensor, which begins at a multiple of ``_SECTION`` elements of it."""
-    part, counts = PartialStatistics(), np.zeros(2 * _EXPONENTS, np.int64)
-    for start in range(0, len(bits), _SECTION):
-        values = as_values(bits[start : start + _SECTION], dtype).view(np.float64)
-        part.merge(_measure_section(values, counts))
-    part.histogram += _fold_counts(counts)
+class Scratch:
+    """Memory for the float64 values of a part, their distances from the mean, and codes. New memory would cost time."""
+
+    def __init__(self) -> None:
+        memory = aligned_buffer(2 * _PART * np.dtype(np.float64).itemsize).view(np.float64)
+        self.values, self.distances = memory[:_PART], memory[_PART:]
+        self.codes = np.empty(_SERIAL, np.int32)
+
+
+def measure_part(bits: Bits, dtype: str, scratch: Scratch) -> PartialStatistics:
+    """Return the statistics of at most 2^19 consecutive elements of one tensor, which begin at a multiple of these."""
+    if bits.itemsize == 1:
+        counts = _count_bytes(bits)
+        used = np.flatnonzero(counts)
+        return _measure_counts(_value_table(dtype)[used], counts[used])
+    if dtype == "C64":
+        bits, dtype = bits.view(np.uint32), "F32"
+    merged = PartialStatistics()
+    for start in range(0, len(bits), _PART):
+        merged.merge(_measure_values(bits[start : start + _PART], dtype, scratch))
+    return merged
+
+
+@cache
+def _value_table(dtype: str) -> Floats:
+    """Return the values of all elements of one byte, by their bits."""
+    values: Floats = as_values(np.arange(2**8, dtype=np.uint8), dtype)
+    return values
+
+
+def _count_bytes(elements: npt.NDArray[np.uint8]) -> Counts:
+    """Return how often each byte occurs."""
+    counts = np.zeros(2**8, np.int64)
+    for start in range(0, len(elements), _SERIAL):
+        counts += _count_codes(elements[start : start + _SERIAL], len(counts))
+    return counts
+
+
+def _count_codes(codes: npt.NDArray[np.uint8] | Codes, size: int) -> Counts:
+    """Return how often each number below ``size`` occurs among at most ``_SERIAL``."""
+    counts: Counts = torch.bincount(torch.from_numpy(codes), minlength=size).numpy()
+    return counts
+
+
+def _measure_counts(values: Floats, counts: Counts) -> PartialStatistics:
+    """Return the statistics of different values, each of which occurs ``counts`` times."""
+    part = PartialStatistics(
+        elements=int(counts.sum()),
+        nans=int(counts[np.isnan(values)].sum()),
+        positive_infinities=int(counts[values == np.inf].sum()),
+        negative_infinities=int(counts[values == -np.inf].sum()),
+    )
+    is_finite = np.isfinite(values)
+    values, counts = values[is_finite], counts[is_finite]
+    if len(values):
+        codes = _upper_halves(values) >> np.uint32(_UPPER_HALF.fraction)
+        by_exponent = np.zeros(2 * _UPPER_HALF.exponents, np.int64)
+        np.add.at(by_exponent, codes, counts)
+        part.histogram = _fold_counts(by_exponent, _UPPER_HALF, counts[values == 0], values[values == 0])
+        part.finite, part.total = int(counts.sum()), float(np.add.reduce(values * counts))
+        part.minimum, part.maximum = float(values.min()) + 0.0, float(values.max()) + 0.0
+        part.deviation = float(np.add.reduce(np.square(values - part.total / part.finite) * counts))
     return part
 
 
-def _measure_section(values: Floats, counts: Counts) -> PartialStatistics:
-    """Return the statistics of a section without its histogram; only zeros are in there.
-
-    The numbers of its values by sign and exponent, without zeros, are added to ``counts``.
-    """
-    section = PartialStatistics(len(values))
-    by_exponent = np.bincount(
-        (values.view(np.uint64) >> np.uint64(_FRACTION_BITS)).view(np.int64), minlength=len(counts)
-    )
-    finite = values
-    if by_exponent[_EXPONENTS - 1] or by_exponent[-1]:
-        finite = values[np.isfinite(values)]
-        section.nans = int(np.count_nonzero(np.isnan(values)))
-        section.positive_infinities = int(np.count_nonzero(values == np.inf))
-        section.negative_infinities = len(values) - len(finite) - section.nans - section.positive_infinities
-    if by_exponent[0] or by_exponent[_EXPONENTS]:
-        zeros = values[values == 0]
-        section.histogram[ZERO_BUCKET] = len(zeros)
-        negative = np.count_nonzero(np.signbit(zeros))
-        by_exponent[0] -= len(zeros) - negative
-        by_exponent[_EXPONENTS] -= negative
-    counts += by_exponent
-    if len(finite):
-        _measure_moments(finite, section)
-    return section
+def _measure_values(bits: Bits, dtype: str, scratch: Scratch) -> PartialStatistics:
+    """Return the statistics of a part, whose elements have several bytes."""
+    part, values = PartialStatistics(elements=len(bits)), scratch.values[: len(bits)]
+    layout = _FORMATS.get(dtype, _UPPER_HALF)
+    by_exponent = _convert_elements(bits, dtype, values, scratch.codes)
+    if by_exponent[layout.exponents - 1] or by_exponent[-1]:
+        part.nans = int(np.count_nonzero(np.isnan(values)))
+        part.positive_infinities = int(np.count_nonzero(values == np.inf))
+        part.negative_infinities = int(np.count_nonzero(values == -np.inf))
+        values = values[np.isfinite(values)]
+    has_zeros = by_exponent[0] or by_exponent[layout.exponents]  # or numbers that are nearly zero
+    zeros = values[values == 0] if has_zeros else values[:0]
+    part.histogram = _fold_counts(by_exponent, layout, np.ones(len(zeros), np.int64), zeros)
+    if len(values):
+        _measure_moments(values, scratch.distances[: len(values)], part)
+    return part
 
 
-def _measure_moments(finite: Floats, section: PartialStatistics) -> None:
-    section.finite = len(finite)
+def _convert_elements(bits: Bits, dtype: str, values: Floats, codes: Codes) -> Counts:
+    """Convert elements to ``values``, and return how often each sign and exponent occurs. ``codes`` is memory."""
+    layout = _FORMATS.get(dtype, _UPPER_HALF)
+    sources = bits if dtype in _FORMATS else _upper_halves(values)
+    shift = sources.dtype.type(layout.fraction)
+    counts = np.zeros(2 * layout.exponents, np.int64)
+    elements, converted = torch.from_numpy(bits.view(np.uint8)).view(DTYPES[dtype]), torch.from_numpy(values)
+    for start in range(0, len(bits), len(codes)):
+        stop = min(len(bits), start + len(codes))
+        converted[start:stop].copy_(elements[start:stop])
+        np.right_shift(sources[start:stop], shift, out=codes[: stop - start], casting="unsafe", dtype=sources.dtype)
+        counts += _count_codes(codes[: stop - start], len(counts))
+    return counts
+
+
+def _upper_halves(values: Floats) -> npt.NDArray[np.uint32]:
+    return values.view(np.uint32)[1 if sys.byteorder == "little" else 0 :: 2]
+
+
+def _measure_moments(values: Floats, distances: Floats, part: PartialStatistics) -> None:
+    """Add the range and the moments of finite values. ``distances`` is memory of the same size."""
     # -0.0 + 0.0 is 0.0: which of two equal zeros is the smaller one depends on the processor.
-    section.minimum, section.maximum = float(finite.min()) + 0.0, float(finite.max()) + 0.0
+    part.minimum, part.maximum = float(values.min()) + 0.0, float(values.max()) + 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        section.total = float(np.add.reduce(finite))
-        distances = finite - section.total / section.finite
-        section.deviation = float(np.add.reduce(np.square(distances, out=distances)))
+        part.finite, part.total = len(values), float(np.add.reduce(values))
+        np.subtract(values, part.total / part.finite, out=distances)
+        part.deviation = float(np.add.reduce(np.square(distances, out=distances)))
 
 
-def _fold_counts(counts: Counts) -> Counts:
-    """Return the histogram of counts by sign and exponent."""
-    positive, negative = (_fold_sign(half) for half in np.split(counts, 2))
-    return np.concatenate([negative[::-1], [0], positive])
+def _fold_counts(by_exponent: Counts, layout: _FloatFormat, zero_counts: Counts, zeros: Floats) -> Counts:
+    """Return the histogram of finite values by sign and exponent, among them ``zeros``."""
+    is_negative = np.signbit(zeros)
+    by_exponent[0] -= zero_counts[~is_negative].sum()
+    by_exponent[layout.exponents] -= zero_counts[is_negative].sum()
+    positive, negative = by_exponent[: layout.exponents], by_exponent[layout.exponents :]
+    folded = _fold_sign(negative, layout)[::-1], [zero_counts.sum()], _fold_sign(positive, layout)
+    return np.concatenate(folded)
 
 
-def _fold_sign(counts: Counts) -> Counts:
-    first, last = _BIAS + EXPONENTS[0] + 1, _BIAS + EXPONENTS[-1]
-    folded = counts[first - 1 : last + 1].copy()
-    folded[0], folded[-1] = counts[:first].sum(), counts[last : _EXPONENTS - 1].sum()
+def _fold_sign(by_exponent: Counts, layout: _FloatFormat) -> Counts:
+    first, last = layout.bias + EXPONENTS[0] + 1, layout.bias + EXPONENTS[-1]
+    folded = by_exponent[first - 1 : last + 1].copy()
+    folded[0], folded[-1] = by_exponent[:first].sum(), by_exponent[last : layout.exponents - 1].sum()
     return folded

@@ -22,6 +22,7 @@ from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
 from holdfast.inspection.placeholders import TensorPlaceholder
 from holdfast.inspection.tensor_pairs import Key, info_of
 from holdfast.ondisk.dtypes import dtype_width
+from holdfast.storage.memory import aligned_buffer
 
 #: The number of elements that one thread works on at a time.
 SLICE = 2**19
@@ -80,7 +81,7 @@ class TensorSide:
             for segments, width in zip(batch, widths, strict=True)
         ]
         offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
-        buffer = np.empty(offsets[-1], np.uint8)
+        buffer = aligned_buffer(offsets[-1])
         sink, files = TensorBytes(torch.from_numpy(buffer)), dict[Source, int]()
         file_ranges = [
             file_range
