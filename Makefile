@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test interop frameworks peers matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test interop frameworks peers report-browser report-picture matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -20,7 +20,7 @@ PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint
-	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers
+	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
@@ -41,6 +41,18 @@ peers: .peers/installed
 .peers/installed: requirements-peers.txt .venv/installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers --requirement requirements-peers.txt
 	touch $@
+
+## report-browser: the pages of `holdfast report` in Chromium, which the system must have; Playwright is installed into .browser (0.1 GB)
+report-browser: .browser/installed
+	PYTHONPATH=.browser $(BIN)/python -m pytest tests/browser
+
+.browser/installed: requirements-browser.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .browser --requirement requirements-browser.txt
+	touch $@
+
+## report-picture: draw docs/report.png, the page of the run that make demo leaves
+report-picture: .browser/installed
+	PYTHONPATH=.browser $(BIN)/python -m campaigns.report_picture demo_run/report.html docs/report.png
 
 ## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
 matrix:

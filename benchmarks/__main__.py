@@ -29,6 +29,7 @@ from benchmarks import (
     split_tensor,
     stall,
     start,
+    tensor_statistics,
 )
 from benchmarks.measure import Table
 from benchmarks.setting import Setting
@@ -54,6 +55,7 @@ CASES: dict[str, Callable[[Setting], Iterator[Table]]] = {
     "planning": planning.measure_planning,
     "planning-dcp": dcp_planning.measure_dcp_planning,
     "start": start.measure_start,
+    "statistics": tensor_statistics.measure_statistics,
     "several-hosts": several_hosts.measure_several_hosts,
     "object-store": object_store.measure_object_store,
     "object-store-2-ranks": object_store.measure_object_store_ranks,

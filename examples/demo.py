@@ -180,7 +180,8 @@ def train_interrupted(run: Path) -> list[list[Step]]:
     known = list_staging_directories(run)
     with start_job(run, 2) as second:
         follow_job(
-            second, until=lambda: second.last_step >= moment + 2 * SAVE_EVERY and list_staging_directories(run) > known
+            second,
+            until=lambda: second.last_step >= moment + 2 * SAVE_EVERY and bool(list_staging_directories(run) - known),
         )
         second.check_first_step(after=saved)
         saved = kill_job(second, run, known)
@@ -254,6 +255,16 @@ def generate_text(folder: Path) -> Text:
     return Text(bytes(tokens[0].tolist()).decode(errors="replace").rstrip())
 
 
+def write_report(run: Path, page: Path) -> None:
+    """Write the report of a run."""
+    options = [str(run), "--stats", "--output", str(page)]
+    print_text(f"[bold]$ holdfast report {' '.join(options)}[/]")
+    done = subprocess.run([sys.executable, "-m", "holdfast", "report", *options], check=False, capture_output=True)
+    if done.returncode:
+        raise DemoError(f"the report was not written: {done.stderr.decode()}")
+    print_text(f"Open {page} in a browser: its saves, the kills and resumes, where the bytes are, and all tensors.")
+
+
 def build_tree(folder: Path) -> Tree:
     """Return the files of a checkpoint with their sizes."""
     root = Tree(f"[bold]{folder}/[/]", guide_style="dim")
@@ -307,6 +318,9 @@ def run_demo() -> None:
 
     print_heading("5. The files of that checkpoint")
     console.print(build_tree(last))
+
+    print_heading("6. What the run looks like")
+    write_report(run, FOLDER / "report.html")
 
 
 def main() -> int:

@@ -121,7 +121,8 @@ class Recorder:
 
     def _write(self, fd: int, data: Any) -> int:
         node = self._find_own_node(fd)
-        offset = 0 if node is None else os.lseek(fd, 0, os.SEEK_CUR)
+        appends = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND
+        offset = 0 if node is None else os.lseek(fd, 0, os.SEEK_END if appends else os.SEEK_CUR)
         span, n = self._call_timed("write", fd, data)
         if node is not None:
             self._operations.append(Write(*span, node, offset, bytes(memoryview(data).cast("B")[:n])))

@@ -60,7 +60,10 @@ if TYPE_CHECKING:
         UnsupportedValueError,
     )
     from holdfast.evaluation import iterate_new, iterate_pinned, pin, wait_for_new
+    from holdfast.inspection.checkpoint_statistics import CheckpointStatistics, compute_statistics
     from holdfast.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff, diff
+    from holdfast.inspection.kept_statistics import read_statistics
+    from holdfast.inspection.tensor_statistics import TensorStatistics
     from holdfast.live_copy.api import copy_state
     from holdfast.live_copy.result import CopyResult
     from holdfast.liveness.watch import Watch, watch
@@ -85,6 +88,7 @@ _MODULES = {
     "CheckpointDiff": "holdfast.inspection.diff",
     "CheckpointInfo": "holdfast.run.scan",
     "CheckpointReplacedError": "holdfast.errors",
+    "CheckpointStatistics": "holdfast.inspection.checkpoint_statistics",
     "Checkpointer": "holdfast.checkpointer",
     "RunDirectory": "holdfast.run_directory",
     "CopyResult": "holdfast.live_copy.result",
@@ -127,6 +131,7 @@ _MODULES = {
     "StorageError": "holdfast.errors",
     "TagExistsError": "holdfast.errors",
     "TensorDiff": "holdfast.inspection.diff",
+    "TensorStatistics": "holdfast.inspection.tensor_statistics",
     "TornSnapshotError": "holdfast.errors",
     "UnsafeNameError": "holdfast.errors",
     "UnsafePickleError": "holdfast.errors",
@@ -137,6 +142,7 @@ _MODULES = {
     "__version__": "holdfast._version",
     "add_metrics": "holdfast.api",
     "best": "holdfast.run.tags",
+    "compute_statistics": "holdfast.inspection.checkpoint_statistics",
     "convert": "holdfast.conversion.convert",
     "copy_state": "holdfast.live_copy.api",
     "diff": "holdfast.inspection.diff",
@@ -156,6 +162,7 @@ _MODULES = {
     "open": "holdfast.view",
     "pin": "holdfast.evaluation",
     "preemption": "holdfast.data.preemption",
+    "read_statistics": "holdfast.inspection.kept_statistics",
     "remove_alias": "holdfast.api",
     "restore": "holdfast.api",
     "save_checkpoint": "holdfast.api",
@@ -177,6 +184,7 @@ __all__ = [
     "CheckpointDiff",
     "CheckpointInfo",
     "CheckpointReplacedError",
+    "CheckpointStatistics",
     "Checkpointer",
     "CopyResult",
     "CorruptCheckpointError",
@@ -216,6 +224,7 @@ __all__ = [
     "StorageError",
     "TagExistsError",
     "TensorDiff",
+    "TensorStatistics",
     "TornSnapshotError",
     "UnsafeNameError",
     "UnsafePickleError",
@@ -226,6 +235,7 @@ __all__ = [
     "__version__",
     "add_metrics",
     "best",
+    "compute_statistics",
     "convert",
     "copy_state",
     "diff",
@@ -245,6 +255,7 @@ __all__ = [
     "open",
     "pin",
     "preemption",
+    "read_statistics",
     "remove_alias",
     "restore",
     "save_checkpoint",

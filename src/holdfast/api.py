@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
+from holdfast.inspection.background_statistics import background_statistics
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
 from holdfast.ondisk.files import SHARD_SIZE
@@ -107,6 +108,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
     state_dict_hooks: bool = True,
     adapter_only: bool = False,
     files: Mapping[str, bytes] | None = None,
+    stats: bool = False,
     on_event: OnEvent | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
@@ -174,6 +176,10 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
             ``model``, which contains all weights.
         files: Small files to store in the checkpoint's directory, as bytes by name, such as a tokenizer's. Rank 0
             writes them; all ranks pass the same names.
+        stats: After the commit, let rank 0 compute the statistics of all tensors in the background and keep them with
+            the checkpoint: :func:`read_statistics` returns them. It reads the checkpoint once for this, and pauses
+            while a save is in progress. :func:`finalize` waits for it; the end of the process, for 5 seconds. A
+            failure is a warning.
         on_event: A function that is called with each event: :class:`Progress`, :class:`Saved` or :class:`SaveFailed`.
         process_group: The ranks that save together. By default the default process group, or this process alone if
             there is none.
@@ -227,6 +233,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order that NxD's users kn
         state_dict_hooks=state_dict_hooks,
         adapter_only=adapter_only,
         files=files,
+        stats=stats,
         on_event=on_event,
     )
 
@@ -373,7 +380,7 @@ def restore(
 
 
 def finalize() -> None:
-    """Wait for all background saves of this process.
+    """Wait for all background saves of this process, and for statistics that they compute.
 
     With a local tier, all ranks must call it: what only the tier has is written into the run directory.
 
@@ -383,6 +390,7 @@ def finalize() -> None:
     """
     background_saves.finalize()
     _defaults.drain()
+    background_statistics.wait()
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:

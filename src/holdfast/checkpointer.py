@@ -75,7 +75,8 @@ class Checkpointer:
         options: Settings of the run directory and of each save, with the names and the meaning that they have in
             :func:`holdfast.save_checkpoint`: ``keep``, ``async_save``, ``staging``, ``max_shard_size``,
             ``incremental``, ``keep_full_every``, ``frozen``, ``process_group``, ``timeout``, ``on_event``,
-            ``staging_check``, ``replica_check``, ``rng``, ``state_dict_hooks``, ``adapter_only``, ``files``.
+            ``staging_check``, ``replica_check``, ``rng``, ``state_dict_hooks``, ``adapter_only``, ``files``,
+            ``stats``.
 
     Raises:
         InvalidArgumentError: An argument is invalid.

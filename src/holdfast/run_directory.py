@@ -90,6 +90,7 @@ class SaveOptions(TypedDict, total=False):
     state_dict_hooks: bool
     adapter_only: bool
     files: Mapping[str, bytes] | None
+    stats: bool
 
 
 class RunDirectory:
@@ -189,6 +190,7 @@ class RunDirectory:
         state_dict_hooks: bool = True,
         adapter_only: bool = False,
         files: Mapping[str, bytes] | None = None,
+        stats: bool = False,
         forced: bool = False,
         on_event: OnEvent | None = None,
     ) -> SaveHandle[CheckpointInfo]:
@@ -231,16 +233,26 @@ class RunDirectory:
             incremental=self._incremental if incremental is None else incremental,
             keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
             frozen=frozen,
+            stats=stats,
             forced=forced,
             on_event=on_event or self._on_event,
             began=began,
         )
         with background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
+            request = self._with_statistics(request)
             if request.async_save:
                 return self._run_save(request)
             with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
                 return self._run_save(replace(request, on_event=listener))
+
+    def _with_statistics(self, request: SaveRequest) -> SaveRequest:
+        """Return a request whose listener, on the coordinator, lets statistics be computed if they are requested."""
+        if request.stats is not True or self._current_ranks().rank != COORDINATOR_RANK:
+            return request
+        from holdfast.inspection.background_statistics import keep_statistics  # noqa: PLC0415 - other saves need none
+
+        return replace(request, on_event=keep_statistics(request.on_event))
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
         save = self._make_save(request)

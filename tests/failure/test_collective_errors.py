@@ -24,6 +24,7 @@ from holdfast.errors import (
     UnsupportedValueError,
 )
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 
 MODEL = {"w": torch.arange(10.0)}
 
@@ -151,7 +152,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_old_checkpoint(ranks: 
     errors = ranks.outcomes(2, save_on_full_disk, str(tmp_path))
     assert {type(error) for error in errors} == {StorageError}
     assert all(error.errno == 28 and "rank 1 of 2" in str(error) and "w" in str(error) for error in errors)
-    assert [p.name for p in tmp_path.iterdir()] == ["old"]
+    assert list_names(tmp_path) == ["old"]
     model = {"w": torch.zeros(10)}
     holdfast.load_checkpoint(tmp_path, model=model)
     assert torch.equal(model["w"], MODEL["w"])

@@ -33,6 +33,7 @@ from holdfast.storage import shared_files
 from tests.golden import reader
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 
 
 class Tuned(nn.Module):
@@ -195,13 +196,13 @@ def test_a_file_system_or_user_without_links_gets_everything_written(tmp_path: P
 @pytest.mark.parametrize("number", ["EIO", "ENOSPC", "EDQUOT"])
 def test_a_disk_that_fails_at_a_link_fails_the_save(tmp_path: Path, number: str) -> None:
     checkpointer, model = save_twice(tmp_path)
-    before = sorted(tmp_path.iterdir())
+    before = list_names(tmp_path)
     with (
         mock.patch.object(os, "link", side_effect=OSError(getattr(errno, number), "no link")),
         pytest.raises(StorageError, match="could not share"),
     ):
         checkpointer.save("s2", model)
-    assert sorted(tmp_path.iterdir()) == before
+    assert list_names(tmp_path) == before
     checkpointer.save("s2", model)
     assert_holds(tmp_path, "s2", model)
 
@@ -322,7 +323,7 @@ def test_a_file_that_is_changed_while_it_is_shared_fails_the_save(tmp_path: Path
         pytest.raises(CorruptCheckpointError, match="changed by another program"),
     ):
         checkpointer.save("s2", model)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["s0", "s1"]
+    assert list_names(tmp_path) == ["s0", "s1"]
     checkpointer.save("s3", model)
     assert_holds(tmp_path, "s3", model)
 
@@ -384,7 +385,7 @@ def test_retention_of_one_checkpoint_keeps_the_bytes(tmp_path: Path) -> None:
         checkpointer.save(f"s{number}", model)
         inodes.add(base_file(tmp_path, f"s{number}").stat().st_ino)
         assert_holds(tmp_path, f"s{number}", model)
-        assert [entry.name for entry in tmp_path.iterdir()] == [f"s{number}"]
+        assert list_names(tmp_path) == [f"s{number}"]
     assert len(inodes) == 1
 
 

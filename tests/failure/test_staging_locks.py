@@ -25,7 +25,7 @@ from holdfast.run.staging_dir import StagingDirectory
 from holdfast.run.staging_lock import acquire_lock, confirm_lock, lock_path
 from holdfast.storage import atomic_rename, directory_trees, filesystems, posix
 from tests.helpers.pool import Ranks
-from tests.helpers.run_directories import list_hidden_names, make_older, save_step
+from tests.helpers.run_directories import list_hidden_names, list_names, make_older, save_step
 from tests.helpers.staging_locks import lock_staging
 
 EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546
@@ -143,7 +143,7 @@ def test_a_save_leaves_no_lock_file_whether_it_succeeds_or_fails(tmp_path: Path)
     save_step(tmp_path, 1)
     with pytest.raises(StorageError), mock.patch.object(atomic_rename, "rename_noreplace", side_effect=StorageError(5)):
         save_step(tmp_path, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert list_names(tmp_path) == ["step_1"]
 
 
 def test_the_next_save_removes_a_lock_file_without_a_directory(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
     with mock.patch("holdfast.run.cleanup.rename_path", rename_and_clean_up):
         assert list(delete_checkpoints(expired)) == expired
     assert cleaned == [[]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+    assert list_names(tmp_path) == ["step_2"]
 
 
 def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path
     expired, full = holdfast.list_checkpoints(tmp_path)[:1], OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("holdfast.run.owned_lock.write_fully", side_effect=full):
         assert list(delete_checkpoints(expired)) == expired
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+    assert list_names(tmp_path) == ["step_2"]
 
 
 def test_a_deletion_that_was_interrupted_is_finished_by_another_process(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_deletion_that_was_interrupted_is_finished_by_another_process(tmp_path
     with pytest.raises(KeyboardInterrupt), interrupted:
         list(delete_checkpoints(holdfast.list_checkpoints(tmp_path)[:1]))
     clean_up(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+    assert list_names(tmp_path) == ["step_2"]
 
 
 def test_a_replaced_checkpoint_is_left_to_the_save_that_replaced_it(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_replaced_checkpoint_is_left_to_the_save_that_replaced_it(tmp_path: Pa
     with mock.patch.object(StagingDirectory, "remove_displaced", clean_up_and_remove):
         save_step(tmp_path, 1, overwrite=True)
     assert cleaned == [([], True)]
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert list_names(tmp_path) == ["step_1"]
 
 
 def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:

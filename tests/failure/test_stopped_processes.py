@@ -19,6 +19,7 @@ from holdfast.errors import RankTimeoutError, TagExistsError
 from holdfast.save.shard_writer import ShardWriter
 from holdfast.storage import atomic_rename
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 
 
 class Blocked:
@@ -127,7 +128,7 @@ def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_
         with mock.patch.object(ShardWriter, "write", stopped), pytest.raises(TagExistsError, match="meanwhile"):
             save(1.0)
         assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0, there
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+    assert list_names(tmp_path) == ["last"]
 
 
 def test_what_took_the_name_after_the_last_look_has_it_again(tmp_path: Path, exchanging: None) -> None:
@@ -148,7 +149,7 @@ def test_what_took_the_name_after_the_last_look_has_it_again(tmp_path: Path, exc
     ):
         save(1.0)
     assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+    assert list_names(tmp_path) == ["last"]
 
 
 def test_the_latest_is_what_was_begun_last_not_what_was_committed_last(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import holdfast
 from holdfast.ondisk.hidden_names import HiddenName
+from holdfast.run import journal
 
 DEAD = HiddenName("step_9", "0" * 16, "1" * 16, "partial")
 
@@ -22,8 +23,13 @@ def list_tags(path: Path) -> list[str]:
     return [info.tag for info in holdfast.list_checkpoints(path)]
 
 
+def list_names(path: Path) -> list[str]:
+    """Return the names in a run directory, without those of its journal."""
+    return sorted(entry.name for entry in path.iterdir() if entry.name not in {journal.NAME, journal.OLDER_NAME})
+
+
 def list_hidden_names(path: Path) -> list[str]:
-    return [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
+    return [name for name in list_names(path) if name.startswith(".")]
 
 
 def make_older(folder: Path, seconds: float) -> None:

@@ -30,8 +30,18 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "verify": CommandSpec(
         "holdfast.cli.verify", "Read every byte and check every CRC.", "holdfast verify runs/a/step_1000"
     ),
+    "stats": CommandSpec(
+        "holdfast.cli.stats",
+        "Show the range, mean and norm of each tensor, and its NaNs.",
+        "holdfast stats runs/a 'model/*.weight'",
+    ),
     "diff": CommandSpec(
         "holdfast.cli.diff.command", "Compare two checkpoints.", "holdfast diff runs/a/step_1000 runs/b/step_1000"
+    ),
+    "report": CommandSpec(
+        "holdfast.cli.report",
+        "Show a run, a checkpoint or a difference as an HTML page.",
+        "holdfast report runs/a -o report.html",
     ),
     "convert": CommandSpec(
         "holdfast.cli.convert",

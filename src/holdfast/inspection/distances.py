@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from holdfast.state.tensors import DTYPES
+from holdfast.inspection.element_values import Bits, as_values
 
-#: Elements as unsigned integers of their width: the raw bits.
-Bits = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 
 
@@ -39,13 +36,13 @@ def measure_change(left: Bits, right: Bits, dtypes: tuple[str, str], starts: npt
 
 
 def _differ_by_value(left: Bits, right: Bits, dtypes: tuple[str, str]) -> npt.NDArray[np.bool_]:
-    left_values, right_values = (_as_values(bits, dtype) for bits, dtype in zip((left, right), dtypes, strict=True))
+    left_values, right_values = (as_values(bits, dtype) for bits, dtype in zip((left, right), dtypes, strict=True))
     differ: npt.NDArray[np.bool_] = (left_values != right_values) & ~(np.isnan(left_values) & np.isnan(right_values))
     return differ
 
 
 def _measure_distances(left: Bits, right: Bits, dtypes: tuple[str, str]) -> tuple[Floats, Floats]:
-    left_values, right_values = (_as_values(bits, dtype) for bits, dtype in zip((left, right), dtypes, strict=True))
+    left_values, right_values = (as_values(bits, dtype) for bits, dtype in zip((left, right), dtypes, strict=True))
     with np.errstate(all="ignore"):
         exact = dtypes[0] == dtypes[1] and dtypes[0][0] in "IU"
         absolute = _integer_distances(left, right, dtypes[0]) if exact else np.abs(left_values - right_values)
@@ -63,10 +60,3 @@ def _integer_distances(left: Bits, right: Bits, dtype: str) -> Floats:
     left_integers, right_integers = left.view(integers), right.view(integers)
     larger, smaller = np.maximum(left_integers, right_integers), np.minimum(left_integers, right_integers)
     return np.asarray(larger.view(left.dtype) - smaller.view(left.dtype), np.float64)
-
-
-def _as_values(bits: Bits, dtype: str) -> npt.NDArray[Any]:
-    """Convert elements to float64 or complex128."""
-    tensor = torch.from_numpy(bits.view(np.uint8)).view(DTYPES[dtype])
-    values: npt.NDArray[Any] = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).numpy()
-    return values

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.engine.io.read import read_file_ranges
-from holdfast.engine.io.requests import Fragments
-from holdfast.engine.io.sources import InMemorySource, Source
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import CorruptCheckpointError
-from holdfast.formats.reader import FileExtent
-from holdfast.inspection.distances import Bits, ChangeMetrics, measure_change
+from holdfast.inspection.distances import ChangeMetrics, measure_change
+from holdfast.inspection.element_values import Bits
 from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint
-from holdfast.inspection.placeholders import TensorPlaceholder
-from holdfast.inspection.tensor_pairs import Key, TensorPair, info_of
-from holdfast.ondisk.dtypes import dtype_width
+from holdfast.inspection.tensor_pairs import TensorPair
+from holdfast.inspection.tensor_slices import TensorSegment, TensorSide, split_segments
 from holdfast.process.worker_threads import run_in_threads
 
-#: The number of elements that one thread compares at a time, and the number of such slices per read.
-_SLICE, _SLICES = 2**19, 8
-
-#: The alignment of slices in buffers, in bytes.
-_ALIGNMENT = 16
+#: The number of slices per read.
+_SLICES = 8
 
 
 @dataclass(slots=True)
@@ -42,18 +28,6 @@ class TensorDifference:
     differing: int = 0
     absolute: float = 0.0
     relative: float = 0.0
-
-
-class _TensorSegment(NamedTuple):
-    """Elements ``[start, stop)`` of the tensor of a number."""
-
-    tensor: int
-    start: int
-    stop: int
-
-    @property
-    def n_elements(self) -> int:
-        return self.stop - self.start
 
 
 def compare_tensors(
@@ -67,12 +41,12 @@ def compare_tensors(
     Raises ``CorruptCheckpointError`` if bytes do not match their checksums.
     """
     sides = (
-        _TensorSide(left, [pair.left for pair in tensor_pairs]),
-        _TensorSide(right, [pair.right for pair in tensor_pairs]),
+        TensorSide(left, [pair.left for pair in tensor_pairs]),
+        TensorSide(right, [pair.right for pair in tensor_pairs]),
     )
     totals = [TensorDifference(math.prod(info.shape)) for info in sides[0].infos]
     dtypes = list(zip(*([info.dtype for info in side.infos] for side in sides), strict=True))
-    slices = _split_segments(totals, dtypes)
+    slices = split_segments([total.elements for total in totals], dtypes)
     while batch := list(islice(slices, _SLICES)):
         bits = [side.read_slices(batch) for side in sides]
         dtype_pairs = [dtypes[segments[0].tensor] for segments in batch]
@@ -85,110 +59,18 @@ def compare_tensors(
     return totals
 
 
-def _split_segments(
-    totals: Sequence[TensorDifference], dtypes: Sequence[tuple[str, str]]
-) -> Iterator[list[_TensorSegment]]:
-    """Split tensors into slices of at most ``_SLICE`` elements of equal dtypes, in the order of holdfast's files."""
-    segments: list[_TensorSegment] = []
-    filled = 0
-    for tensor in sorted(range(len(totals)), key=lambda number: -dtype_width(dtypes[number][0])):
-        for start in range(0, totals[tensor].elements, _SLICE):
-            segment = _TensorSegment(tensor, start, min(totals[tensor].elements, start + _SLICE))
-            if segments and (filled + segment.n_elements > _SLICE or dtypes[segments[-1].tensor] != dtypes[tensor]):
-                yield segments
-                segments, filled = [], 0
-            segments.append(segment)
-            filled += segment.n_elements
-    if segments:
-        yield segments
-
-
 def _compare_segment(
-    segments: Sequence[_TensorSegment], bits: tuple[Bits, Bits], dtypes: tuple[str, str]
+    segments: Sequence[TensorSegment], bits: tuple[Bits, Bits], dtypes: tuple[str, str]
 ) -> ChangeMetrics:
     starts = np.cumsum([0, *(segment.n_elements for segment in segments[:-1])])
     return measure_change(*bits, dtypes, starts)
 
 
 def _add_difference(
-    totals: Sequence[TensorDifference], segments: Sequence[_TensorSegment], metrics: ChangeMetrics
+    totals: Sequence[TensorDifference], segments: Sequence[TensorSegment], metrics: ChangeMetrics
 ) -> None:
     for segment, differing, absolute, relative in zip(segments, *(column.tolist() for column in metrics), strict=True):
         total = totals[segment.tensor]
         total.differing += differing
         total.absolute = max(total.absolute, absolute)
         total.relative = max(total.relative, relative)
-
-
-class _TensorSide:
-    """The tensors of one checkpoint, by their numbers."""
-
-    def __init__(self, target: InspectedCheckpoint, keys: Sequence[Key | None]) -> None:
-        self.infos = [info for info in (info_of(target, key) for key in keys) if info is not None]
-        self._sources = [key if isinstance(key, tuple) else _inline_source(key) for key in keys]
-        self._reader = target.reader
-        self._checks = ChecksumVerifier(target.reader, [key if isinstance(key, tuple) else ("", "") for key in keys])
-        self._partial: Fragments = {}
-
-    def read_slices(self, batch: Sequence[Sequence[_TensorSegment]]) -> list[Bits]:
-        """Read the elements of each slice, as integers of their width. Blocks that were read whole are verified."""
-        widths = [dtype_width(self.infos[segments[0].tensor].dtype) for segments in batch]
-        sizes = [
-            sum(segment.n_elements for segment in segments) * width
-            for segments, width in zip(batch, widths, strict=True)
-        ]
-        offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
-        buffer = np.empty(offsets[-1], np.uint8)
-        sink, files = TensorBytes(torch.from_numpy(buffer)), dict[Source, int]()
-        file_ranges = [
-            file_range
-            for segments, at in zip(batch, offsets, strict=False)
-            for file_range in self._file_ranges(segments, at, files)
-        ]
-        self._verify_blocks(read_file_ranges(list(files), file_ranges, lambda _: sink))
-        slices = zip(offsets, sizes, widths, strict=False)
-        return [buffer[at : at + size].view(f"u{width}") for at, size, width in slices]
-
-    def _file_ranges(
-        self, segments: Sequence[_TensorSegment], at: int, files: dict[Source, int]
-    ) -> Iterator[FileRange]:
-        for tensor, start, stop in segments:
-            width = dtype_width(self.infos[tensor].dtype)
-            for extent in self._find_extents(tensor, start * width, stop * width):
-                local = at + extent.start - start * width
-                yield FileRange(
-                    tensor, extent.start, extent.stop, local, files.setdefault(extent.file, len(files)), extent.offset
-                )
-            at += (stop - start) * width
-
-    def _find_extents(self, tensor: int, start: int, stop: int) -> Sequence[FileExtent]:
-        source = self._sources[tensor]
-        return (
-            [FileExtent(source, start, start, stop)]
-            if isinstance(source, InMemorySource)
-            else self._reader.find_extents(*source, start, stop)
-        )
-
-    def _verify_blocks(self, fragments: Fragments) -> None:
-        stored = {
-            tensor: row for tensor, row in fragments.items() if not isinstance(self._sources[tensor], InMemorySource)
-        }
-        for tensor, row in self._checks.verify_local(stored).items():
-            self._partial.setdefault(tensor, []).extend(row)
-
-    def verify_partial_blocks(self) -> None:
-        """Verify the blocks that were read in several slices."""
-        self._checks.verify_across_ranks(self._partial)
-
-
-def _inline_source(key: TensorPlaceholder | None) -> InMemorySource:
-    """Return the bytes of a tensor inside values. Raises ``CorruptCheckpointError`` if they are not valid."""
-    if key is None:
-        raise CorruptCheckpointError("a tensor inside the values is missing")
-    try:
-        data = base64.b64decode(key.inline, validate=True)
-    except ValueError:
-        data = b""
-    if len(data) != key.info.nbytes:
-        raise CorruptCheckpointError("a small tensor inside the values is corrupt: its size does not match its shape")
-    return InMemorySource(data)

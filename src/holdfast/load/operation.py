@@ -5,6 +5,7 @@ Everything that can be checked without changing the caller's tensors is checked 
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,9 +44,11 @@ from holdfast.load.read_plan import ReadPlan
 from holdfast.load.request import LoadRequest
 from holdfast.load.result import RestoreResult
 from holdfast.load.selection import CheckpointSelector, SelectedCheckpoint
+from holdfast.observe.events import Event
 from holdfast.observe.reporter import EventReporter
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.manifest import Manifest
+from holdfast.run.journal import append_entry, describe_event
 from holdfast.state.arrays import ArrayDecoder
 from holdfast.state.per_rank import RankState, SavedRankStates, restore_resized, restore_same_world_size
 from holdfast.state.restore import LoadTargets, format_lines
@@ -105,7 +108,7 @@ class LoadOperation:
         self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
         self._selector = selector
         self._reporter = EventReporter(
-            request.path, request.on_event, is_leader=ranks.rank == COORDINATOR_RANK, began=request.began
+            request.path, self._forward_event, is_leader=ranks.rank == COORDINATOR_RANK, began=request.began
         )
         self.selected = SelectedCheckpoint()
         self._manifest: Manifest | None = None
@@ -136,6 +139,16 @@ class LoadOperation:
         if self._differences:
             warn_caller(f"loaded {folder} into a model of another configuration:\n{format_lines(self._differences)}")
         return result
+
+    def _forward_event(self, event: Event) -> None:
+        """Write into the journal of its run, on rank 0, that a training continues, and call the listener."""
+        is_leader, manifest = self._session.rank == COORDINATOR_RANK, self._manifest
+        entry = describe_event(event, time.time()) if is_leader and self._request.policy.per_rank_content else None
+        if entry is not None and manifest is not None:
+            append_entry(
+                event.path.parent, msgspec.structs.replace(entry, run=manifest.run, world_size=self._session.size)
+            )
+        self._request.on_event(event)
 
     def _prepare_reads(self, folder: Path) -> tuple[Reader, LoadTargets, ReadPlan]:
         """Do all that precedes the reads. What other hosts have of a local checkpoint is on this one afterwards."""

@@ -16,6 +16,8 @@ class ExitStage(IntEnum):
 
     #: Saves in flight are written and committed.
     SAVES = 30
+    #: Statistics of what was saved are computed, or abandoned.
+    STATISTICS = 25
     #: Background threads that communicate with other ranks stop.
     WATCHERS = 20
     #: Threads leave the key-value store: one inside it when the interpreter ends would abort the process.

@@ -18,6 +18,7 @@ from holdfast.run import collected_parts
 from holdfast.run.added_metrics import list_metric_files, remove_metrics_of
 from holdfast.run.aliases import has_alias
 from holdfast.run.catalog import cached_checkpoints
+from holdfast.run.journal import JournalEntry, append_entry
 from holdfast.run.lease import held_lease, remove_if_over
 from holdfast.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
 from holdfast.run.object_run import list_unpublished
@@ -218,6 +219,12 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
 
     Skip those that have an alias, and those that another process has pinned, removed or replaced.
     """
+    for info in _delete_unprotected(checkpoints):
+        append_entry(info.path.parent, JournalEntry("removed", time.time(), info.tag, info.step, info.run))
+        yield info
+
+
+def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
     for info in checkpoints:
         if isinstance(info.path, ObjectPath):
             if _delete_object_checkpoint(info, info.path):

@@ -28,15 +28,13 @@ from holdfast.engine.comm.session import current_process_group
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.process.exit_order import ExitStage, call_at_exit
 from holdfast.process.gc_pause import gc_paused
+from holdfast.process.thread_priority import lower_priority
 from holdfast.save.handle import Result, SaveHandle
 from holdfast.save.operation import SaveOperation
 from holdfast.state.step_guard import StepGuard
 
 #: The maximum number of seconds in which a thread must begin to run.
 _START_SECONDS = 5.0
-
-#: Added to the niceness of threads that write, so that training has precedence.
-_NICENESS = 10
 
 _log = logging.getLogger("holdfast")
 
@@ -73,6 +71,8 @@ class BackgroundSaves:
         self._flights: list[_SaveInFlight] = []
         #: By path, the lock of the thread that starts a save, until the save is done or runs in the background.
         self._turns: weakref.WeakValueDictionary[Path, _PathTurn] = weakref.WeakValueDictionary()
+        #: The calls that save now. Each is an object of its own.
+        self._calls: set[object] = set()
         self._process = 0
         self._is_interrupted = False
 
@@ -97,8 +97,17 @@ class BackgroundSaves:
                     continue
                 self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
                 self._guard.remove_idle_hook()
-                yield
+                call = object()
+                self._calls.add(call)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(call)
                 return
+
+    def is_saving(self) -> bool:
+        """Return whether a save is in progress, in a call or in the background."""
+        return bool(self._calls) or any(not flight.done.done() for flight in list(self._flights))
 
     def run_save(
         self,
@@ -165,7 +174,7 @@ class BackgroundSaves:
         try:
             with save.rollback_on_error():
                 save.complete_staging()
-                _lower_priority()
+                lower_priority()
                 info = save.write_and_commit()
                 if save.follow_up is not None:
                     flight.turn.set_result(None)
@@ -262,7 +271,7 @@ class BackgroundSaves:
     def forget_in_forked_process(self) -> None:
         """Forget all saves in a forked process: they belong to its parent process."""
         self._guard.forget_copies()
-        self._memory, self._flights = StagingMemory(), []
+        self._memory, self._flights, self._calls = StagingMemory(), [], set()
         self._turns = weakref.WeakValueDictionary()
 
 
@@ -292,13 +301,6 @@ def _clear_frames(error: BaseException) -> BaseException:
         link.__traceback__ = None
         chain += [other for other in (link.__cause__, link.__context__) if other is not None and other not in chain]
     return error
-
-
-def _lower_priority() -> None:
-    """Lower the priority of this thread, and of the threads that it starts."""
-    with suppress(OSError, AttributeError):  # only some systems have priorities for single threads
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
 def _exit_with_failure() -> None:

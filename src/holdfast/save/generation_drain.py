@@ -11,13 +11,16 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.observe.events import OnEvent
+from holdfast.observe.events import Event, OnEvent
 from holdfast.observe.reporter import EventReporter
 from holdfast.observe.warning import warn_caller
+from holdfast.run.journal import append_entry, describe_event
 from holdfast.run.retention import Retention
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.drain_attempts import retry_drain
@@ -49,7 +52,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._options = options
         self._label = assembly.generation.common.label
         self._reporter = EventReporter(
-            self.path, options.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
+            self.path, self._forward_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
         )
         #: The slots of this process with parts of the generation.
         self._slots: list[Slot] = []
@@ -62,6 +65,16 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def path(self) -> Path:
         """The path of the checkpoint in the run directory."""
         return self._tier.run / self._label.manifest.tag
+
+    def _forward_event(self, event: Event) -> None:
+        """Write an event into the journal, on rank 0, and call the listener."""
+        entry = describe_event(event, time.time()) if self._session.rank == COORDINATOR_RANK else None
+        if entry is not None:
+            manifest, size = self._label.manifest, self._session.size
+            append_entry(
+                self._tier.run, msgspec.structs.replace(entry, step=manifest.step, run=manifest.run, world_size=size)
+            )
+        self._options.on_event(event)
 
     def prepare_save(self) -> None:
         """Map the parts that this rank writes."""

@@ -70,10 +70,11 @@ class SaveRequest:
     """A request to save a training state as the checkpoint ``path/tag``.
 
     ``max_shard_size``: the maximum size of the tensors in one file. ``staging``: how an asynchronous save copies; it
-    is checked in synchronous saves, too. ``forced``: save even if the policy ``keep`` lacks a metric. ``runs``: the ids
-    of the runs that the save may continue. ``corrupt``: checkpoints whose tags the save may take. ``known_tags``: the
-    tags of the run directory if they are known without reading it. ``local``: the options of the local tier, as text.
-    ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    is checked in synchronous saves, too. ``stats``: statistics are computed after the save, and kept with it.
+    ``forced``: save even if the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may
+    continue. ``corrupt``: checkpoints whose tags the save may take. ``known_tags``: the tags of the run directory if
+    they are known without reading it. ``local``: the options of the local tier, as text. ``began``: the start of the
+    call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class SaveRequest:
     incremental: bool = True
     keep_full_every: int = FULL_EVERY
     frozen: str = FROZEN[0]
+    stats: bool = False
     forced: bool = False
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
@@ -118,6 +120,7 @@ class SaveRequest:
             "incremental": str(self.incremental),
             "keep_full_every": str(self.keep_full_every),
             "frozen": repr(self.frozen),
+            "stats": str(self.stats),
             "the local tier": self.local,
             "files": ", ".join(sorted(map(repr, self.training.files))),
         }
@@ -134,6 +137,8 @@ class SaveRequest:
         check_choice("frozen", self.frozen, FROZEN)
         check_sharing(self.incremental, self.keep_full_every)
         _check_files(self.training.files)
+        if not isinstance(self.stats, bool):
+            raise InvalidArgumentError(f"stats must be True or False; got {self.stats!r:.80}")
         if self.keep is not None and not self.forced:
             self.keep.check_requirements(self.step, self.metrics)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
@@ -15,9 +18,11 @@ from holdfast.engine.io.staging import SAMPLED_CHUNKS, DeferredCopies
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.formats.native import RANKS
 from holdfast.formats.native import STATE as STATE_FILE
+from holdfast.observe.events import Event
 from holdfast.observe.reporter import EventReporter
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import CheckpointIdentity, next_identity
+from holdfast.run.journal import append_entry, describe_event
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
@@ -52,17 +57,18 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         super().__init__(ranks, timeout)
         self._request, self._cache = request, cache
         self._merged_values: Mapping[str, Any] = {}
-        self._identity, self._started_at = CheckpointIdentity(0, "", ""), 0.0
+        self._identity, self._started_at, self._hosts = CheckpointIdentity(0, "", ""), 0.0, 0
         #: Whether old checkpoints may be removed or hidden after the commit.
         self._removes_old = False
         self._reporter = EventReporter(
-            self.path, request.on_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
+            self.path, self._forward_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
         )
 
     def prepare_save(self) -> None:
         """Capture the training state, plan the save, and open its output."""
         agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
         self._captured, self._merged_values = agreement.captured, agreement.merged_values
+        self._hosts = len(set(agreement.host_of))
         self._plan_and_open(agreement)
 
     @abstractmethod
@@ -106,6 +112,23 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked."""
         return self._reporter.mark_returned()
+
+    def _forward_event(self, event: Event) -> None:
+        """Write an event into the journal, on rank 0, and call the listener."""
+        entry = describe_event(event, time.time()) if self._session.rank == COORDINATOR_RANK else None
+        if entry is not None:
+            step = self._request.step
+            append_entry(
+                self._request.path,
+                msgspec.structs.replace(
+                    entry,
+                    step=step if isinstance(step, int | float) else None,  # of a failed save, it may be anything
+                    run=self._identity.run,
+                    world_size=self._session.size,
+                    hosts=self._hosts,
+                ),
+            )
+        self._request.on_event(event)
 
     def _hash_replicas(self) -> bytes:
         save = 0 if self._request.replica_check == "full" else self._cache.saves

@@ -26,6 +26,7 @@ from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointErr
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 from tests.helpers.stateful import Counter
 from tests.helpers.trainer_runs import launch
 
@@ -155,7 +156,7 @@ def test_a_directory_that_exists_is_replaced(tmp_path: Path) -> None:
         nn.init.constant_(model.weight, value)
         accelerator.save_state(str(tmp_path / "one"))
     assert holdfast.open(tmp_path / "one")["model/weight"].unique().item() == 2.0
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert list_names(tmp_path) == ["one"]
 
 
 def test_the_position_in_a_stateful_data_loader(tmp_path: Path) -> None:

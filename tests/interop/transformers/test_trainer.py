@@ -15,6 +15,7 @@ import holdfast
 from holdfast.errors import InvalidArgumentError
 from holdfast.transformers import CheckpointMixin, Trainer
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 from tests.helpers.trainer_runs import Numbers, launch, make_arguments, make_model, train, train_with_accelerate
 
 
@@ -156,7 +157,7 @@ def _count(path: Path, steps: int, name: str = "count.txt") -> int:
 def test_a_subclass_keeps_files_of_its_own_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(1, _count, tmp_path, 3) == [3]
     assert ranks(1, _count, tmp_path, 6) == [6]
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    assert list_names(tmp_path) == ["checkpoint-3", "checkpoint-6"]
 
 
 def test_a_file_that_cannot_be_kept_is_named(ranks: Ranks, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from holdfast.cli.show.modules import summarize_modules
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import TensorInfo
 from tests.helpers.commands import invoke, invoke_json
+from tests.helpers.run_directories import list_names
 
 
 class TestCalls:
@@ -43,7 +44,7 @@ class TestCalls:
     @pytest.mark.parametrize("number", [0, -1])
     def test_one_checkpoint_is_always_kept(self, run: Path, number: int) -> None:
         assert f"--keep must be a number above 0; got {number}" in invoke("prune", run, "--keep", number, code=2).stderr
-        assert len(list(run.iterdir())) == 3
+        assert len(list_names(run)) == 3
 
     @pytest.mark.parametrize(
         ("options", "said"),

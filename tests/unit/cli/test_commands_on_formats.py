@@ -30,6 +30,7 @@ FORMATS = {
 CALLS = {
     "show": ["show", "IN"],
     "verify": ["verify", "IN"],
+    "stats": ["stats", "IN"],
     "diff": ["diff", "IN", "NATIVE", "model/*"],
     "convert": ["convert", "IN", "OUT.safetensors", "--to", "safetensors"],
     "consolidate": ["consolidate", "IN", "--output_file", "OUT.safetensors"],

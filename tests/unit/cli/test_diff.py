@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import app
 from holdfast.inspection import tensor_differences as abreast
+from holdfast.inspection import tensor_slices
 from holdfast.inspection.distances import measure_change
 from holdfast.state.tensors import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
@@ -139,7 +140,7 @@ class TestTensors:
     def test_each_that_differs_is_named_with_how_much(
         self, made: Path, monkeypatch: pytest.MonkeyPatch, slices: tuple[int, int]
     ) -> None:
-        monkeypatch.setattr(abreast, "_SLICE", slices[0])
+        monkeypatch.setattr(tensor_slices, "SLICE", slices[0])
         monkeypatch.setattr(abreast, "_SLICES", slices[1])
         left, right = holdfast.open(made / "a"), holdfast.open(made / "later")
         expected = {name: by_hand(left[name], right[name]) for name in left}

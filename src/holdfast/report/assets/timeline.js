@@ -1,0 +1,130 @@
+// The timeline of saves: three charts with one axis, and all events as a table.
+
+function readEntry([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error]) {
+  return { kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, rate: seconds ? (bytes - shared) / seconds : 0 };
+}
+
+const describeEntry = (entry) => ({
+  saved: () => `saved ${entry.tag}`, failed: () => `failed to save ${entry.tag}`,
+  resumed: () => `resumed from ${entry.tag}`, removed: () => `removed ${entry.tag}`,
+})[entry.kind]();
+
+function describeDetails(entry) {
+  return [formatTime(entry.time), entry.step === null ? '' : `step ${formatStep(entry.step)}`, describeEntry(entry),
+    entry.ranks ? formatCount(entry.ranks, 'rank') : '',
+    entry.kind === 'saved' && entry.seconds ? `stopped training for ${formatSeconds(entry.stall)}, durable after ${formatSeconds(entry.seconds)}, ${formatBytes(entry.rate)}/s` : '',
+    entry.error].filter(Boolean).join(' · ');
+}
+
+function makeTimeline(data) {
+  const entries = data.timeline.entries.map(readEntry);
+  const events = entries.filter((entry) => entry.kind !== 'removed');
+  const timed = events.filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
+  const readout = make('p', { class: 'readout muted' }, 'Point at a save to read it; the table below has all events.');
+  const charts = make('div', { role: 'img', 'aria-label': summarizeTimeline(entries, timed) });
+  const omitted = data.timeline.omitted;
+  const note = omitted ? `${entries.length} of ${(entries.length + omitted).toLocaleString('en')} events, sampled; --full shows all` : `${formatCount(timed.length, 'timed save')}, in their order`;
+  const body = timed.length ? [charts, makeTimelineLegend(entries), readout]
+    : [make('p', {}, 'How long saves took is not known: the run has no journal. It was saved into an object store, by an older version, or only by conversions.')];
+  const view = panel('saves', 'Saves', note, ...body, makeEvents(entries));
+  if (timed.length) {
+    drawWhenSized(charts, (width) => drawTimeline(charts, events, width, (entry) => { readout.textContent = describeDetails(entry); }));
+  }
+  return view;
+}
+
+function summarizeTimeline(entries, timed) {
+  const count = (kind) => entries.filter((entry) => entry.kind === kind).length;
+  return `Charts of ${formatCount(timed.length, 'save')}: training stopped for ${formatSeconds(median(timed.map((entry) => entry.stall)))} (median), `
+    + `durable after ${formatSeconds(median(timed.map((entry) => entry.seconds)))}. ${formatCount(count('failed'), 'failure')}, ${formatCount(count('resumed'), 'resume')}. The table of events has the same data.`;
+}
+
+function makeTimelineLegend(entries) {
+  const has = (kind) => entries.some((entry) => entry.kind === kind);
+  const items = [['failed', 'save failed'], ['resumed', 'training resumed']].filter(([kind]) => has(kind));
+  return make('ul', { class: 'legend', 'aria-hidden': 'true' }, ...items.map(([kind, text]) => make('li', {}, make('span', { class: `swatch ${kind}` }), text)));
+}
+
+function makeEvents(entries) {
+  const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'right'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
+  const details = make('details', {}, make('summary', {}, `All ${entries.length.toLocaleString('en')} events as a table`));
+  details.addEventListener('toggle', () => {
+    if (details.childElementCount > 1) return;
+    const rows = [...entries].reverse();
+    details.append(makeTable('Events, newest first', columns, rows.map((entry) => [
+      formatTime(entry.time), describeEntry(entry), formatStep(entry.step), entry.ranks ? String(entry.ranks) : '', entry.hosts ? String(entry.hosts) : '',
+      entry.kind === 'saved' && entry.seconds ? formatSeconds(entry.stall) : '', entry.seconds ? formatSeconds(entry.seconds) : '',
+      entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : null)));
+  });
+  return details;
+}
+
+// Draw now and whenever the width or the theme changes.
+function drawWhenSized(element, draw) {
+  let width = 0;
+  const redraw = () => { if (width) { element.replaceChildren(); draw(width); } };
+  new ResizeObserver(([{ contentRect }]) => {
+    if (Math.floor(contentRect.width) === width) return;
+    width = Math.floor(contentRect.width);
+    requestAnimationFrame(redraw);
+  }).observe(element);
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
+}
+
+function drawTimeline(root, events, width, onPoint) {
+  const places = events.map((_, place) => place);
+  const values = (pick) => events.map((entry) => (entry.kind === 'saved' && entry.seconds ? pick(entry) : null));
+  const series = [
+    ['Training stopped for', 'seconds', values((entry) => entry.stall), formatSeconds, uPlot.paths.bars({ size: [0.7, 14] })],
+    ['Durable after', 'seconds', values((entry) => entry.seconds), formatSeconds, null],
+    ['Rate', 'of bytes that were written', values((entry) => entry.rate), (rate) => `${formatBytes(rate)}/s`, null],
+  ];
+  series.forEach(([title, unit, numbers, format, paths], number) => {
+    const isLast = number === series.length - 1, host = make('div', {});
+    root.append(make('div', { class: 'chart' }, make('h3', {}, title, make('span', {}, unit)), host));
+    const axis = { stroke: color('--muted'), grid: { stroke: color('--line'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
+    new uPlot({
+      width, height: [116, 96, 128][number], padding: [8, 12, isLast ? 0 : 6, 0], legend: { show: false },
+      cursor: { sync: { key: 'saves' }, y: false, drag: { x: false, y: false } },
+      scales: { x: { time: false, range: [-0.5, Math.max(0.5, events.length - 0.5)] }, y: { range: (_, __, high) => [0, (high || 1) * (number ? 1.12 : 1.4)] } },
+      series: [{}, { stroke: color('--accent'), fill: paths ? color('--accent') : null, width: paths ? 0 : 2, paths, points: { show: events.length < 60 && !paths, size: 5, fill: color('--accent') }, spanGaps: true }],
+      axes: [
+        { ...axis, show: isLast, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 70,
+          values: (_, ticks) => ticks.map((place) => (events[place]?.step ?? null) === null ? '' : `step ${formatStep(events[place].step)}`) },
+        { ...axis, size: 66, space: 26, values: (_, ticks) => ticks.map((tick) => (tick ? format(tick) : '0')) },
+      ],
+      hooks: {
+        draw: [(chart) => drawMarks(chart, events, number === 0)],
+        setCursor: [(chart) => { const entry = events[chart.cursor.idx]; if (entry) onPoint(entry); }],
+      },
+    }, [places, numbers], host);
+  });
+}
+
+// Mark failures and resumes: dots and dashed lines, with the number of ranks where it changes.
+function drawMarks(chart, events, isFirst) {
+  const { ctx, bbox } = chart, ratio = devicePixelRatio;
+  let ranks = 0;
+  ctx.save();
+  ctx.font = `${11 * ratio}px system-ui`;
+  events.forEach((entry, place) => {
+    const x = Math.round(chart.valToPos(place, 'x', true));
+    if (entry.kind === 'resumed') {
+      ctx.strokeStyle = color('--note');
+      ctx.setLineDash([4 * ratio, 3 * ratio]);
+      ctx.lineWidth = 1.5 * ratio;
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+    }
+    if (entry.kind === 'failed') {
+      ctx.fillStyle = color('--bad');
+      ctx.beginPath(); ctx.arc(x, bbox.top + bbox.height - 5 * ratio, 4 * ratio, 0, 7); ctx.fill();
+    }
+    if (isFirst && entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
+      ranks = entry.ranks;
+      ctx.fillStyle = color('--text');
+      ctx.textAlign = place > events.length * 0.85 ? 'right' : 'left';
+      ctx.fillText(formatCount(ranks, 'rank'), x + (ctx.textAlign === 'left' ? 4 : -4) * ratio, bbox.top + 11 * ratio);
+    }
+  });
+  ctx.restore();
+}

@@ -1,0 +1,129 @@
+// Where the bytes are: frames of modules, each divided by kind, dtype, or what changed.
+
+const SHARING = { s: 'shared with the checkpoint before', u: 'unchanged, but written again', c: 'changed', '?': 'not known' };
+const TRAINED = { t: 'trained, with its moments', f: 'frozen weights', '?': 'other' };
+const STATES = { '=': 'equal', d: 'differs', x: 'other shape or dtype', '-': 'only in A', '+': 'only in B' };
+
+// About the width of a character of a label.
+const CHARACTER = 7;
+
+// The ways to divide bytes: the title, the category of a tensor, the order of categories if it is fixed, and whether
+// their colours are steps.
+function listDivisions(data, tensors) {
+  const divisions = [['kind', (tensor) => tensor.kind, null], ['dtype', (tensor) => tensor.dtype, null]];
+  if (data.tensors.trained) divisions.push(['training', (tensor) => TRAINED[tensor.trained], Object.values(TRAINED)]);
+  if (data.before) divisions.push(['sharing', (tensor) => SHARING[tensor.sharing], Object.values(SHARING)]);
+  if (data.states) divisions.unshift(rankChanges(tensors), ['difference', (tensor) => STATES[tensor.state], Object.values(STATES)]);
+  return divisions;
+}
+
+// Divide by the largest difference of an element, in powers of ten below the largest one of all.
+function rankChanges(tensors) {
+  const largest = findLargestDifference(tensors);
+  const top = largest > 0 && largest < Infinity ? Math.floor(Math.log10(largest)) : 0;
+  const steps = [4, 3, 2, 1, 0].map((below) => `below ${formatNumber(10 ** (top - below + 1))}`);
+  const order = ['equal', ...steps];
+  const categoryOf = (tensor) => {
+    if (tensor.state === '=') return order[0];
+    if (tensor.state !== 'd' || !Number.isFinite(tensor.absolute) || !tensor.absolute) return order[5];
+    return order[Math.min(5, Math.max(1, 5 - (top - Math.floor(Math.log10(tensor.absolute)))))];
+  };
+  return ['change', categoryOf, order, true];
+}
+
+// The numbers of colours by category: the largest first, the last colour is for all others.
+function colorCategories(tensors, categoryOf, order) {
+  const sizes = new Map();
+  for (const tensor of tensors) sizes.set(categoryOf(tensor), (sizes.get(categoryOf(tensor)) ?? 0) + tensor.bytes);
+  const names = order ? order.filter((name) => sizes.has(name)) : [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
+  return new Map(names.map((name, number) => [name, { number: order ? order.indexOf(name) : Math.min(number, 7), bytes: sizes.get(name) }]));
+}
+
+// Replace a module that has most of the bytes by its parts, as long as there are few frames.
+function chooseFrames(node) {
+  let frames = [...node.children.values()].filter((child) => child.bytes > 0);
+  for (;;) {
+    const largest = frames.reduce((best, frame) => (frame.bytes > (best?.bytes ?? 0) ? frame : best), null);
+    if (!largest || largest.bytes < 0.6 * node.bytes || !largest.children.size || frames.length + largest.children.size > 90) break;
+    frames = frames.flatMap((frame) => (frame === largest ? [...frame.children.values()].filter((child) => child.bytes > 0) : [frame]));
+  }
+  frames.sort((a, b) => b.bytes - a.bytes);
+  const rest = frames.splice(60);
+  if (rest.length) {
+    frames.push({ path: null, name: formatCount(rest.length, 'smaller module'), bytes: rest.reduce((sum, frame) => sum + frame.bytes, 0), tensors: rest.flatMap((frame) => frame.tensors), children: new Map() });
+  }
+  return frames;
+}
+
+function makeTreemap(data, tree, onSelect) {
+  const divisions = listDivisions(data, tree.tensors);
+  let division = divisions[0], node = tree, width = 0;
+  const map = make('ul', { class: 'map', 'aria-label': 'Modules, the largest first' });
+  const crumbs = make('ol', { class: 'crumbs', 'aria-label': 'Path of the module' });
+  const legend = make('ul', { class: 'legend' });
+  const choice = make('fieldset', { class: 'choice' }, make('legend', {}, 'Divide by'), ...divisions.map((each, number) => {
+    const input = make('input', { type: 'radio', name: 'division', onchange: () => { division = each; draw(); } });
+    input.checked = number === 0;
+    return make('label', {}, input, make('span', {}, each[0]));
+  }));
+  const compared = data.before ? `compared with ${data.before}` : 'press a module to look inside';
+  const view = panel('bytes', 'Where the bytes are', compared, crumbs, map, legend);
+  view.querySelector('header').append(choice);
+
+  function draw() {
+    const categories = colorCategories(tree.tensors, division[1], division[2]);
+    drawCrumbs(crumbs, node, onSelect);
+    legend.replaceChildren(...[...categories].map(([name, { number, bytes }]) => make('li', {}, make('span', { class: `swatch ${division[3] ? 's' : 'k'}${number}` }), `${name} ${formatBytes(bytes)}`)));
+    if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division, onSelect)));
+  }
+  new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; requestAnimationFrame(draw); } }).observe(map);
+  return { view, select: (module) => { node = module; draw(); } };
+}
+
+function layOut(node, width, height) {
+  const frames = chooseFrames(node);
+  const shown = frames.length ? frames : [{ ...node, path: null }];
+  const root = d3.hierarchy({ children: shown.map((frame) => ({ frame, value: frame.bytes })) }).sum((item) => item.value ?? 0);
+  return d3.treemap().size([width, height]).paddingInner(2).round(true)(root).leaves().map((leaf) => ({ ...leaf.data, x: leaf.x0, y: leaf.y0, width: leaf.x1 - leaf.x0, height: leaf.y1 - leaf.y0 }));
+}
+
+// Return what fits of a path below a module: all of it, or its last parts.
+function shortenPath(path, below, width) {
+  const parts = path.slice(below ? below.length + 1 : 0).split('.');
+  while (parts.length > 1 && parts.join('.').length * CHARACTER > width) parts.shift();
+  return parts.join('.');
+}
+
+function drawCrumbs(crumbs, node, onSelect) {
+  const parts = node.path ? node.path.split('.') : [];
+  const items = ['all tensors', ...parts].map((part, depth) => {
+    const path = parts.slice(0, depth).join('.');
+    if (depth === parts.length) return make('li', { 'aria-current': 'true' }, `${part} (${formatBytes(node.bytes)})`);
+    return make('li', {}, make('button', { class: 'link', type: 'button', onclick: () => onSelect(path) }, part));
+  });
+  crumbs.replaceChildren(...items);
+}
+
+function drawFrame({ frame, x, y, width, height }, node, categories, [, categoryOf, , isStepped], onSelect) {
+  const sizes = new Map();
+  for (const tensor of frame.tensors) sizes.set(categoryOf(tensor), (sizes.get(categoryOf(tensor)) ?? 0) + tensor.bytes);
+  const parts = [...sizes].sort((a, b) => b[1] - a[1]);
+  const name = frame.path === null ? frame.name : shortenPath(frame.path, node.path, width - 8);
+  const share = formatShare(frame.bytes, node.bytes);
+  const title = `${name} · ${formatBytes(frame.bytes)}`;
+  const header = width > 34 && height > 34 ? 18 : 0;
+  const label = `${title}, ${share}: ${frame.path ?? ''} ${parts.map(([part, bytes]) => `${part} ${formatBytes(bytes)}`).join(', ')}`;
+  const button = frame.path === null ? make('span', { class: 'frame', role: 'img', 'aria-label': label, title: label })
+    : make('button', { class: 'frame', type: 'button', 'aria-label': label, title: label, onclick: () => onSelect(frame.path) });
+  if (header) button.append(make('b', {}, title.length * CHARACTER < width ? title : name));
+  const area = { width: width - 2, height: height - 2 - header };
+  const root = d3.hierarchy({ children: parts.map(([part, bytes]) => ({ part, value: bytes })) }).sum((item) => item.value ?? 0);
+  for (const leaf of d3.treemap().tile(d3.treemapSliceDice).size([area.width, Math.max(0, area.height)]).round(true)(root).leaves()) {
+    const size = [leaf.x1 - leaf.x0, leaf.y1 - leaf.y0];
+    const text = size[0] > leaf.data.part.length * CHARACTER && size[1] > 16 ? leaf.data.part : '';
+    button.append(place(make('span', { class: `tile ${isStepped ? 's' : 'k'}${categories.get(leaf.data.part).number}`, 'data-text': text }), {
+      left: `${leaf.x0}px`, top: `${leaf.y0 + header}px`, width: `${size[0]}px`, height: `${size[1]}px` }));
+  }
+  return place(make('li', {}, button), { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
+}
+

@@ -1,0 +1,161 @@
+"""The data of the report of a run, or of one checkpoint."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
+from holdfast.report.compaction import sample_evenly
+from holdfast.report.health import Finding, judge_checkpoints, judge_saves, judge_values, judge_verification
+from holdfast.report.statistics import Statistics, statistics_columns
+from holdfast.report.tensors import NamedTensor, list_tensors, mark_shared, tensor_columns
+from holdfast.report.timeline import build_timeline
+from holdfast.run.aliases import Alias, list_aliases
+from holdfast.run.catalog import list_checkpoints, list_stale_directories
+from holdfast.run.journal import read_journal
+from holdfast.run.scan import CheckpointInfo
+from holdfast.storage.object_path import ObjectPath
+from holdfast.storage.shared_files import own_bytes
+
+#: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
+_MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20
+
+#: The checkpoints below a path that were verified: the fields of a ``VerifyResult`` by tag.
+Verified = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of a report.
+
+    ``read_statistics`` returns the statistics of a checkpoint, or ``None`` if there are none. ``is_full``: nothing is
+    left out, however large the page becomes.
+    """
+
+    read_statistics: Callable[[InspectedCheckpoint], Statistics | None]
+    verified: Verified = field(default_factory=dict)
+    is_full: bool = False
+
+    def limit(self, number: int) -> int:
+        """Return a limit, or a number above all if there is none."""
+        return sys.maxsize if self.is_full else number
+
+
+def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
+    """Return the data of the report of a run, with the tensors of the checkpoint ``tag``."""
+    checkpoints, journal, leftovers = list_checkpoints(run), read_journal(run), list_stale_directories(run)
+    complete = [info for info in checkpoints if info.status == "complete"]
+    focus = next(info for info in reversed(complete) if info.tag == tag)
+    until_focus = complete[: complete.index(focus) + 1]
+    history = _read_history(until_focus, options)
+    shown = sample_evenly(checkpoints, options.limit(_MAX_CHECKPOINTS))
+    inspected = inspect_exact_path(focus.path)
+    findings = [
+        *judge_checkpoints(checkpoints, leftovers),
+        *judge_saves(journal),
+        *judge_verification(options.verified),
+        *judge_values(history),
+    ]
+    return {
+        **_describe_page("run", run, inspected, findings, options),
+        "focus": tag,
+        "checkpoints": _checkpoint_rows(run, shown),
+        "checkpoints_omitted": len(checkpoints) - len(shown),
+        "timeline": build_timeline(checkpoints, journal, options.limit(_MAX_ENTRIES)).as_record(),
+        **_describe_tensors(inspected, _find_before(until_focus), history),
+        "statistics_omitted": max(0, len(until_focus) - options.limit(_MAX_STATISTICS)),
+    }
+
+
+def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
+    """Return the data of the report of one checkpoint of any format."""
+    inspected = inspect_exact_path(path)
+    statistics = options.read_statistics(inspected)
+    history = [] if statistics is None else [(path.name, statistics)]
+    findings = [*judge_verification(options.verified), *judge_values(history)]
+    return {
+        **_describe_page("checkpoint", path, inspected, findings, options),
+        "focus": path.name,
+        **_describe_tensors(inspected, None, history),
+        "statistics_omitted": 0,
+    }
+
+
+def _describe_page(
+    kind: str, path: Path, inspected: InspectedCheckpoint, findings: Sequence[Finding], options: ReportOptions
+) -> dict[str, Any]:
+    manifest = inspected.manifest
+    return {
+        "kind": kind,
+        "path": str(path),
+        "made": round(time.time(), 3),
+        "format": inspected.reader.format,
+        "nbytes": sum(inspected.file_sizes().values()),
+        "step": manifest.step if manifest else None,
+        "saved": manifest.time if manifest else None,
+        "world_size": manifest.provenance.world_size if manifest else 0,
+        "findings": list(findings),
+        "notes": list(inspected.notes),
+        "verified": {tag: dict(result) for tag, result in options.verified.items()},
+    }
+
+
+def _describe_tensors(
+    inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: Sequence[tuple[str, Statistics]]
+) -> dict[str, Any]:
+    tensors = list_tensors(inspected)
+    sharing = "" if before is None else _compare_with(tensors, inspected, before)
+    return {
+        "tensors": tensor_columns(tensors),
+        "before": before.tag if before is not None and sharing else None,
+        "sharing": sharing,
+        "statistics": statistics_columns(tensors, history) if history else None,
+    }
+
+
+def _compare_with(tensors: Sequence[NamedTensor], inspected: InspectedCheckpoint, before: CheckpointInfo) -> str:
+    """Compare tensors with those of the checkpoint before; the result is empty if that cannot be read now."""
+    try:
+        return mark_shared(tensors, inspected.reader, inspect_exact_path(before.path).reader)
+    except HoldfastError:
+        return ""
+
+
+def _find_before(until_focus: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
+    """Return the newest checkpoint of the same run that is older than the last one."""
+    focus = until_focus[-1]
+    return next((info for info in reversed(until_focus[:-1]) if info.run == focus.run), None)
+
+
+def _read_history(infos: Sequence[CheckpointInfo], options: ReportOptions) -> list[tuple[str, Statistics]]:
+    """Return the statistics of checkpoints of the run of the last one, which are sampled if there are many."""
+    same_run = [info for info in infos if info.run == infos[-1].run]
+    sampled = sample_evenly(same_run, options.limit(_MAX_STATISTICS))
+    read = ((info.tag, options.read_statistics(inspect_exact_path(info.path))) for info in sampled)
+    return [(tag, statistics) for tag, statistics in read if statistics is not None]
+
+
+def _checkpoint_rows(run: Path, infos: Sequence[CheckpointInfo]) -> list[list[Any]]:
+    aliases = list_aliases(run)
+    return [
+        [
+            info.tag,
+            info.status,
+            info.step,
+            round(info.time, 3),
+            info.world_size,
+            info.run,
+            info.nbytes,
+            info.nbytes if isinstance(info.path, ObjectPath) else own_bytes(info.path),
+            [name for name, alias in aliases.items() if alias == Alias(info.tag, info.id)],
+            dict(info.metrics),
+            info.problem,
+        ]
+        for info in infos
+    ]

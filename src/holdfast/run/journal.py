@@ -1,0 +1,128 @@
+"""The journal of a run directory: what happened to its checkpoints, which their manifests do not tell.
+
+Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
+``.journal.jsonl``. One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for
+reports only, and no part of the format: lines that cannot be read are skipped, and a failure to write one affects
+nothing. An object store has no journal, because objects cannot be appended to.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from holdfast.errors import StorageError
+from holdfast.observe.events import DrainFailed, Event, Loaded, Saved, SaveFailed
+from holdfast.observe.warning import warn_caller
+from holdfast.storage.appended_file import append_line, read_lines
+from holdfast.storage.object_path import ObjectPath
+
+#: The names of the journal, and of the one before.
+NAME, OLDER_NAME = ".journal.jsonl", ".journal.1.jsonl"
+
+#: The bytes from which on a journal is replaced by a new one.
+MAX_BYTES = 2**20
+
+#: The most bytes of a line. One write of so few is not divided.
+_MAX_LINE = 4096
+
+#: The most characters of an error's message in a line: escaped, each takes up to six bytes.
+_MAX_ERROR = 400
+
+_log = logging.getLogger("holdfast")
+
+#: The run directories whose journal could not be written by this process.
+_failed: set[Path] = set()
+
+
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of a journal.
+
+    Attributes:
+        kind: What happened: a checkpoint was saved, a save failed, a training has continued from a checkpoint, or a
+            checkpoint was removed by retention or ``holdfast prune``.
+        time: When it had happened, in seconds since 1970.
+        tag: The tag of the checkpoint.
+        step: The training step, if one is known.
+        run: The id of the run; empty if it is not known.
+        world_size: The number of ranks of the job.
+        hosts: The number of hosts of the job; 0 if it is not known.
+        blocking_seconds: For how long the save kept its caller.
+        seconds: How long the save took until the checkpoint was durable, or how long the load took.
+        nbytes: The size of the checkpoint.
+        shared_nbytes: How much of it was not written, because the checkpoint before has it.
+        error: Why the save failed.
+    """
+
+    kind: Literal["saved", "failed", "resumed", "removed"]
+    time: float
+    tag: str
+    step: float | None = None
+    run: str = ""
+    world_size: int = 0
+    hosts: int = 0
+    blocking_seconds: float = 0.0
+    seconds: float = 0.0
+    nbytes: int = 0
+    shared_nbytes: int = 0
+    error: str = ""
+
+
+def describe_event(event: Event, time: float) -> JournalEntry | None:
+    """Return the entry of an event; ``None`` if the journal has none for it."""
+    if isinstance(event, Saved):
+        return JournalEntry(
+            "saved",
+            time,
+            event.path.name,
+            event.step,
+            blocking_seconds=round(event.blocking_seconds, 6),
+            seconds=round(event.seconds, 6),
+            nbytes=event.nbytes,
+            shared_nbytes=event.shared_nbytes,
+        )
+    if isinstance(event, Loaded):
+        return JournalEntry("resumed", time, event.path.name, event.step, seconds=round(event.seconds, 6))
+    if isinstance(event, SaveFailed | DrainFailed):
+        return JournalEntry("failed", time, event.path.name, error=str(event.error)[:_MAX_ERROR])
+    return None
+
+
+def append_entry(run: Path, entry: JournalEntry) -> None:
+    """Append an entry to the journal of a run directory. The first failure of this process warns; none raises.
+
+    Only a committed save creates a journal: all else leaves a directory without one as it is.
+    """
+    if isinstance(run, ObjectPath) or run in _failed:
+        return
+    line = msgspec.json.encode(entry)
+    if len(line) >= _MAX_LINE:
+        return
+    is_saved = entry.kind == "saved"
+    try:
+        append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
+    except StorageError as error:
+        _failed.add(run)
+        if is_saved:  # a reader may lack the permission
+            warn_caller(f"the checkpoint is saved, but its report will lack this and later events: {error}")
+        else:
+            _log.debug("the journal of %s is not written", run, exc_info=True)
+
+
+def read_journal(run: Path) -> list[JournalEntry]:
+    """Return the entries of the journal of a run directory, oldest first. What is no entry is skipped."""
+    if isinstance(run, ObjectPath):
+        return []
+    lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
+    entries = (_parse_line(line) for line in lines if line)
+    return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.time)
+
+
+def _parse_line(line: bytes) -> JournalEntry | None:
+    try:
+        return msgspec.json.decode(line, type=JournalEntry)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

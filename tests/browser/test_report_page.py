@@ -1,0 +1,183 @@
+"""Tests the pages of ``holdfast report`` in a browser: ``make report-browser``.
+
+They are skipped without Playwright and Chromium. No test has a network.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from tests.helpers.commands import invoke
+
+sync_api = pytest.importorskip("playwright.sync_api")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 16, bias=False)
+        self.down = torch.nn.Linear(16, 8, bias=False)
+
+
+def save_run(path: Path) -> Path:
+    """A run of six saves and a resume, whose second layer diverges."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(Layer() for _ in range(20))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1, 7):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            model["layers"][1].up.weight.mul_(3)  # type: ignore[index]
+        if step == 4:
+            holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+        holdfast.save_checkpoint(path, f"step_{step}", model, optimizer, step=step, keep=5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of a run, of a difference, and of names that look like markup."""
+    folder = tmp_path_factory.mktemp("pages")
+    run = save_run(folder / "run")
+    hostile = folder / "hostile"
+    holdfast.save_checkpoint(
+        hostile, HOSTILE.replace("/", ""), {HOSTILE: torch.ones(3)}, step=1, metrics={HOSTILE: 1.0}
+    )
+    arguments = {
+        "run": (run, "--stats"),
+        "difference": (run / "step_5", run / "step_6"),
+        "hostile": (hostile, "--stats"),
+    }
+    files = {name: folder / f"{name}.html" for name in arguments}
+    for name, file in files.items():
+        invoke("report", *arguments[name], "-o", file)
+    return files
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page that was opened, and what went wrong in it."""
+
+    def __init__(self, browser: Any, file: Path, address: str = "", **options: Any) -> None:
+        self.context = browser.new_context(offline=True, **options)
+        self.page = self.context.new_page()
+        self.problems: list[str] = []
+        self.page.on("console", lambda message: self.problems.append(message.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("dialog", self._note_dialog)
+        self.page.on("request", lambda request: self._check_request(request.url))
+        self.page.goto(f"{file.as_uri()}{address}")
+        self.page.wait_for_selector(".rows .row")
+        self.page.wait_for_selector(".map li")
+
+    def _note_dialog(self, dialog: Any) -> None:
+        self.problems.append(dialog.message)
+        dialog.dismiss()
+
+    def _check_request(self, url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            self.problems.append(url)
+
+    def rows(self) -> list[str]:
+        return [row.text_content() for row in self.page.query_selector_all(".rows .cell.name")]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["run", "difference", "hostile"])
+def test_nothing_is_wrong_with_any_page(
+    browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int
+) -> None:
+    tab = Tab(browser, pages[name], viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for summary in tab.page.locator("details summary").all():
+        summary.click()
+    tab.page.locator(".rows button").first.click()
+    violations = axe.Axe().run(tab.page).response["violations"]
+    assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in violations] == []
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.problems == []
+    tab.context.close()
+
+
+def test_a_link_to_a_module_selects_it(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["run"], "#layers.1")
+    names = tab.rows()
+    assert len(names) == 8
+    assert all(name.startswith("layers.1.") for name in names)
+    assert tab.page.locator(".crumbs li").all_inner_texts()[:2] == ["all tensors", "layers"]
+    tab.page.locator(".chip").click()
+    assert len(tab.rows()) > 8
+    tab.context.close()
+
+
+def test_the_layer_that_diverges_is_first_by_its_trend(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["run"])
+    tab.page.locator("select").select_option("weights")
+    tab.page.get_by_role("button", name="trend").click()
+    assert tab.rows()[0] == "layers.1.up.weight"
+    tab.page.get_by_label("Search").fill("layers.12 down")
+    assert tab.rows() == ["layers.12.down.weight"]
+    tab.context.close()
+
+
+def test_arrow_keys_move_through_all_rows(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["run"])
+    tab.page.locator(".rows button").first.focus()
+    for _ in range(40):
+        tab.page.keyboard.press("ArrowDown")
+    focused = "document.activeElement.closest('.row')?.getAttribute('aria-rowindex')"
+    assert tab.page.evaluate(focused) == "42"
+    tab.page.keyboard.press("End")
+    total = int(tab.page.locator("[role=table][aria-rowcount]").get_attribute("aria-rowcount"))
+    assert tab.page.evaluate(focused) == str(total)
+    tab.page.keyboard.press("Enter")
+    assert tab.page.locator(".detail h3").first.inner_text()
+    tab.context.close()
+
+
+def test_names_that_look_like_markup_are_text(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["hostile"])
+    assert HOSTILE in tab.rows()
+    assert tab.page.locator("img").count() == 0
+    assert HOSTILE in tab.page.locator("#view-checkpoints").inner_text()
+    tab.context.close()
+
+
+def test_the_table_of_events_has_all_of_them(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["run"])
+    data = json.loads(tab.page.locator("#data").text_content())
+    tab.page.locator("details summary").first.click()
+    events = tab.page.locator("details tbody tr").count()
+    assert events == len(data["timeline"]["entries"]) == 6 + 1 + 1
+    tab.context.close()

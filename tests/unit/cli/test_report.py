@@ -1,0 +1,66 @@
+"""Tests ``holdfast report``: which page it writes, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from tests.helpers.commands import invoke, run_command
+
+
+def read_data(page: Path) -> Any:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert match
+    return json.loads(match[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "run"
+    for step in (1, 2):
+        holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step)
+    return path
+
+
+def test_a_run(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    result = invoke("report", run, "-o", page)
+    assert f"wrote {page}" in result.stdout.replace("\n", "")
+    data = read_data(page)
+    assert (data["kind"], data["focus"], data["statistics"]) == ("run", "step_2", None)
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_checkpoint_of_a_run_by_its_path_or_tag(run: Path, tmp_path: Path) -> None:
+    for arguments in ((run / "step_1",), (run, "--tag", "step_1")):
+        invoke("report", *arguments, "-o", tmp_path / "a.html")
+        data = read_data(tmp_path / "a.html")
+        assert (data["kind"], data["focus"], data["step"]) == ("run", "step_1", 1)
+
+
+def test_statistics_are_computed_if_asked_for(run: Path, tmp_path: Path) -> None:
+    invoke("report", run, "--stats", "-o", tmp_path / "a.html")
+    statistics = read_data(tmp_path / "a.html")["statistics"]
+    assert statistics["tags"] == ["step_1", "step_2"]
+    assert 4.0 in statistics["norm"]  # four times two
+
+
+def test_a_verification_is_reported(run: Path, tmp_path: Path) -> None:
+    invoke("report", run, "--verify", "-o", tmp_path / "a.html")
+    assert read_data(tmp_path / "a.html")["verified"]["step_2"]["status"] == "verified"
+
+
+def test_two_checkpoints(run: Path, tmp_path: Path) -> None:
+    invoke("report", run / "step_1", run / "step_2", "-o", tmp_path / "a.html")
+    data = read_data(tmp_path / "a.html")
+    assert (data["kind"], data["sides"][0]["tag"], data["sides"][1]["tag"]) == ("difference", "step_1", "step_2")
+
+
+def test_options_of_a_run_are_refused_for_two(run: Path) -> None:
+    result = run_command("report", str(run), str(run), "--stats")
+    assert result.returncode != 0
+    assert "leave them out" in result.stderr

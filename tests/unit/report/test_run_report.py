@@ -1,0 +1,219 @@
+"""Tests the data of reports against the runs that they are of."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.inspection.compare import compare_metadata, compare_suspects
+from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_path
+from holdfast.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, TensorStatistics
+from holdfast.ondisk.files import TensorInfo
+from holdfast.report.difference_report import describe_difference
+from holdfast.report.page import render_page
+from holdfast.report.run_report import ReportOptions, describe_checkpoint, describe_run
+from holdfast.report.statistics import statistics_columns
+from holdfast.report.tensors import NamedTensor, tensor_columns
+from holdfast.report.timeline import build_timeline
+from holdfast.run.journal import NAME, JournalEntry
+from holdfast.run.scan import CheckpointInfo
+from tests.helpers.front_coded import decode_names
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 4).requires_grad_(False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+
+
+def no_statistics(_: InspectedCheckpoint) -> None:
+    return None
+
+
+PLAIN = ReportOptions(no_statistics)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three saves, of which the second failed first, and the first was removed."""
+    path = tmp_path_factory.mktemp("report") / "run"
+    model = Net()
+    optimizer = torch.optim.AdamW(model.layers.parameters())
+    for step in (1, 2, 3):
+        for parameter in model.layers.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if step == 2:
+            with pytest.raises(holdfast.TagExistsError):
+                holdfast.save_checkpoint(path, "step_1", model, optimizer, step=step)
+        holdfast.save_checkpoint(
+            path, f"step_{step}", model, optimizer, step=step, keep=2, frozen="apart", metrics={"loss": 1 / step}
+        )
+    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    return path
+
+
+def column_of(data: Mapping[str, Any], letters: str) -> dict[str, str]:
+    groups = data["tensors"]["groups"]
+    names = decode_names(data["tensors"]["names"])
+    return {
+        f"{groups[group]}/{name}": letter
+        for group, name, letter in zip(data["tensors"]["group"], names, letters, strict=True)
+    }
+
+
+def test_it_tells_what_happened(run: Path) -> None:
+    data = describe_run(run, "step_3", PLAIN)
+    entries = data["timeline"]["entries"]
+    assert [(entry[0], entry[2], entry[3]) for entry in entries] == [
+        ("saved", "step_1", 1),
+        ("failed", "step_1", 2),
+        ("saved", "step_2", 2),
+        ("saved", "step_3", 3),
+        ("removed", "step_1", 1),
+        ("resumed", "step_3", 3),
+    ]
+    assert data["findings"][0][0] == "note"
+    assert "1 save of 4 failed" in data["findings"][0][1]
+    assert [row[0] for row in data["checkpoints"]] == ["step_2", "step_3"]
+
+
+def test_it_tells_what_is_trained_and_what_is_shared(run: Path) -> None:
+    data = describe_run(run, "step_3", PLAIN)
+    assert data["before"] == "step_2"
+    trained, sharing = (column_of(data, letters) for letters in (data["tensors"]["trained"], data["sharing"]))
+    assert (trained["model/embed.weight"], sharing["model/embed.weight"]) == ("f", "s")
+    for name in ("model/layers.0.weight", "optimizer/layers.0.weight/exp_avg"):
+        assert (trained[name], sharing[name]) == ("t", "c")
+
+
+def test_a_run_without_a_journal_has_what_manifests_know(run: Path, tmp_path: Path) -> None:
+    journal = run / NAME
+    journal.rename(tmp_path / "away")
+    data = describe_run(run, "step_3", PLAIN)
+    (tmp_path / "away").rename(journal)
+    assert [(entry[2], entry[3], entry[4]) for entry in data["timeline"]["entries"]] == [
+        ("step_2", 2, 1),
+        ("step_3", 3, 1),
+    ]
+    assert not data["timeline"]["journalled"]
+
+
+def test_one_checkpoint_has_a_report_without_a_run(run: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    data = describe_checkpoint(tmp_path / "a.pt", PLAIN)
+    assert column_of(data, data["tensors"]["trained"] or "?").keys() == {"model/w"}
+    assert "timeline" not in data
+
+
+def test_failures_and_resumes_are_the_last_to_be_left_out() -> None:
+    journal = [JournalEntry("saved", float(time), f"step_{time}", run="0" * 16) for time in range(5000)]
+    journal += [JournalEntry("failed", 100.5, "x"), JournalEntry("resumed", 200.5, "y")]
+    timeline = build_timeline([], sorted(journal, key=lambda entry: entry.time), 100)
+    assert (len(timeline.entries), timeline.omitted) == (100, 4902)
+    assert [entry.tag for entry in timeline.entries if entry.kind != "saved"] == ["x", "y"]
+    assert (timeline.entries[0].tag, timeline.entries[-1].tag) == ("step_0", "step_4999")
+
+
+def test_a_corrupt_checkpoint_needs_attention(tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.ones(3)}, step=step)
+    (tmp_path / "step_1/manifest.json").write_text("{")
+    findings = describe_run(tmp_path, "step_2", PLAIN)["findings"]
+    assert [(level, text.split(":")[0]) for level, text in findings] == [("bad", "step_1 is damaged")]
+
+
+def measure(values: np.ndarray) -> TensorStatistics:
+    """Statistics of a few numbers, by hand."""
+    finite = values[np.isfinite(values)]
+    counts = [0] * BUCKETS
+    for value in finite:
+        if value:
+            counts[ZERO_BUCKET + int(math.copysign(math.floor(math.log2(abs(value))) + 65, value))] += 1
+        else:
+            counts[ZERO_BUCKET] += 1
+    nans = int(np.isnan(values).sum())
+    infinities = int(np.isinf(values).sum())
+    norm = float(np.sqrt((finite**2).sum()))
+    low, high = (float(finite.min()), float(finite.max()))
+    return TensorStatistics(len(values), nans, infinities, 0, 0, low, high, 0.0, norm, 0.0, tuple(counts))
+
+
+def test_values_that_are_not_finite_need_attention(run: Path) -> None:
+    good, bad = measure(np.array([1.0, -2.0])), measure(np.array([1.0, np.nan]))
+
+    def read(inspected: InspectedCheckpoint) -> dict[str, TensorStatistics]:
+        return {"model/layers.0.weight": bad if inspected.path.name == "step_3" else good}
+
+    data = describe_run(run, "step_3", ReportOptions(read))
+    assert ("bad", "1 tensor of step_3 with NaN or infinity, such as model/layers.0.weight") in data["findings"]
+    statistics = data["statistics"]
+    rows = dict(zip(column_of(data, data["sharing"]), statistics["norms"], strict=True))
+    assert rows["model/layers.0.weight"][4:] == "_!"
+    assert rows["model/embed.weight"] == ""
+    assert statistics["tags"] == ["step_2", "step_3"]
+
+
+def test_a_small_histogram_has_bars_for_both_signs() -> None:
+    tensors = [NamedTensor("model", "w", TensorInfo("F32", (8,)))]
+    values = np.array([-1.5, -1.5, 0.0, 0.1, 3.0, 3.0, 3.0, 3.0])
+    (code,) = statistics_columns(tensors, [("a", {"model/w": measure(values)})])["histograms"]
+    bars = code[2:]
+    assert len(bars) == 17
+    assert bars[8] != "0"  # zeros
+    assert bars[16] == "_"  # 3.0, the most
+    assert bars[0] != "0"  # -1.5, in the bar of 1 to 4
+
+
+@pytest.mark.parametrize("checkpoints", [20, 1000])
+def test_a_page_of_20_000_tensors_has_at_most_2_mb(checkpoints: int) -> None:
+    numbers = np.random.default_rng(0)
+    names = [f"model.layers.{i // 128}.mlp.experts.{i // 4 % 32}.{'abcd'[i % 4]}_proj.weight" for i in range(20_000)]
+    tensors = [NamedTensor("model", name, TensorInfo("BF16", (4096, 64 * (i % 9 + 1)))) for i, name in enumerate(names)]
+    pool = [measure(numbers.normal(size=300) * 10 ** numbers.uniform(-4, 2)) for _ in range(300)]
+    history = [
+        (f"step_{step}", {f"model/{name}": pool[(i * 7 + step) % 300] for i, name in enumerate(names)})
+        for step in range(20)
+    ]
+    infos = [
+        CheckpointInfo(f"step_{i * 1000}", Path(f"/runs/a/step_{i}"), step=i, time=1.7e9 + i, run="0" * 16, id="1" * 16)
+        for i in range(checkpoints)
+    ]
+    journal = [
+        JournalEntry("saved", info.time, info.tag, info.step, info.run, 64, 8, 0.123456, 12.345678, 10**11, 10**10)
+        for info in infos
+    ]
+    rows = [[i.tag, i.status, i.step, i.time, 64, i.run, 10**11, 10**11, [], {"loss": 0.1}, ""] for i in infos[:300]]
+    page = render_page(
+        "a",
+        {
+            "checkpoints": rows,
+            "timeline": build_timeline(infos, journal, 1000).as_record(),
+            "tensors": tensor_columns(tensors),
+            "sharing": "c" * len(tensors),
+            "statistics": statistics_columns(tensors, history),
+        },
+    )
+    assert len(page) <= 2_000_000
+
+
+def test_what_differs_between_two_checkpoints(tmp_path: Path) -> None:
+    holdfast.save_checkpoint(
+        tmp_path, "a", {"w": torch.zeros(4), "same": torch.ones(2), "old": torch.ones(1)}, rng=False
+    )
+    holdfast.save_checkpoint(
+        tmp_path, "b", {"w": torch.tensor([0, 0, 0, 2.0]), "same": torch.ones(2), "new": torch.ones(1)}, rng=False
+    )
+    sides = [inspect_path(tmp_path / tag) for tag in ("a", "b")]
+    comparison = compare_suspects(compare_metadata(*sides, None), lambda _: None)
+    data = describe_difference(comparison, [])
+    assert column_of(data, data["states"]) == {"model/new": "+", "model/same": "=", "model/w": "d", "model/old": "-"}
+    ((row, share, absolute, relative),) = data["differences"]
+    assert list(column_of(data, data["states"]))[row] == "model/w"
+    assert (share, absolute, relative) == (0.25, 2.0, 1.0)

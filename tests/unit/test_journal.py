@@ -1,0 +1,140 @@
+"""Tests the journal of a run directory: what it tells, what it survives, and that it never harms a save."""
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.run import journal
+from holdfast.run.cleanup import clean_up
+from holdfast.run.journal import NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
+from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_tags, save_step
+
+
+@pytest.fixture(autouse=True)
+def _forget_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_failed", set())
+
+
+def entry(tag: str, time: float = 1.0, kind: str = "saved") -> JournalEntry:
+    return JournalEntry(kind, time, tag)  # type: ignore[arg-type]
+
+
+def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (1, 2, 3):
+        holdfast.save_checkpoint(tmp_path, f"step_{step}", model, optimizer, step=step, keep=2)
+    with pytest.raises(holdfast.TagExistsError):
+        holdfast.save_checkpoint(tmp_path, "step_3", model, optimizer, step=3)
+    holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines() if line]
+    assert [(line["kind"], line["tag"], line.get("step")) for line in lines] == [
+        ("saved", "step_1", 1),
+        ("saved", "step_2", 2),
+        ("saved", "step_3", 3),
+        ("removed", "step_1", 1),
+        ("failed", "step_3", 3),
+        ("resumed", "step_3", 3),
+    ]
+    info, saved = holdfast.list_checkpoints(tmp_path)[-1], lines[2]
+    assert (saved["nbytes"], saved["run"]) == (info.nbytes, info.run)
+    assert (saved["world_size"], saved["hosts"]) == (1, 1)
+    assert 0 < saved["blocking_seconds"] <= saved["seconds"]
+    assert "step_3" in lines[4]["error"]
+
+
+def save_and_resume(rank_path: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    holdfast.save_checkpoint(rank_path, "a", model, step=1, async_save=True).wait()
+    holdfast.restore(rank_path, model=model, dataloader=None, optimizer=None)
+
+
+def test_one_of_several_ranks_writes_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_and_resume, str(tmp_path))
+    (saved,) = read_journal(tmp_path)  # a load without an optimizer continues no training
+    assert (saved.kind, saved.world_size, saved.hosts) == ("saved", 2, 1)
+
+
+def test_it_is_no_checkpoint_and_survives_all_clean_ups(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step, keep=1)
+    clean_up(tmp_path)
+    assert list_tags(tmp_path) == ["step_3"]
+    assert len(read_journal(tmp_path)) == 5
+
+
+def test_what_is_no_entry_is_skipped(tmp_path: Path) -> None:
+    append_entry(tmp_path, entry("a"))
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(
+            b'{"kind":"saved","time":2,"ta\xff\xfe\n[1]\n{}\n\x00\x00\n{"kind":"eaten","time":1,"tag":"x"}\n{"kind'
+        )
+    append_entry(tmp_path, entry("b", 3.0))
+    assert [line.tag for line in read_journal(tmp_path)] == ["a", "b"]
+
+
+def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_BYTES", 1000)
+    for number in range(200):
+        append_entry(tmp_path, entry(f"tag_{number}", float(number)))
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, OLDER_NAME}
+    assert all(path.stat().st_size < 1100 for path in tmp_path.iterdir())
+    tags = [line.tag for line in read_journal(tmp_path)]
+    assert tags == [f"tag_{number}" for number in range(200 - len(tags), 200)]
+    assert len(tags) > 15
+
+
+def test_a_line_is_bounded_whatever_the_error_says(tmp_path: Path) -> None:
+    append_entry(tmp_path, entry("a"))
+    event = holdfast.SaveFailed(tmp_path / ("t" * 255), ValueError("\x00" * 10_000))
+    failed = journal.describe_event(event, 2.0)
+    assert failed is not None
+    append_entry(tmp_path, failed)
+    assert len(read_journal(tmp_path)) == 2
+    assert (tmp_path / NAME).stat().st_size < 2 * 4096
+
+
+@pytest.mark.parametrize("kind", ["failed", "resumed", "removed"])
+def test_only_a_committed_save_creates_it(tmp_path: Path, kind: str) -> None:
+    append_entry(tmp_path, entry("a", kind=kind))
+    append_entry(tmp_path / "absent", entry("a"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("obstacle", ["directory", "pipe", "link", "dangling link"])
+def test_a_save_succeeds_if_it_cannot_be_written(tmp_path: Path, obstacle: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    if obstacle == "directory":
+        (run / NAME).mkdir()
+    elif obstacle == "pipe":
+        os.mkfifo(run / NAME)
+    else:
+        (run / NAME).symlink_to(outside)
+    if obstacle == "link":
+        outside.write_text("text")
+    with pytest.warns(UserWarning, match="its report will lack"):
+        save_step(run, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_step(run, 2)
+    assert list_tags(run) == ["step_1", "step_2"]
+    assert read_journal(run) == []
+    assert not outside.exists() or outside.read_text() == "text"
+
+
+def append_many(path: str) -> None:
+    for number in range(500):
+        append_entry(Path(path), entry(f"{os.getpid()}_{number}"))
+
+
+def test_two_processes_append_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, append_many, str(tmp_path))
+    tags = [line.tag for line in read_journal(tmp_path)]
+    assert len(set(tags)) == len(tags) == 1000
