@@ -9,7 +9,6 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
-from holdfast.inspection.background_statistics import background_statistics
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent
 from holdfast.ondisk.files import SHARD_SIZE
@@ -388,6 +387,8 @@ def finalize() -> None:
         Exception: The error of the first save that failed, after all saves have ended. Each error is raised once: if
             several saves failed, the next call raises the next error.
     """
+    from holdfast.inspection.background_statistics import background_statistics  # noqa: PLC0415 - saves need none
+
     background_saves.finalize()
     _defaults.drain()
     background_statistics.wait()

@@ -32,6 +32,11 @@ def save(run: Path, tag: str, value: float = 1.0, **options: Any) -> Path:
     return run / tag
 
 
+def save_and_wait(run: Path) -> None:
+    save(run, "a")
+    holdfast.finalize()
+
+
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Statistics are computed, but are not returned before this event."""
@@ -185,9 +190,8 @@ class TestFailures:
 
     def test_a_file_that_cannot_be_written_is_a_warning(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("holdfast.storage.store.PosixStore.replace_small", fail)
-        save(tmp_path, "a")
         with pytest.warns(UserWarning, match="without statistics"):
-            holdfast.finalize()
+            save_and_wait(tmp_path)
 
     @pytest.mark.parametrize("value", [1, "yes", None])
     def test_another_value_is_refused_before_anything_is_saved(self, tmp_path: Path, value: Any) -> None:

@@ -24,6 +24,8 @@ from tests.helpers.corruption import flip_tensor_bit
 
 Floats = npt.NDArray[np.float64]
 
+pytestmark = pytest.mark.filterwarnings("error")  # random bits are no reason for a warning
+
 #: The names of dtypes in ml_dtypes.
 ML_DTYPES = {
     "BF16": "bfloat16",
@@ -34,8 +36,8 @@ ML_DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 
-#: Numbers of elements around the borders of parts, slices and torch's own threads.
-SIZES = (1, 2, 1000, 2**15 - 64, 2**15, 2**17 - 1, 2**17 + 1, 2**19, 2**19 + 2**17 + 3)
+#: Numbers of elements around the borders of parts and slices, and those of what is counted by value.
+SIZES = (1, 2, 255, 256, 1000, 2**16 - 1, 2**16, 2**17 - 1, 2**17 + 1, 2**19, 2**19 + 2**17 + 3)
 
 
 def random_bytes(nbytes: int) -> bytes:

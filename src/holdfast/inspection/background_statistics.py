@@ -22,7 +22,7 @@ from holdfast.errors import CheckpointReplacedError, NoCheckpointError
 from holdfast.observe.events import Event, OnEvent, Saved
 from holdfast.observe.warning import warn_caller
 from holdfast.process.exit_order import ExitStage, call_at_exit
-from holdfast.process.thread_priority import lower_priority
+from holdfast.process.worker_threads import lower_priority
 from holdfast.save.background import background_saves
 
 #: The number of seconds for which the end of the process waits for statistics.

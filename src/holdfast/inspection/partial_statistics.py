@@ -6,8 +6,8 @@ Elements are added in a fixed order, so that statistics do not depend on ranks, 
    a part as float64, pairwise, and then the squares of their distances from their mean.
 2. The parts of each 2^19 elements are merged one after the other, and then these, by the rule of Chan, Golub and
    LeVeque. It needs no second pass over the elements, and does not cancel where the mean is large.
-3. If an element has one byte, a part has 2^19 elements: its different values are added up in the order of their bits,
-   each times the number of its elements.
+3. Of 2^19 elements, or the remaining ones, that have one or two bytes and are at least as many as there are values of
+   their dtype, the different values are added up in the order of their bits, each times the number of its elements.
 
 Counts are exact.
 
@@ -18,10 +18,8 @@ another thread can wake up meanwhile, and its numbers should fit into the proces
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,31 +27,22 @@ import torch
 
 from holdfast.inspection.element_values import Bits, as_values
 from holdfast.inspection.tensor_statistics import BUCKETS, EXPONENTS, ZERO_BUCKET, TensorStatistics
-from holdfast.state.tensors import DTYPES
+from holdfast.ondisk.dtypes import dtype_width
 from holdfast.storage.memory import aligned_buffer
 
 #: The number of elements that are added up at a time.
 _PART = 2**17
 
-#: The number of elements for which torch uses no threads of its own: these would compete with the caller's.
-_SERIAL = 2**15 - 2**6
+#: The most bytes of an element whose value is looked up in a table, and the most elements that are counted at a time.
+_TABLE_BYTES, _COUNTED = 2, 2**19
 
+#: The bits of the fraction of float64, the number of its exponents, and the one of 1.0.
+_FRACTION_BITS, _EXPONENTS, _BIAS = 52, 2**11, 1023
 
-class _FloatFormat(NamedTuple):
-    """A format of floating-point numbers: the bits after the exponent, the number of exponents, and the one of 1.0."""
+#: NumPy's names of the dtypes of larger elements.
+_NUMPY_DTYPES = {"F32": "f4", "F64": "f8", "I32": "i4", "I64": "i8", "U32": "u4", "U64": "u8"}
 
-    fraction: int
-    exponents: int
-    bias: int
-
-
-#: The upper half of a float64, which contains its exponent.
-_UPPER_HALF = _FloatFormat(20, 2**11, 1023)
-
-#: The dtypes whose exponents are read from their elements. Their numbers without exponent are all in the first bucket.
-_FORMATS = {"F32": _FloatFormat(23, 2**8, 127), "BF16": _FloatFormat(7, 2**8, 127)}
-
-Codes = npt.NDArray[np.int32]
+Codes = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -114,47 +103,61 @@ class PartialStatistics:
 
 
 class Scratch:
-    """Memory for the float64 values of a part, their distances from the mean, and codes. New memory would cost time."""
+    """Memory for what is computed from a part. New memory would cost more time than the computation."""
 
     def __init__(self) -> None:
-        memory = aligned_buffer(2 * _PART * np.dtype(np.float64).itemsize).view(np.float64)
-        self.values, self.distances = memory[:_PART], memory[_PART:]
-        self.codes = np.empty(_SERIAL, np.int32)
+        #: Numbers that are counted. Elsewhere in the same memory are the elements of a part as float64.
+        self.codes = aligned_buffer(_COUNTED * np.dtype(np.int64).itemsize).view(np.int64)
+        floats = self.codes.view(np.float64)
+        self.values, self.distances = floats[_PART : 2 * _PART], floats[:_PART]
 
 
 def measure_part(bits: Bits, dtype: str, scratch: Scratch) -> PartialStatistics:
     """Return the statistics of at most 2^19 consecutive elements of one tensor, which begin at a multiple of these."""
-    if bits.itemsize == 1:
-        counts = _count_bytes(bits)
-        used = np.flatnonzero(counts)
-        return _measure_counts(_value_table(dtype)[used], counts[used])
+    if bits.itemsize <= _TABLE_BYTES and len(bits) >= len(_value_table(dtype)):
+        return _measure_by_value(bits, dtype, scratch)
     if dtype == "C64":
         bits, dtype = bits.view(np.uint32), "F32"
     merged = PartialStatistics()
     for start in range(0, len(bits), _PART):
-        merged.merge(_measure_values(bits[start : start + _PART], dtype, scratch))
+        part = bits[start : start + _PART]
+        values = scratch.values[: len(part)]
+        if bits.itemsize <= _TABLE_BYTES:
+            np.take(_value_table(dtype), part, out=values, mode="clip")
+        else:
+            with np.errstate(invalid="ignore"):  # NaNs that signal
+                np.copyto(values, part.view(_NUMPY_DTYPES[dtype]))
+        merged.merge(_measure_values(values, scratch))
     return merged
+
+
+def _measure_by_value(bits: Bits, dtype: str, scratch: Scratch) -> PartialStatistics:
+    """Count the elements of each value. That is faster than to convert them, if they are many."""
+    table, codes = _value_table(dtype), scratch.codes[: len(bits)]
+    np.copyto(codes, bits)
+    counts = _count_codes(codes, len(table))
+    used = np.flatnonzero(counts)
+    return _measure_counts(table[used], counts[used])
 
 
 @cache
 def _value_table(dtype: str) -> Floats:
-    """Return the values of all elements of one byte, by their bits."""
-    values: Floats = as_values(np.arange(2**8, dtype=np.uint8), dtype)
+    """Return the values of all elements of a dtype, by their bits."""
+    width = dtype_width(dtype)
+    values: Floats = as_values(np.arange(2 ** (8 * width), dtype=f"u{width}"), dtype)
     return values
 
 
-def _count_bytes(elements: npt.NDArray[np.uint8]) -> Counts:
-    """Return how often each byte occurs."""
-    counts = np.zeros(2**8, np.int64)
-    for start in range(0, len(elements), _SERIAL):
-        counts += _count_codes(elements[start : start + _SERIAL], len(counts))
-    return counts
+def _count_codes(codes: Codes, size: int) -> Counts:
+    """Return how often each number below ``size`` occurs. NumPy's function would stop other threads meanwhile."""
+    counts = np.zeros(size, np.int32)
+    torch.from_numpy(counts).scatter_add_(0, torch.from_numpy(codes), _ones()[: len(codes)])
+    return counts.astype(np.int64)
 
 
-def _count_codes(codes: npt.NDArray[np.uint8] | Codes, size: int) -> Counts:
-    """Return how often each number below ``size`` occurs among at most ``_SERIAL``."""
-    counts: Counts = torch.bincount(torch.from_numpy(codes), minlength=size).numpy()
-    return counts
+@cache
+def _ones() -> torch.Tensor:
+    return torch.ones(_COUNTED, dtype=torch.int32)
 
 
 def _measure_counts(values: Floats, counts: Counts) -> PartialStatistics:
@@ -168,51 +171,31 @@ def _measure_counts(values: Floats, counts: Counts) -> PartialStatistics:
     is_finite = np.isfinite(values)
     values, counts = values[is_finite], counts[is_finite]
     if len(values):
-        codes = _upper_halves(values) >> np.uint32(_UPPER_HALF.fraction)
-        by_exponent = np.zeros(2 * _UPPER_HALF.exponents, np.int64)
-        np.add.at(by_exponent, codes, counts)
-        part.histogram = _fold_counts(by_exponent, _UPPER_HALF, counts[values == 0], values[values == 0])
+        by_exponent = np.zeros(2 * _EXPONENTS, np.int64)
+        np.add.at(by_exponent, values.view(np.uint64) >> np.uint64(_FRACTION_BITS), counts)
+        part.histogram = _fold_counts(by_exponent, counts[values == 0], values[values == 0])
         part.finite, part.total = int(counts.sum()), float(np.add.reduce(values * counts))
         part.minimum, part.maximum = float(values.min()) + 0.0, float(values.max()) + 0.0
         part.deviation = float(np.add.reduce(np.square(values - part.total / part.finite) * counts))
     return part
 
 
-def _measure_values(bits: Bits, dtype: str, scratch: Scratch) -> PartialStatistics:
-    """Return the statistics of a part, whose elements have several bytes."""
-    part, values = PartialStatistics(elements=len(bits)), scratch.values[: len(bits)]
-    layout = _FORMATS.get(dtype, _UPPER_HALF)
-    by_exponent = _convert_elements(bits, dtype, values, scratch.codes)
-    if by_exponent[layout.exponents - 1] or by_exponent[-1]:
+def _measure_values(values: Floats, scratch: Scratch) -> PartialStatistics:
+    """Return the statistics of the values of a part, which are in ``scratch``."""
+    part, codes = PartialStatistics(len(values)), scratch.codes[: len(values)]
+    np.right_shift(values.view(np.uint64), np.uint64(_FRACTION_BITS), out=codes.view(np.uint64))
+    by_exponent = _count_codes(codes, 2 * _EXPONENTS)
+    if by_exponent[_EXPONENTS - 1] or by_exponent[-1]:
         part.nans = int(np.count_nonzero(np.isnan(values)))
         part.positive_infinities = int(np.count_nonzero(values == np.inf))
         part.negative_infinities = int(np.count_nonzero(values == -np.inf))
         values = values[np.isfinite(values)]
-    has_zeros = by_exponent[0] or by_exponent[layout.exponents]  # or numbers that are nearly zero
+    has_zeros = by_exponent[0] or by_exponent[_EXPONENTS]  # or float64 that is nearly zero
     zeros = values[values == 0] if has_zeros else values[:0]
-    part.histogram = _fold_counts(by_exponent, layout, np.ones(len(zeros), np.int64), zeros)
+    part.histogram = _fold_counts(by_exponent, np.ones(len(zeros), np.int64), zeros)
     if len(values):
         _measure_moments(values, scratch.distances[: len(values)], part)
     return part
-
-
-def _convert_elements(bits: Bits, dtype: str, values: Floats, codes: Codes) -> Counts:
-    """Convert elements to ``values``, and return how often each sign and exponent occurs. ``codes`` is memory."""
-    layout = _FORMATS.get(dtype, _UPPER_HALF)
-    sources = bits if dtype in _FORMATS else _upper_halves(values)
-    shift = sources.dtype.type(layout.fraction)
-    counts = np.zeros(2 * layout.exponents, np.int64)
-    elements, converted = torch.from_numpy(bits.view(np.uint8)).view(DTYPES[dtype]), torch.from_numpy(values)
-    for start in range(0, len(bits), len(codes)):
-        stop = min(len(bits), start + len(codes))
-        converted[start:stop].copy_(elements[start:stop])
-        np.right_shift(sources[start:stop], shift, out=codes[: stop - start], casting="unsafe", dtype=sources.dtype)
-        counts += _count_codes(codes[: stop - start], len(counts))
-    return counts
-
-
-def _upper_halves(values: Floats) -> npt.NDArray[np.uint32]:
-    return values.view(np.uint32)[1 if sys.byteorder == "little" else 0 :: 2]
 
 
 def _measure_moments(values: Floats, distances: Floats, part: PartialStatistics) -> None:
@@ -225,18 +208,17 @@ def _measure_moments(values: Floats, distances: Floats, part: PartialStatistics)
         part.deviation = float(np.add.reduce(np.square(distances, out=distances)))
 
 
-def _fold_counts(by_exponent: Counts, layout: _FloatFormat, zero_counts: Counts, zeros: Floats) -> Counts:
+def _fold_counts(by_exponent: Counts, zero_counts: Counts, zeros: Floats) -> Counts:
     """Return the histogram of finite values by sign and exponent, among them ``zeros``."""
     is_negative = np.signbit(zeros)
     by_exponent[0] -= zero_counts[~is_negative].sum()
-    by_exponent[layout.exponents] -= zero_counts[is_negative].sum()
-    positive, negative = by_exponent[: layout.exponents], by_exponent[layout.exponents :]
-    folded = _fold_sign(negative, layout)[::-1], [zero_counts.sum()], _fold_sign(positive, layout)
-    return np.concatenate(folded)
+    by_exponent[_EXPONENTS] -= zero_counts[is_negative].sum()
+    positive, negative = by_exponent[:_EXPONENTS], by_exponent[_EXPONENTS:]
+    return np.concatenate([_fold_sign(negative)[::-1], [zero_counts.sum()], _fold_sign(positive)])
 
 
-def _fold_sign(by_exponent: Counts, layout: _FloatFormat) -> Counts:
-    first, last = layout.bias + EXPONENTS[0] + 1, layout.bias + EXPONENTS[-1]
+def _fold_sign(by_exponent: Counts) -> Counts:
+    first, last = _BIAS + EXPONENTS[0] + 1, _BIAS + EXPONENTS[-1]
     folded = by_exponent[first - 1 : last + 1].copy()
-    folded[0], folded[-1] = by_exponent[:first].sum(), by_exponent[last : layout.exponents - 1].sum()
+    folded[0], folded[-1] = by_exponent[:first].sum(), by_exponent[last : _EXPONENTS - 1].sum()
     return folded

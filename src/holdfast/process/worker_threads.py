@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 #: Threads that move bytes. Storage needs requests in flight, not processors.
 THREADS = 4
+
+#: Added to the niceness of threads in the background, so that training has precedence.
+_NICENESS = 10
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,3 +67,10 @@ def _join_thread(thread: threading.Thread, errors: list[BaseException]) -> None:
             thread.join()
         except BaseException as interruption:  # noqa: BLE001 - raised by the caller when all threads have ended
             errors.append(interruption)
+
+
+def lower_priority() -> None:
+    """Lower the priority of this thread, and of the threads that it starts."""
+    with suppress(OSError, AttributeError):  # only some systems have priorities for single threads
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

@@ -28,7 +28,7 @@ from holdfast.engine.comm.session import current_process_group
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.process.exit_order import ExitStage, call_at_exit
 from holdfast.process.gc_pause import gc_paused
-from holdfast.process.thread_priority import lower_priority
+from holdfast.process.worker_threads import lower_priority
 from holdfast.save.handle import Result, SaveHandle
 from holdfast.save.operation import SaveOperation
 from holdfast.state.step_guard import StepGuard
