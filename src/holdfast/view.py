@@ -95,6 +95,11 @@ class Checkpoint:
         return None if self._manifest is None else self._manifest.step
 
     @property
+    def nbytes(self) -> int:
+        """The size in bytes of the tensors of :meth:`keys`."""
+        return sum(self.info(name).nbytes for name in self.keys())
+
+    @property
     def metrics(self) -> dict[str, float | None]:
         """The metrics by name, with those that were added after the save; ``None`` for values that are not finite."""
         if self._manifest is None:
@@ -181,7 +186,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        count, size = len(self), format_size(sum(self.info(name).nbytes for name in self.keys()))
+        count, size = len(self), format_size(self.nbytes)
         return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {count} tensor{'s' * (count != 1)}, {size}>"
 
     def __contains__(self, name: object) -> bool:
