@@ -1,8 +1,8 @@
 """Artifacts of Weights & Biases and models of MLflow that refer to a checkpoint, and the way back to it.
 
 No file is copied or uploaded: an artifact has the path of a checkpoint and its id. A tag may mean another checkpoint
-later, after a save with ``overwrite=True``; the id never does. Only the first rank creates an artifact, so all ranks may
-call the functions.
+later, after a save with ``overwrite=True``; the id never does. All ranks may call the functions; only the first one
+logs.
 """
 
 from __future__ import annotations

@@ -189,6 +189,11 @@ class Checkpoint:
         count, size = len(self), format_size(self.nbytes)
         return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {count} tensor{'s' * (count != 1)}, {size}>"
 
+    def _repr_html_(self) -> str:
+        from holdfast.inspection.checkpoint_html import describe_checkpoint  # noqa: PLC0415 - for notebooks
+
+        return describe_checkpoint(self._reader, self._manifest, self.tag, self.metrics)
+
     def __contains__(self, name: object) -> bool:
         return name in self._number
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.live import Live
 
-from holdfast.cli.output import format_age, format_metrics, format_time, print_error, print_json
+from holdfast.cli.output import print_error, print_json
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import Local, check_run
 from holdfast.errors import InvalidArgumentError
 from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.observe.units import format_count, format_size
+from holdfast.observe.units import format_age, format_count, format_metrics, format_size, format_time
 from holdfast.run.aliases import Alias, list_aliases
 from holdfast.run.catalog import StaleDirectory, list_checkpoints, list_stale_directories
 from holdfast.run.retention import sort_by_metric
@@ -254,5 +254,5 @@ def _format_row(listing: _Listing, info: CheckpointInfo, now: float) -> list[Cel
         format_size(info.nbytes),
         format_size(listing.own[info.tag]),
         (f"complete ({marks})", "bold green") if marks else ("complete", "green"),
-        format_metrics(info.metrics),
+        escape_control_characters(format_metrics(info.metrics)),
     ]

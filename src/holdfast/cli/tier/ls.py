@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import format_age, format_time
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.tier.generations import checkpoint_bytes, describe_state, find_folder, format_parts
 from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.observe.units import format_size
+from holdfast.observe.units import format_age, format_size, format_time
 from holdfast.tier.host_catalog import HostGeneration, list_generations
 
 _STYLES = {"in both": "green", "in the tier only": "bold green"}
