@@ -136,9 +136,11 @@ def current_wandb_run() -> Any:
 
 def find_mlflow_run(run_id: str | None) -> str:
     """Return the id of a run of MLflow, by default of the active one. Raises ``InvalidArgumentError`` without one."""
+    if run_id is not None:
+        return run_id
     import mlflow  # noqa: PLC0415 - an optional package
 
     active = mlflow.active_run()
-    if run_id is None and active is None:
+    if active is None:
         raise InvalidArgumentError("there is no active run of MLflow: call mlflow.start_run() first, or pass run_id=")
-    return str(active.info.run_id) if run_id is None and active is not None else str(run_id)
+    return str(active.info.run_id)

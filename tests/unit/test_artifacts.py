@@ -161,8 +161,32 @@ def test_hostile_names_stay_text(tmp_path: Path, log: Log) -> None:
     run = tmp_path / "<b>run</b> %41 #"
     metrics = {"../../x": 1.0, "": 2.0, "a//b\n": 3.0, "..a": float("nan"), "val/loss": 4.0}
     holdfast.save_checkpoint(run, HOSTILE, {"w": torch.ones(2)}, metrics=metrics)
-    checkpoint = open_artifact(log(run))
+    logged = log(run)
+    checkpoint = open_artifact(logged)
     assert (checkpoint.path, checkpoint.tag) == (run / HOSTILE, HOSTILE)
+    if log is log_wandb_artifact:
+        files = {file.as_uri() for file in (run / HOSTILE).rglob("*") if file.is_file()}
+        assert {entry.ref for entry in logged.manifest.entries.values()} == files
+
+
+def test_a_listener_logs_each_save(tmp_path: Path, log: Log) -> None:
+    """Also of an asynchronous save, whose events come from another thread."""
+    run_id = {"run_id": active_mlflow_run()} if log is log_mlflow_model else {}
+    logged: list[Any] = []
+
+    def listen(event: holdfast.Event) -> None:
+        if isinstance(event, holdfast.Saved):
+            logged.append(log(event.path, **run_id))
+
+    for tag in "ab":
+        holdfast.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, async_save=True, on_event=listen).wait()
+    assert [open_artifact(artifact).tag for artifact in logged] == ["a", "b"]
+
+
+def active_mlflow_run() -> str:
+    import mlflow
+
+    return str(mlflow.active_run().info.run_id)
 
 
 def test_what_an_artifact_refers_to_must_be_that_checkpoint(tmp_path: Path, log: Log) -> None:

@@ -45,15 +45,15 @@ def read_until(terminal: Terminal, text: str) -> None:
         assert terminal.read(), terminal.text
 
 
-def first_view(*arguments: object) -> str:
-    """What the command prints first into a pipe."""
+def first_view(*arguments: object, until: str = "latest") -> str:
+    """What the command prints first into a pipe, up to the line with a text."""
     command = [sys.executable, "-u", "-m", "holdfast", "top", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        lines: list[str] = []
-        while not any("latest" in line or "in the tier only" in line for line in lines):
-            assert (line := process.stdout.readline()), process.communicate()
-            lines.append(line)
+        lines = [process.stdout.readline()]
+        while until not in lines[-1]:
+            assert lines[-1], lines
+            lines.append(process.stdout.readline())
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
     return "".join(lines)
@@ -129,8 +129,10 @@ def test_the_local_tier_of_the_host_is_shown(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     local = holdfast.LocalTier(tmp_path / "tier", drain_every=10**6, copies=0)
     save(tmp_path / "run", 2, local=local)
-    view = first_view(tmp_path / "run", "--local", tmp_path / "tier")
-    assert "step_1" in view
+    view = first_view(tmp_path / "run", "--local", tmp_path / "tier", until="in the tier only")
+    here = view.partition("in the local tier ")[2].splitlines()
+    assert here[0].endswith(":")
+    assert [line.split()[:2] for line in here[1:]] == [["tag", "step"], ["step_2", "2"]]
 
 
 def test_a_run_in_an_object_store_has_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
