@@ -44,6 +44,9 @@ def top(
     """
     path = parse_location(run)
     check_run(path)
+    if local is not None:
+        with leave_on_interrupt():
+            from holdfast.cli.tier import ls  # noqa: F401, PLC0415 - NumPy is slow to import
     show_live(path, lambda: _build_view(path, run, local))
 
 
@@ -59,8 +62,8 @@ def _build_view(path: Path, run: str, local: str | None) -> LiveView:
     content += [build_table(listing, [])] if infos else [Text("no checkpoint yet")]
     if local is None:
         return LiveView(Group(*content), listing.state)
-    with leave_on_interrupt():
-        from holdfast.cli.tier.ls import TierListing  # noqa: PLC0415 - NumPy is slow to import
+    from holdfast.cli.tier.ls import TierListing  # noqa: PLC0415 - only with --local
+
     tier = TierListing.of(run, local)
     return LiveView(Group(*content, Text(), *tier.build()), (listing.state, tier.state))
 
