@@ -201,8 +201,11 @@ def test_what_an_artifact_refers_to_must_be_that_checkpoint(tmp_path: Path, log:
     with pytest.raises(NoCheckpointError, match=f"'s' with the id '{known}' at '{run}/s' was removed"):
         open_artifact(logged)
     (run / "s").mkdir()
-    (run / "s/model.bin").write_bytes(b"not a checkpoint")
     with pytest.raises(NoCheckpointError, match=f"'s' with the id '{known}'"):
+        open_artifact(logged)
+    (run / "s").rmdir()
+    (run / "s").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointReplacedError, match=f"'s' with the id '{known}' at '{run}/s' was replaced"):
         open_artifact(logged)
 
 
