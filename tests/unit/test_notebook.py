@@ -20,7 +20,7 @@ SCRIPT, SEQUENCE = "<script>alert('&')</script>", "\x1b[31mred\x1b[0m\x9b2J\r\u2
 
 #: The only elements and attributes that a table needs.
 ELEMENTS = {"div", "p", "strong", "em", "table", "thead", "tbody", "tr", "th", "td"}
-STYLES = {"text-align: left", "text-align: right"}
+STYLES = {f"text-align: {side}; padding: 0.1em 0.6em" for side in ("left", "right")}
 
 
 class Page(HTMLParser):

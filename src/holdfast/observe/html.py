@@ -45,7 +45,7 @@ def _escape(text: str) -> str:
 
 def _build_table(table: HtmlTable) -> str:
     head = "".join(
-        f'<th scope="col" style="text-align: {_alignment(table, number)}">{_escape(title)}</th>'
+        f'<th scope="col" style="{_cell_style(table, number)}">{_escape(title)}</th>'
         for number, title in enumerate(table.titles)
     )
     hidden = len(table.rows) - _HEAD - _TAIL
@@ -62,9 +62,9 @@ def _build_row(table: HtmlTable, row: Sequence[str]) -> str:
     cells = []
     for number, text in enumerate(row):
         name, scope = ("th", ' scope="row"') if not table.titles and number == 0 else ("td", "")
-        cells.append(f'<{name}{scope} style="text-align: {_alignment(table, number)}">{_escape(text)}</{name}>')
+        cells.append(f'<{name}{scope} style="{_cell_style(table, number)}">{_escape(text)}</{name}>')
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _alignment(table: HtmlTable, number: int) -> str:
-    return "right" if number in table.right else "left"
+def _cell_style(table: HtmlTable, number: int) -> str:
+    return f"text-align: {'right' if number in table.right else 'left'}; padding: 0.1em 0.6em"
