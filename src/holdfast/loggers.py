@@ -54,7 +54,7 @@ def log_to_wandb(run: Any = None) -> OnEvent:
 
     def send(figures: Mapping[str, float], step: int) -> None:
         if not runs:
-            runs.append(_current_wandb_run() if run is None else run)
+            runs.append(current_wandb_run() if run is None else run)
             # Steps of checkpoints come later than those of the training, and wandb wants them in order.
             runs[0].define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
         # A commit would end the row of the training, and W&B drops what is logged for a step before the current one.
@@ -78,10 +78,7 @@ def log_to_mlflow(run_id: str | None = None) -> OnEvent:
     """
     import mlflow  # noqa: PLC0415 - an optional package
 
-    active = mlflow.active_run()
-    wanted: Any = active.info.run_id if run_id is None and active is not None else run_id
-    if wanted is None and _is_first_rank():
-        raise InvalidArgumentError("there is no active run of MLflow: call mlflow.start_run() first, or pass run_id=")
+    wanted = find_mlflow_run(run_id) if is_first_rank() else ""
     client = mlflow.MlflowClient()
 
     def send(figures: Mapping[str, float], step: int) -> None:
@@ -100,7 +97,7 @@ class _Listener:
 
     def __call__(self, event: Event) -> None:
         """Send the figures of an event."""
-        if not _is_first_rank():
+        if not is_first_rank():
             return
         if isinstance(event, Saved | Loaded) and event.step is not None:
             self._step = int(event.step)
@@ -123,14 +120,27 @@ class _Listener:
         return {"failed_saves": self._failures} if isinstance(event, SaveFailed) else {}
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process is rank 0 of its job; a process without a process group is a job of its own."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def _current_wandb_run() -> Any:
+def current_wandb_run() -> Any:
+    """Return the current run of W&B. Raises ``InvalidArgumentError`` if there is none."""
     import wandb  # noqa: PLC0415 - an optional package
 
     if wandb.run is None:
         raise InvalidArgumentError("there is no run of Weights & Biases: call wandb.init() first, or pass the run")
     return wandb.run
+
+
+def find_mlflow_run(run_id: str | None) -> str:
+    """Return the id of a run of MLflow, by default of the active one. Raises ``InvalidArgumentError`` without one."""
+    if run_id is not None:
+        return run_id
+    import mlflow  # noqa: PLC0415 - an optional package
+
+    active = mlflow.active_run()
+    if active is None:
+        raise InvalidArgumentError("there is no active run of MLflow: call mlflow.start_run() first, or pass run_id=")
+    return str(active.info.run_id)

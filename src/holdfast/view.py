@@ -95,6 +95,11 @@ class Checkpoint:
         return None if self._manifest is None else self._manifest.step
 
     @property
+    def nbytes(self) -> int:
+        """The size in bytes of the tensors of :meth:`keys`."""
+        return sum(self.info(name).nbytes for name in self.keys())
+
+    @property
     def metrics(self) -> dict[str, float | None]:
         """The metrics by name, with those that were added after the save; ``None`` for values that are not finite."""
         if self._manifest is None:
@@ -181,8 +186,13 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        count, size = len(self), format_size(sum(self.info(name).nbytes for name in self.keys()))
+        count, size = len(self), format_size(self.nbytes)
         return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {count} tensor{'s' * (count != 1)}, {size}>"
+
+    def _repr_html_(self) -> str:
+        from holdfast.inspection.checkpoint_html import describe_checkpoint  # noqa: PLC0415 - for notebooks
+
+        return describe_checkpoint(self._reader, self._manifest, self.tag, self.metrics)
 
     def __contains__(self, name: object) -> bool:
         return name in self._number

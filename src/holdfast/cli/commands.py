@@ -24,6 +24,7 @@ class CommandSpec:
 
 COMMANDS: Mapping[str, CommandSpec] = {
     "ls": CommandSpec("holdfast.cli.ls", "List the checkpoints of a run.", "holdfast ls runs/a --all"),
+    "top": CommandSpec("holdfast.cli.top", "Show the saves of a training as they happen.", "holdfast top runs/a"),
     "show": CommandSpec(
         "holdfast.cli.show.command", "Show the contents of a checkpoint.", "holdfast show runs/a 'model/*.bias'"
     ),

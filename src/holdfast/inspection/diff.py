@@ -74,6 +74,11 @@ class CheckpointDiff:
     def __bool__(self) -> bool:
         return bool(self.tensors or self.values)
 
+    def _repr_html_(self) -> str:
+        from holdfast.inspection.diff_html import describe_diff  # noqa: PLC0415 - for notebooks
+
+        return describe_diff(self)
+
 
 def diff(left: str | PathLike[str], right: str | PathLike[str], pattern: str | None = None) -> CheckpointDiff:
     """Compare the tensors and values of two checkpoints of any formats. Tensors with equal checksums are not read.

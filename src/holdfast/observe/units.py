@@ -1,6 +1,9 @@
-"""Human-readable sizes, rates and times, in one format for logs, messages and commands."""
+"""Human-readable sizes, rates, times and metrics, in one format for logs, messages, commands and notebooks."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -33,3 +36,28 @@ def format_seconds(seconds: float) -> str:
 def format_count(n: int, noun: str) -> str:
     """Format a count with a noun: ``1 file``, ``2,000 files``."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def format_time(seconds: float) -> str:
+    """Format seconds since 1970 as local date and time."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):  # a manifest may contain any number
+        return str(seconds)
+
+
+#: The units of ages, the smallest first, with their seconds.
+_AGES = (("s", 1), ("m", 60), ("h", 3_600), ("d", 86_400))
+
+
+def format_age(seconds: float) -> str:
+    """Format the age of a checkpoint: ``5m``. It is empty if the clock of the host that saved it is ahead."""
+    if seconds < 0:
+        return ""
+    unit, size = next(entry for entry in reversed(_AGES) if seconds >= 2 * entry[1] or entry[1] == 1)
+    return f"{seconds // size:,.0f}{unit}"
+
+
+def format_metrics(metrics: Mapping[str, float | None]) -> str:
+    """Format metrics as ``val_loss=2.31``; one that was not finite is ``n/a``. Their names are not escaped."""
+    return " ".join(f"{name}={'n/a' if value is None else f'{value:.5g}'}" for name, value in metrics.items())

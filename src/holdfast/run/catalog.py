@@ -24,12 +24,21 @@ from holdfast.storage import posix
 from holdfast.storage.object_path import ObjectPath
 
 
+class CheckpointList(list[CheckpointInfo]):
+    """A list of checkpoints that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from holdfast.run.checkpoints_html import describe_checkpoints  # noqa: PLC0415 - for notebooks
+
+        return describe_checkpoints(self)
+
+
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
     """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
 
     The objects are copies that the caller may change.
     """
-    return [replace(info, metrics=dict(info.metrics)) for info in cached_checkpoints(path)]
+    return CheckpointList(replace(info, metrics=dict(info.metrics)) for info in cached_checkpoints(path))
 
 
 def cached_checkpoints(path: Path) -> list[CheckpointInfo]:

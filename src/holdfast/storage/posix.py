@@ -254,12 +254,16 @@ def disk_usage(path: Path) -> tuple[float, int] | None:
             return None
 
 
-def check_space(folder: Path, nbytes: int) -> None:
-    """Raise ``StorageError`` if a directory's file system has fewer bytes free for this user than ``nbytes``."""
+def free_bytes(folder: Path) -> int | None:
+    """Return the bytes that a directory's file system has free for this user; ``None`` if it does not say."""
     with wrap_os_errors("inspect", folder):
         status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if status.f_blocks and free < nbytes:
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise ``StorageError`` if a directory's file system has fewer bytes free for this user than ``nbytes``."""
+    if (free := free_bytes(folder)) is not None and free < nbytes:
         raise StorageError(
             errno.ENOSPC,
             f"{folder} has {free:,} bytes free, and the checkpoint needs {nbytes:,}; nothing was written",

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
-from holdfast.cli.format_values import format_brief, format_lines
+from holdfast.cli.format_values import format_lines
 from holdfast.cli.show.modules import summarize_modules
+from holdfast.inspection.brief_text import format_brief
 from holdfast.observe.units import format_size
 from holdfast.ondisk.files import TensorInfo
 from tests.helpers.commands import invoke, invoke_json

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.format_values import as_plain_value, format_brief
+from holdfast.cli.format_values import as_plain_value
 from holdfast.cli.table import Column, Table
+from holdfast.inspection.brief_text import format_brief
 from holdfast.inspection.compare import CheckpointComparison
 from holdfast.inspection.tensor_pairs import TensorPair, info_of
 from holdfast.inspection.value_differences import ABSENT, ValueDifference

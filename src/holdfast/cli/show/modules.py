@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.cli.show.folding import fold_names, name_pattern
+from holdfast.inspection.folding import fold_names, name_pattern
 from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS
 from holdfast.ondisk.files import TensorInfo
 

@@ -9,15 +9,15 @@ from itertools import chain, islice, repeat
 from textwrap import wrap
 from typing import Any
 
-from holdfast.cli.format_values import format_brief, format_lines
-from holdfast.cli.output import format_metrics, format_time
-from holdfast.cli.show.folding import FoldedTensors, fold_tensors
+from holdfast.cli.format_values import format_lines
 from holdfast.cli.show.modules import ModuleSummary
 from holdfast.cli.table import Column, Table
 from holdfast.formats.reader import CheckpointValues, FamilyReader
+from holdfast.inspection.brief_text import format_brief
+from holdfast.inspection.folding import FoldedTensors, fold_tensors
 from holdfast.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from holdfast.observe.terminal import escape_control_characters
-from holdfast.observe.units import format_count, format_size
+from holdfast.observe.units import format_count, format_metrics, format_size, format_time
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.manifest import Provenance
 from holdfast.run.object_run import tag_of
@@ -55,7 +55,7 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
                 + (f" by {format_count(provenance.world_size, 'rank')}" if provenance.world_size else ""),
             ),
             *_wrap_rows("with", _format_versions(provenance)),
-            *_wrap_rows("metrics", format_metrics(inspected.metrics)),
+            *_wrap_rows("metrics", escape_control_characters(format_metrics(inspected.metrics))),
         ]
     rows.append(("size", f"{format_size(sum(files.values()))} in {format_count(len(files), 'file')}"))
     return Table(

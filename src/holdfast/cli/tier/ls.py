@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import format_age, format_time
+from rich.console import RenderableType
+from rich.text import Text
+
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.tier.generations import checkpoint_bytes, describe_state, find_folder, format_parts
-from holdfast.observe.terminal import escape_control_characters, terminal_console
-from holdfast.observe.units import format_size
+from holdfast.observe.terminal import escape_control_characters
+from holdfast.observe.units import format_age, format_size, format_time
 from holdfast.tier.host_catalog import HostGeneration, list_generations
 
 _STYLES = {"in both": "green", "in the tier only": "bold green"}
@@ -38,13 +40,16 @@ class TierListing:
         """Return the listing for programs."""
         return {"folder": str(self._path), "generations": list(map(_as_record, self.generations))}
 
-    def print(self) -> None:
-        """Print the table, and what is corrupt."""
-        out = terminal_console()
-        out.print(f"in the local tier {escape_control_characters(str(self._path))}:", style="dim")
+    @property
+    def state(self) -> list[tuple[str, str]]:
+        """The ids and states of the generations, which change with the listing."""
+        return [(generation.key.id, describe_state(generation)) for generation in self.generations]
+
+    def build(self) -> list[RenderableType]:
+        """Return the table under its title, and what is corrupt."""
+        title = Text(f"in the local tier {escape_control_characters(str(self._path))}:", style="dim")
         if not self.generations:
-            out.print("no checkpoint")
-            return
+            return [title, Text("no checkpoint")]
         now = time.time()
         columns = [
             Column("tag", elastic="middle"),
@@ -57,10 +62,8 @@ class TierListing:
             Column("state"),
         ]
         rows = [_format_row(generation, now) for generation in self.generations]
-        out.print(Table(columns, rows), end="")
-        for generation in self.generations:
-            for problem in generation.problems:
-                out.print(escape_control_characters(problem), style="red")
+        problems = [problem for generation in self.generations for problem in generation.problems]
+        return [title, Table(columns, rows), *(Text(escape_control_characters(text), style="red") for text in problems)]
 
 
 def _as_record(generation: HostGeneration) -> dict[str, Any]:
