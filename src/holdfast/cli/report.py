@@ -11,10 +11,10 @@ import typer
 
 from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
-from holdfast.cli.format_values import format_brief
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.verify_one import verify_checkpoint
 from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+from holdfast.inspection.brief_text import format_brief
 from holdfast.inspection.checkpoint_statistics import measure_checkpoint, select_tensors
 from holdfast.inspection.compare import compare_metadata, compare_suspects
 from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_path, list_targets

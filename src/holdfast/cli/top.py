@@ -19,8 +19,9 @@ from holdfast.cli.run_listing import RunListing, build_table
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import Local, check_run
 from holdfast.observe.terminal import escape_control_characters
-from holdfast.observe.units import format_age, format_size, format_time
+from holdfast.observe.units import format_age, format_rate, format_seconds, format_size, format_time
 from holdfast.run.catalog import StaleDirectory, list_checkpoints
+from holdfast.run.journal import JournalEntry, read_journal
 from holdfast.run.pin import is_pinned
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.object_path import ObjectPath, parse_location
@@ -30,6 +31,9 @@ from holdfast.storage.store import store_of
 #: The number of the latest checkpoints that are shown, and that the interval is computed from.
 _LAST = 10
 
+#: The number of failed saves that are shown.
+_FAILURES = 3
+
 
 def top(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
@@ -37,10 +41,10 @@ def top(
 ) -> None:
     """Show the saves of a training as they happen, until Ctrl-C.
 
-    These are the latest checkpoints, the time since the last one, the usual interval, a save in progress, and for how
-    many more checkpoints of this size the disk has space. "kept" counts the checkpoints that are still there, of all
-    that were saved, and names those that retention leaves: with an alias, or pinned. With --local also show what
-    the local tier has on this host.
+    These are the latest checkpoints, the time since the last one, the usual interval, the rate and the stall, a save
+    in progress, and for how many more checkpoints of this size the disk has space. "kept" counts the checkpoints that
+    are still there, of all that were saved, and names those that retention leaves: with an alias, or pinned. With
+    --local also show what the local tier has on this host.
     """
     path = parse_location(run)
     check_run(path)
@@ -56,6 +60,7 @@ def _build_view(path: Path, run: str, local: str | None) -> LiveView:
     complete = [info for info in infos if info.status == "complete"]
     rows: list[tuple[str, Cell]] = [("run", escape_control_characters(str(path)))]
     rows += [*_describe_saves(complete), *_describe_disk(path, complete)] if complete else []
+    rows += _describe_costs(read_journal(path))
     rows += [("kept", _describe_kept(listing, complete))] if complete else []
     rows += [_describe_unfinished(save) for save in listing.leftovers if save.state == "partial"]
     content: list[RenderableType] = [Table([Column("", style="bold"), Column("", elastic="end")], rows), Text()]
@@ -74,6 +79,19 @@ def _describe_saves(complete: Sequence[CheckpointInfo]) -> Iterator[tuple[str, C
     yield "last save", f"{escape_control_characters(latest.tag)}, {when}"
     if (seconds := usual_interval(complete)) is not None:
         yield "interval", f"{format_age(seconds)} between saves"
+
+
+def _describe_costs(entries: Sequence[JournalEntry]) -> Iterator[tuple[str, Cell]]:
+    """Describe what the last save has cost, and the saves that have failed since."""
+    ends = [entry for entry in entries if entry.kind in {"saved", "failed"}]
+    numbers = [number for number, entry in enumerate(ends) if entry.kind == "saved"]
+    last = ends[numbers[-1]] if numbers else None
+    if last is not None and last.seconds > 0:  # a journal may contain any number
+        rate = format_rate(last.nbytes - last.shared_nbytes, last.seconds)
+        stall, durable = format_seconds(last.blocking_seconds), format_seconds(last.seconds)
+        yield "speed", f"{rate}, stalled the training for {stall}, durable after {durable}"
+    for entry in ends[numbers[-1] + 1 if numbers else 0 :][-_FAILURES:]:
+        yield "failed", (escape_control_characters(f"{entry.tag}: {entry.error}"), "bold red")
 
 
 def _describe_disk(path: Path, complete: Sequence[CheckpointInfo]) -> Iterator[tuple[str, Cell]]:

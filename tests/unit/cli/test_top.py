@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -123,6 +124,20 @@ def test_the_interval_counts_saves_that_retention_has_removed() -> None:
     assert usual_interval([info(1, 0.0), info(2, 60.0), info(3, 9000.0), info(4, 9060.0)]) == 60
     assert usual_interval([info(1, 0.0, "b"), info(2, 60.0)]) is None
     assert usual_interval([info(1, 0.0), info(1, 60.0)]) is None
+
+
+def test_the_journal_tells_what_saves_cost(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    journal = tmp_path / ".journal.jsonl"
+    with journal.open("a") as file:
+        saved = {"kind": "saved", "tag": "s", "time": 1e10, "nbytes": 3_000_000_000, "shared_nbytes": 1_000_000_000}
+        file.write(json.dumps({**saved, "seconds": 4.0, "blocking_seconds": 0.25}) + "\nnoise\n")
+        file.write(json.dumps({"kind": "failed", "tag": "t\x1b[2J", "time": 2e10, "error": "disk full"}) + "\n")
+    view = first_view(tmp_path)
+    assert field(view, "speed") == "500 MB/s, stalled the training for 0.25 s, durable after 4.00 s"
+    assert field(view, "failed") == r"t\x1b[2J: disk full"
+    journal.unlink()
+    assert "speed" not in first_view(tmp_path)
 
 
 def test_the_local_tier_of_the_host_is_shown(tmp_path: Path) -> None:
