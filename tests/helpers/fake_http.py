@@ -99,7 +99,7 @@ class FakeStore(ABC):
             def log_message(self, *args: Any) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = _Server(("127.0.0.1", 0), Handler)
         if context is not None:
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -110,6 +110,12 @@ class FakeStore(ABC):
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """A server with room for the connections of many ranks: others would be reset on a busy machine."""
+
+    request_queue_size = 128
 
 
 class Answers:

@@ -104,7 +104,7 @@ def test_each_line_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / ".step_6.0123456789abcdef.fedcba9876543210.partial").mkdir()
     with holdfast.pin(tmp_path, "step_4"):
         view = first_view(tmp_path)
-    assert field(view, "run") == str(tmp_path)
+    assert str(tmp_path).startswith(field(view, "run").removesuffix("…"))  # as wide as the terminal
     assert re.fullmatch(r"step_5, \d+s ago", field(view, "last save"))
     assert field(view, "kept") == "3 of 5 saves, production = step_3, step_4 (pinned)"
     assert re.fullmatch(r"step_6, \d+ B, changed \d+s ago|step_6, .* kB, changed \d+s ago", field(view, "unfinished"))
