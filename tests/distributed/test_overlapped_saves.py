@@ -15,6 +15,7 @@ import holdfast
 from holdfast.engine.io import staging, torn_snapshot
 from holdfast.errors import InvalidArgumentError, RankMismatchError, TornSnapshotError
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 from tests.helpers.training import clean_name, full_tensor, wrap_model
 
 
@@ -193,7 +194,7 @@ def test_a_change_behind_our_back_fails_the_save(tmp_path: Path, moment: str) ->
             handle.wait()
     with pytest.raises(TornSnapshotError):
         holdfast.finalize()
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert list_names(tmp_path) == ["old"]
     step(model, optimizer)
     holdfast.save_checkpoint(tmp_path, "next", model, optimizer, async_save=True, staging="overlapped")
     holdfast.finalize()

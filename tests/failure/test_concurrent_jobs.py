@@ -36,15 +36,12 @@ from tests.golden import reader
 from tests.helpers.interruptions import change_at_call
 from tests.helpers.other_jobs import save_as_other_job
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_hidden_names
 from tests.helpers.staging_locks import lock_staging
 
 
 def tags(path: Path) -> list[str]:
     return [info.tag for info in holdfast.list_checkpoints(path)]
-
-
-def hidden(path: Path) -> list[str]:
-    return [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
 
 
 def value_of(path: Path, tag: str | None = None, **options: Any) -> float:
@@ -310,7 +307,7 @@ def test_retention_never_removes_what_has_taken_the_name_meanwhile(tmp_path: Pat
         save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
     assert value_of(tmp_path, "last") == 3.0
     assert tags(tmp_path) == ["step_2", "last"]
-    assert not hidden(tmp_path)
+    assert not list_hidden_names(tmp_path)
 
 
 def test_retention_neither_counts_nor_removes_what_was_copied_linked_or_renamed(tmp_path: Path) -> None:
@@ -388,7 +385,7 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
     ):
         save_as_other_job(tmp_path, "last", 4.0, overwrite=True)
     assert value_of(tmp_path) == 4.0
-    assert not hidden(tmp_path)
+    assert not list_hidden_names(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +399,7 @@ def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging:
     ):
         save_as_other_job(tmp_path, "last", 1.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
-    assert not hidden(tmp_path)
+    assert not list_hidden_names(tmp_path)
 
 
 def test_an_overwrite_in_two_steps_begins_again_where_an_older_one_comes_between_them(tmp_path: Path) -> None:
@@ -411,7 +408,7 @@ def test_an_overwrite_in_two_steps_begins_again_where_an_older_one_comes_between
     with between_two_renames(lambda: (tmp_path / "other").rename(tmp_path / "last")):
         save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     assert value_of(tmp_path) == 3.0
-    assert not hidden(tmp_path)
+    assert not list_hidden_names(tmp_path)
 
 
 def test_an_overwrite_in_two_steps_leaves_a_newer_one_that_comes_between_them(tmp_path: Path) -> None:
@@ -422,7 +419,7 @@ def test_an_overwrite_in_two_steps_leaves_a_newer_one_that_comes_between_them(tm
     ):
         save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
-    assert not hidden(tmp_path)
+    assert not list_hidden_names(tmp_path)
 
 
 def test_an_overwrite_in_two_steps_never_loses_what_it_has_put_aside(tmp_path: Path) -> None:
@@ -430,13 +427,13 @@ def test_an_overwrite_in_two_steps_never_loses_what_it_has_put_aside(tmp_path: P
     save_as_other_job(tmp_path, "last", 1.0)
 
     def lose() -> None:
-        (draft,) = [tmp_path / name for name in hidden(tmp_path) if name.endswith(".partial")]
+        (draft,) = [tmp_path / name for name in list_hidden_names(tmp_path) if name.endswith(".partial")]
         draft.rename(tmp_path / "lost")
 
     refused = mock.patch.object(atomic_rename, "_rename_new", side_effect=OSError(errno.EIO, "input/output error"))
     with between_two_renames(lose), refused, pytest.raises(StorageError):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
-    (aside,) = [tmp_path / name for name in hidden(tmp_path)]
+    (aside,) = [tmp_path / name for name in list_hidden_names(tmp_path)]
     assert float(holdfast.open(aside)["model/w"][0]) == 1.0
 
 
@@ -448,7 +445,7 @@ def test_an_overwrite_that_is_refused_between_two_names_takes_the_first_step_bac
     with between_two_renames(refuse), pytest.raises(StorageError):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert value_of(tmp_path) == 1.0
-    assert not hidden(tmp_path)
+    assert not list_hidden_names(tmp_path)
 
 
 def test_an_overwrite_gives_up_at_last(tmp_path: Path) -> None:

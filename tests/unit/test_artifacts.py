@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,16 @@ def test_wandb_stores_the_artifact_and_its_aliases(tmp_path: Path, wandb_run: An
     save(tmp_path / "run", HOSTILE)
     log_wandb_artifact(tmp_path / "run", aliases=["best"])
     wandb_run.finish()
-    record = read_artifact_record(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    while (record := read_artifact_record(file)) is None:
+        time.sleep(0.1)  # W&B's own process writes it, on a busy machine some time later
     assert set(record.aliases) == {"latest", HOSTILE.replace(":", "_"), "best"}
     assert json.loads(record.metadata)["tag"] == HOSTILE
     assert open_artifact(json.loads(record.metadata))["model/w"].sum() == 10
 
 
 def read_artifact_record(file: Path) -> Any:
-    """Return the record of the artifact in the file of an offline run, which is a log as LevelDB has it."""
+    """Return the record of the artifact in the file of an offline run, a log as of LevelDB; ``None`` if it has none."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, payload = file.read_bytes(), 7, b""
@@ -110,7 +113,7 @@ def read_artifact_record(file: Path) -> Any:
                 return record.request.log_artifact.artifact
             if record.HasField("artifact"):
                 return record.artifact
-    raise AssertionError("no artifact")
+    return None
 
 
 def test_a_checkpoint_under_the_same_tag_is_another_version_of_the_artifact(tmp_path: Path, wandb_run: Any) -> None:

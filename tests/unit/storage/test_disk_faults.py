@@ -14,14 +14,11 @@ from holdfast.engine.io.checkpoint_files import CheckpointFiles
 from holdfast.errors import StorageError
 from holdfast.storage import atomic_rename, posix
 from holdfast.storage.store import PosixStore
+from tests.helpers.run_directories import list_names
 
 
 def save(path: Path, step: int, **options: Any) -> None:
     holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
-
-
-def names(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
 
 
 def refusing(name: str) -> Any:
@@ -76,7 +73,7 @@ def test_where_names_cannot_be_exchanged_the_old_one_gets_its_name_back(tmp_path
         pytest.raises(StorageError),
     ):
         holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)}, overwrite=True)
-    assert names(tmp_path) == ["step_1"]
+    assert list_names(tmp_path) == ["step_1"]
     assert holdfast.list_checkpoints(tmp_path)[0].step == 1
 
 
@@ -96,10 +93,10 @@ def test_a_disk_that_dies_between_two_renames_keeps_what_the_next_save_needs(tmp
         pytest.raises(StorageError),
     ):
         holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)}, overwrite=True)
-    assert "step_1" not in names(tmp_path)
+    assert "step_1" not in list_names(tmp_path)
     assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["step_1"]
     save(tmp_path, 2)
-    assert names(tmp_path) == ["step_1", "step_2"]
+    assert list_names(tmp_path) == ["step_1", "step_2"]
 
 
 def test_a_draft_that_somebody_removed_is_not_made_again_without_its_data(tmp_path: Path) -> None:
