@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from holdfast.storage.gcs.store import GCS
     from holdfast.storage.s3.store import S3
     from holdfast.tier.options import LocalTier
+    from holdfast.tracing import Trace, merge_traces, trace
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: The module of each public name. It is imported at the first use, so that importing holdfast does not import torch.
@@ -128,6 +129,7 @@ _MODULES = {
     "TagExistsError": "holdfast.errors",
     "TensorDiff": "holdfast.inspection.diff",
     "TornSnapshotError": "holdfast.errors",
+    "Trace": "holdfast.tracing",
     "UnsafeNameError": "holdfast.errors",
     "UnsafePickleError": "holdfast.errors",
     "UnsupportedTensorError": "holdfast.errors",
@@ -153,6 +155,7 @@ _MODULES = {
     "load_optimizer": "holdfast.components.api",
     "export_model": "holdfast.conversion.hub_export",
     "merge_adapters": "holdfast.components.merged_export",
+    "merge_traces": "holdfast.tracing",
     "open": "holdfast.view",
     "pin": "holdfast.evaluation",
     "preemption": "holdfast.data.preemption",
@@ -164,6 +167,7 @@ _MODULES = {
     "save_optimizer": "holdfast.components.api",
     "set_alias": "holdfast.api",
     "shield_worker": "holdfast.data.workers",
+    "trace": "holdfast.tracing",
     "wait_for_new": "holdfast.evaluation",
     "watch": "holdfast.liveness.watch",
 }
@@ -217,6 +221,7 @@ __all__ = [
     "TagExistsError",
     "TensorDiff",
     "TornSnapshotError",
+    "Trace",
     "UnsafeNameError",
     "UnsafePickleError",
     "UnsupportedTensorError",
@@ -242,6 +247,7 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "merge_adapters",
+    "merge_traces",
     "open",
     "pin",
     "preemption",
@@ -253,6 +259,7 @@ __all__ = [
     "save_optimizer",
     "set_alias",
     "shield_worker",
+    "trace",
     "wait_for_new",
     "watch",
 ]
