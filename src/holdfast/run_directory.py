@@ -20,7 +20,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
-from holdfast.observe.spans import span
+from holdfast.observe.spans import span, traced
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.files import SHARD_SIZE
 from holdfast.ondisk.validation import check_choice, check_timeout
@@ -412,6 +412,7 @@ class RunDirectory:
         self._drain_loaded(newest)
         self.wait()
 
+    @traced("find the base of the next save", "read")
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
         """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
         if not restored.id or restored.path is None or restored.path.parent != self.path:

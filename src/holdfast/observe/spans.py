@@ -37,6 +37,7 @@ Category = Literal[
     "verify",
     "apply",
     "import",
+    "report",
 ]
 
 

@@ -153,7 +153,8 @@ class BackgroundSaves:
         handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
         self._flights.append(flight)
         try:
-            handle.thread.start()
+            with span("start the thread", "wait"):
+                handle.thread.start()
         except BaseException as error:
             if not isinstance(error, RuntimeError) and flight.has_started.wait(_START_SECONDS):
                 return handle, error
