@@ -252,6 +252,7 @@ class RunDirectory:
             if save.run_id:
                 self.runs.add(save.run_id)
 
+    @traced("begin the save", "import")
     def _make_save(self, request: SaveRequest) -> TrainingSave:
         if self._tier is not None and self._local is not None:
             return self._make_tier_save(request, self._tier, self._local)
@@ -380,6 +381,7 @@ class RunDirectory:
         self.base.checkpoint = self._find_base(restored)
         return restored
 
+    @traced("open the local tier", "import")
     def _open_tier(self, tier: TierState) -> TierLoad:
         from holdfast.load.tier_load import TierLoad  # noqa: PLC0415 - other loads do not need its modules
 
