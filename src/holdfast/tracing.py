@@ -121,8 +121,9 @@ class Trace:
 def merge_traces(path: str | PathLike[str], traces: Iterable[str | PathLike[str]]) -> None:
     """Write several traces into one file, in which each rank is a process.
 
-    Traces of ``torch.profiler`` may be among them: times are of the same clock. The clocks of several hosts differ, by
-    milliseconds if they are synchronized, and nothing corrects that.
+    Traces of ``torch.profiler`` may be among them: times are of the same clock. Their processes and devices get new
+    numbers where these are those of ranks. The clocks of several hosts differ, by milliseconds if they are
+    synchronized, and nothing corrects that.
 
     Args:
         path: The file to write. A file of this name is replaced.

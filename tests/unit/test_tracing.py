@@ -311,6 +311,20 @@ class TestMerging:
         assert merged["baseTimeNanoseconds"] == 10**18
         assert [event["ts"] for event in merged["traceEvents"] if event["ph"] == "X"] == [5.0, 3005.0, 3007.0]
 
+    def test_a_device_of_a_profile_with_the_number_of_a_rank_gets_another_one(self, tmp_path: Path) -> None:
+        with holdfast.trace(tmp_path / "t.json"):
+            save(tmp_path)
+        profiles = [self.write(tmp_path / f"{name}.json", 0, 1.0) for name in ("profile", "another")]
+        holdfast.merge_traces(tmp_path / "all.json", [*profiles, tmp_path / "t.json"])
+        holdfast.merge_traces(tmp_path / "more.json", [tmp_path / "all.json", tmp_path / "t.json"])
+        for name, calls in (("all", 1), ("more", 2)):
+            events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+            assert {event["pid"] for event in events if event.get("cat")} == {0}
+            assert sum(event["name"] == "save" for event in events) == calls
+            foreign = [event["pid"] for event in events if event["name"] == "a"]
+            assert len(set(foreign)) == 2
+            assert 0 not in foreign
+
     @pytest.mark.parametrize("text", ["", "[1", "[]", "{}", '{"traceEvents": 1}', "\xff"])
     def test_what_is_no_trace_is_named(self, tmp_path: Path, text: str) -> None:
         first = self.write(tmp_path / "1.json", 0, 1.0)

@@ -6,6 +6,7 @@ takes the start of the current period of three months as the base, so that micro
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ _BASE_SECONDS = 7_889_238
 
 #: The name of the base in a file, in nanoseconds since 1970.
 _BASE_KEY = "baseTimeNanoseconds"
+
+#: What a file says about its writer.
+_WRITER = "holdfast"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def encode_trace(recording: Recording, process: TracedProcess, clock: Clock) -> 
             "displayTimeUnit": "ms",
             _BASE_KEY: clock.base,
             "otherData": {
+                "writer": _WRITER,
                 "rank": process.rank,
                 "host": process.host,
                 "pid": process.pid,
@@ -76,12 +81,24 @@ def encode_trace(recording: Recording, process: TracedProcess, clock: Clock) -> 
 def merge_files(files: Mapping[str, bytes]) -> bytes:
     """Return the file of several traces, by their names, in the time of the first.
 
-    Raises ``InvalidArgumentError`` naming a file that is no trace.
+    In traces of holdfast a process has the number of its rank. A process or device of another trace that has a number
+    which is taken gets a new one. Raises ``InvalidArgumentError`` naming a file that is no trace.
     """
     traces = [_decode(name, data) for name, data in files.items()]
     base = _base_of(traces[0]) if traces else 0
-    events = [event for trace in traces for event in _shifted(trace["traceEvents"], (_base_of(trace) - base) / 1000)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _BASE_KEY: base}).encode()
+    taken = {event.get("pid") for trace in traces if _is_own(trace) for event in trace["traceEvents"]}
+    events: list[dict[str, Any]] = []
+    for trace in traces:
+        pids = {} if _is_own(trace) else _renumber({event.get("pid") for event in trace["traceEvents"]}, taken)
+        events += _moved(trace["traceEvents"], (_base_of(trace) - base) / 1000, pids)
+    return json.dumps(
+        {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            _BASE_KEY: base,
+            "otherData": {"writer": _WRITER},
+        }
+    ).encode()
 
 
 def _describe(recording: Recording, process: TracedProcess) -> Iterator[dict[str, Any]]:
@@ -130,7 +147,24 @@ def _base_of(trace: Mapping[str, Any]) -> int:
     return int(trace.get(_BASE_KEY, 0))
 
 
-def _shifted(events: Sequence[dict[str, Any]], microseconds: float) -> Iterator[dict[str, Any]]:
-    """Yield events, later by a number of microseconds."""
+def _is_own(trace: Mapping[str, Any]) -> bool:
+    """Return whether holdfast has written a trace."""
+    about = trace.get("otherData")
+    return isinstance(about, dict) and about.get("writer") == _WRITER
+
+
+def _renumber(pids: set[Any], taken: set[Any]) -> dict[Any, int]:
+    """Return new numbers for those processes whose number is taken, and take the numbers of all."""
+    collisions = sorted(pid for pid in pids & taken if isinstance(pid, int))
+    numbers = itertools.count(max((pid for pid in pids | taken if isinstance(pid, int)), default=0) + 1)
+    renumbered = dict(zip(collisions, numbers, strict=False))
+    taken |= pids | set(renumbered.values())
+    return renumbered
+
+
+def _moved(events: Sequence[dict[str, Any]], microseconds: float, pids: Mapping[Any, int]) -> Iterator[dict[str, Any]]:
+    """Yield events, later by a number of microseconds, and with the new numbers of their processes."""
     for event in events:
-        yield {**event, "ts": event["ts"] + microseconds} if microseconds and "ts" in event else event
+        time_of = {"ts": event["ts"] + microseconds} if "ts" in event else {}
+        process = {"pid": pids[event["pid"]]} if event.get("pid") in pids else {}
+        yield {**event, **time_of, **process}
