@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from holdfast.storage.gcs.store import GCS
     from holdfast.storage.s3.store import S3
     from holdfast.tier.options import LocalTier
+    from holdfast.tracing import Trace, merge_traces, trace
     from holdfast.view import Checkpoint, open  # noqa: A004 - the public name
 
 #: The module of each public name. It is imported at the first use, so that importing holdfast does not import torch.
@@ -133,6 +134,7 @@ _MODULES = {
     "TensorDiff": "holdfast.inspection.diff",
     "TensorStatistics": "holdfast.inspection.tensor_statistics",
     "TornSnapshotError": "holdfast.errors",
+    "Trace": "holdfast.tracing",
     "UnsafeNameError": "holdfast.errors",
     "UnsafePickleError": "holdfast.errors",
     "UnsupportedTensorError": "holdfast.errors",
@@ -159,6 +161,7 @@ _MODULES = {
     "load_optimizer": "holdfast.components.api",
     "export_model": "holdfast.conversion.hub_export",
     "merge_adapters": "holdfast.components.merged_export",
+    "merge_traces": "holdfast.tracing",
     "open": "holdfast.view",
     "pin": "holdfast.evaluation",
     "preemption": "holdfast.data.preemption",
@@ -171,6 +174,7 @@ _MODULES = {
     "save_optimizer": "holdfast.components.api",
     "set_alias": "holdfast.api",
     "shield_worker": "holdfast.data.workers",
+    "trace": "holdfast.tracing",
     "wait_for_new": "holdfast.evaluation",
     "watch": "holdfast.liveness.watch",
 }
@@ -226,6 +230,7 @@ __all__ = [
     "TensorDiff",
     "TensorStatistics",
     "TornSnapshotError",
+    "Trace",
     "UnsafeNameError",
     "UnsafePickleError",
     "UnsupportedTensorError",
@@ -252,6 +257,7 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "merge_adapters",
+    "merge_traces",
     "open",
     "pin",
     "preemption",
@@ -264,6 +270,7 @@ __all__ = [
     "save_optimizer",
     "set_alias",
     "shield_worker",
+    "trace",
     "wait_for_new",
     "watch",
 ]

@@ -1,4 +1,4 @@
-"""Listeners that send the figures of saves and loads to TensorBoard, Weights & Biases and MLflow.
+"""Listeners that send the figures of saves and loads to TensorBoard, Weights & Biases, MLflow and OpenTelemetry.
 
 Pass one as ``on_event`` on every rank: only the first rank sends. An asynchronous save is reported when it is durable,
 some steps after it began, and under its own step.
@@ -6,13 +6,18 @@ some steps after it began, and under its own step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from holdfast.errors import InvalidArgumentError
-from holdfast.observe.events import Event, Loaded, OnEvent, Saved, SaveFailed
+from holdfast.observe.events import DrainFailed, Event, Loaded, OnEvent, Progress, Saved, SavedLocally, SaveFailed
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import TracerProvider
 
 #: The prefix of the names of all figures.
 _PREFIX = "checkpoint"
@@ -86,6 +91,84 @@ def log_to_mlflow(run_id: str | None = None) -> OnEvent:
             client.log_metric(wanted, name, value, step=step)
 
     return _Listener(send)
+
+
+def log_to_opentelemetry(
+    tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None
+) -> OnEvent:
+    """Return a listener that makes spans and metrics of OpenTelemetry from saves and loads.
+
+    Each save and load is a span that is as long as it took. The span that is current in the thread that reports it is
+    its parent: of a save that blocks the caller, the caller's.
+
+    Args:
+        tracer_provider: Where the spans go; by default the global provider.
+        meter_provider: Where the metrics go; by default the global provider.
+
+    Returns:
+        The listener, for ``on_event``.
+    """
+    return _Telemetry(tracer_provider, meter_provider)
+
+
+class _Telemetry:
+    """A listener that turns events into spans, which end now, and into metrics."""
+
+    def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
+        from opentelemetry.metrics import get_meter  # noqa: PLC0415 - an optional package
+        from opentelemetry.trace import get_tracer  # noqa: PLC0415 - as above
+
+        self._tracer = get_tracer("holdfast", tracer_provider=tracer_provider)
+        meter = get_meter("holdfast", meter_provider=meter_provider)
+        self._seconds = {
+            kind: meter.create_histogram(f"holdfast.{name}.duration", "s", f"Time that {text} took")
+            for kind, name, text in (
+                (Saved, "save", "a save, until it was durable,"),
+                (SavedLocally, "save_locally", "a save into the local tier"),
+                (Loaded, "load", "a load"),
+            )
+        }
+        self._blocking_seconds = meter.create_histogram(
+            "holdfast.save.blocking_duration", "s", "Time for which a save blocked its caller"
+        )
+        self._written = meter.create_counter("holdfast.save.written", "By", "Bytes that saves have written")
+        self._failures = meter.create_counter("holdfast.save.failures", "{save}", "Saves and drains that have failed")
+
+    def __call__(self, event: Event) -> None:
+        """Send the span and the metrics of an event."""
+        if isinstance(event, Progress) or not is_first_rank():
+            return
+        if isinstance(event, SaveFailed | DrainFailed):
+            self._report_failure(event)
+            return
+        self._send_span(event)
+        self._seconds[type(event)].record(event.seconds)
+        if isinstance(event, Saved):
+            self._blocking_seconds.record(event.blocking_seconds)
+            self._written.add(event.nbytes - event.shared_nbytes)
+
+    def _send_span(self, event: Saved | SavedLocally | Loaded) -> None:
+        now = time.time_ns()
+        attributes: dict[str, str | float] = {"holdfast.path": str(event.path), "holdfast.bytes": event.nbytes}
+        if event.step is not None:
+            attributes["holdfast.step"] = event.step
+        if isinstance(event, Saved):
+            attributes["holdfast.blocking_seconds"] = event.blocking_seconds
+            attributes["holdfast.shared_bytes"] = event.shared_nbytes
+        name = {Saved: "save", SavedLocally: "save locally", Loaded: "load"}[type(event)]
+        began = now - round(event.seconds * 1e9)
+        self._tracer.start_span(f"holdfast {name}", attributes=attributes, start_time=began).end(now)
+
+    def _report_failure(self, event: SaveFailed | DrainFailed) -> None:
+        """Send a span without a length, as the event does not say when the save began."""
+        from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - as above
+
+        name = "save" if isinstance(event, SaveFailed) else "drain"
+        span = self._tracer.start_span(f"holdfast {name}", attributes={"holdfast.path": str(event.path)})
+        span.record_exception(event.error)
+        span.set_status(Status(StatusCode.ERROR, str(event.error)))
+        span.end()
+        self._failures.add(1, {"holdfast.kind": name})
 
 
 class _Listener:

@@ -20,6 +20,7 @@ from holdfast.errors import InvalidArgumentError
 from holdfast.load.result import RestoreResult
 from holdfast.observe.events import OnEvent, ignore_event
 from holdfast.observe.reporter import with_progress_bar
+from holdfast.observe.spans import span, traced
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.files import SHARD_SIZE
 from holdfast.ondisk.validation import check_choice, check_timeout
@@ -45,6 +46,7 @@ _STAGING_MARGIN = 8 * 2**20
 _log = logging.getLogger("holdfast")
 
 if TYPE_CHECKING:
+    from holdfast.load.request import LoadRequest
     from holdfast.load.tier_load import TierLoad
     from holdfast.tier.state import TierState
 
@@ -238,7 +240,7 @@ class RunDirectory:
             on_event=on_event or self._on_event,
             began=began,
         )
-        with background_saves.path_turn(self.path, self._process_group):
+        with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
             request = self._with_statistics(request)
             if request.async_save:
@@ -262,6 +264,7 @@ class RunDirectory:
             if save.run_id:
                 self.runs.add(save.run_id)
 
+    @traced("begin the save", "import")
     def _make_save(self, request: SaveRequest) -> TrainingSave:
         if self._tier is not None and self._local is not None:
             return self._make_tier_save(request, self._tier, self._local)
@@ -346,7 +349,6 @@ class RunDirectory:
         The arguments, the result and the errors are those of :func:`holdfast.restore`.
         """
         # Imported here, as a job that only saves needs none of it, and no reader of another format.
-        from holdfast.load.fallback import load_with_fallback  # noqa: PLC0415
         from holdfast.load.request import LoadRequest  # noqa: PLC0415
         from holdfast.state.restore import RestorePolicy  # noqa: PLC0415
 
@@ -371,7 +373,15 @@ class RunDirectory:
             keys=keys or {},
             on_event=on_event or self._on_event,
         )
-        with self._with_progress_bar(f"loading {selected or self.path.name}", request.on_event) as listener:
+        with span("load", "call", str(selected or "")):
+            return self._run_load(request)
+
+    def _run_load(self, request: LoadRequest) -> RestoreResult:
+        with span("import", "import"):
+            from holdfast.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
+
+        title = f"loading {request.tag or self.path.name}"
+        with self._with_progress_bar(title, request.on_event) as listener:
             tier = None if self._tier is None else self._open_tier(self._tier)
             restored = load_with_fallback(
                 replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
@@ -383,6 +393,7 @@ class RunDirectory:
         self.base.checkpoint = self._find_base(restored)
         return restored
 
+    @traced("open the local tier", "import")
     def _open_tier(self, tier: TierState) -> TierLoad:
         from holdfast.load.tier_load import TierLoad  # noqa: PLC0415 - other loads do not need its modules
 
@@ -415,6 +426,7 @@ class RunDirectory:
         self._drain_loaded(newest)
         self.wait()
 
+    @traced("find the base of the next save", "read")
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
         """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
         if not restored.id or restored.path is None or restored.path.parent != self.path:

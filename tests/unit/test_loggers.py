@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import InvalidArgumentError, StorageError
-from holdfast.loggers import log_to_mlflow, log_to_tensorboard, log_to_wandb
-from holdfast.observe.events import OnEvent, SaveFailed
+from holdfast.loggers import log_to_mlflow, log_to_opentelemetry, log_to_tensorboard, log_to_wandb
+from holdfast.observe.events import DrainFailed, OnEvent, SavedLocally, SaveFailed
 from tests.helpers.pool import Ranks
 
 SAVED = {"seconds", "blocking_seconds", "GB", "shared_GB", "GB_per_second"}
@@ -120,6 +121,98 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_figures(
         tmp_path / "run", {name: [(entry.step, entry.value) for entry in row] for name, row in history.items()}
     )
+
+
+class Telemetry:
+    """The real SDK of OpenTelemetry, which exports into memory."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("opentelemetry.sdk")
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        self.exporter, self.reader = InMemorySpanExporter(), InMemoryMetricReader()
+        self.traces, self.meters = TracerProvider(), MeterProvider([self.reader])
+        self.traces.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.listener = log_to_opentelemetry(self.traces, self.meters)
+
+    def spans(self) -> list[Any]:
+        return list(self.exporter.get_finished_spans())
+
+    def metrics(self) -> dict[str, tuple[str, float, int]]:
+        """The unit, the sum and the count of each metric."""
+        data = self.reader.get_metrics_data()
+        every = [m for r in data.resource_metrics for scope in r.scope_metrics for m in scope.metrics]
+        rows = {}
+        for metric in every:
+            points = metric.data.data_points
+            values = [getattr(point, "sum", getattr(point, "value", 0)) for point in points]
+            rows[metric.name] = metric.unit, sum(values), sum(getattr(point, "count", 1) for point in points)
+        return rows
+
+
+def test_opentelemetry(tmp_path: Path) -> None:
+    telemetry, events = Telemetry(), list[Any]()
+
+    def listen(event: holdfast.Event) -> None:
+        events.append(event)
+        telemetry.listener(event)
+
+    before = time.time_ns()
+    train(tmp_path / "run", listen)
+    first, second, loaded, failed = telemetry.spans()
+    saved = [event for event in events if isinstance(event, holdfast.Saved)]
+    for span, event in zip((first, second), saved, strict=True):
+        assert span.name == "holdfast save"
+        assert (span.end_time - span.start_time) / 1e9 == pytest.approx(event.seconds)
+        assert before <= span.start_time <= span.end_time <= time.time_ns()
+        assert span.attributes == {
+            "holdfast.path": str(event.path),
+            "holdfast.step": event.step,
+            "holdfast.bytes": event.nbytes,
+            "holdfast.shared_bytes": event.shared_nbytes,
+            "holdfast.blocking_seconds": event.blocking_seconds,
+        }
+        assert span.status.is_unset
+    assert loaded.name == "holdfast load"
+    assert (failed.name, failed.status.is_ok, failed.status.description) == ("holdfast save", False, "full")
+    assert [event.attributes["exception.type"] for event in failed.events] == ["holdfast.errors.StorageError"]
+    written = sum(event.nbytes - event.shared_nbytes for event in saved)
+    assert telemetry.metrics() == {
+        "holdfast.save.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 2),
+        "holdfast.save.blocking_duration": ("s", pytest.approx(sum(event.blocking_seconds for event in saved)), 2),
+        "holdfast.save.written": ("By", written, 1),
+        "holdfast.load.duration": ("s", pytest.approx((loaded.end_time - loaded.start_time) / 1e9), 1),
+        "holdfast.save.failures": ("{save}", 1, 1),
+    }
+
+
+def test_opentelemetry_tells_of_the_local_tier(tmp_path: Path) -> None:
+    telemetry = Telemetry()
+    telemetry.listener(SavedLocally(tmp_path / "a", None, 100, 0.25))
+    telemetry.listener(DrainFailed(tmp_path / "a", StorageError("full"), 1, 60.0))
+    telemetry.listener(holdfast.Progress("save", tmp_path / "a", 1, 2))
+    assert [(span.name, dict(span.attributes)) for span in telemetry.spans()] == [
+        ("holdfast save locally", {"holdfast.path": str(tmp_path / "a"), "holdfast.bytes": 100}),
+        ("holdfast drain", {"holdfast.path": str(tmp_path / "a")}),
+    ]
+    assert telemetry.metrics() == {
+        "holdfast.save_locally.duration": ("s", 0.25, 1),
+        "holdfast.save.failures": ("{save}", 1, 1),
+    }
+
+
+def test_a_save_is_a_child_of_the_span_of_its_caller(tmp_path: Path) -> None:
+    telemetry = Telemetry()
+    with telemetry.traces.get_tracer("training").start_as_current_span("step"):
+        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, on_event=telemetry.listener)
+    save, step = telemetry.spans()
+    assert (save.name, step.name) == ("holdfast save", "step")
+    assert save.parent.span_id == step.context.span_id
+    assert step.start_time <= save.start_time <= save.end_time <= step.end_time
 
 
 def save_with(path: str) -> list[str]:

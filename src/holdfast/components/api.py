@@ -20,6 +20,7 @@ from holdfast.errors import InvalidArgumentError, StorageError
 from holdfast.load.fallback import load_with_fallback
 from holdfast.load.request import LoadRequest
 from holdfast.load.result import RestoreResult
+from holdfast.observe.spans import span
 from holdfast.run.cleanup import finish_interrupted_replace
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
@@ -297,7 +298,8 @@ def load_component(
         if view.prefix
         else f"{view.kind} only",
     )
-    return load_with_fallback(request, ranks, timeout)
+    with span("load", "call", path.name):
+        return load_with_fallback(request, ranks, timeout)
 
 
 def save_scheduler_state(

@@ -11,6 +11,7 @@ from holdfast.components.object_save import ObjectComponentSave
 from holdfast.components.operation import ComponentSave
 from holdfast.components.request import ComponentRequest
 from holdfast.engine.comm.session import RankGroup, current_process_group
+from holdfast.observe.spans import span
 from holdfast.save.background import background_saves
 from holdfast.save.handle import SaveHandle
 from holdfast.storage.object_path import ObjectPath
@@ -27,7 +28,7 @@ class PendingSaves:
     ) -> SaveHandle[Path]:
         """Save one component on all ranks. With ``use_async`` this returns when it is copied."""
         path = request.destination.path
-        with background_saves.path_turn(path, group):
+        with span("save", "call", path.name), background_saves.path_turn(path, group):
             save = _make_save(request, self.rank_group(group), timeout)
             return background_saves.run_save(save, path, group, asynchronous=use_async)
 

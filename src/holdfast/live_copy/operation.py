@@ -24,6 +24,7 @@ from holdfast.live_copy.negotiation import SourceState, agree_on_sources, exchan
 from holdfast.live_copy.receiver import RankNumbers, Receiver
 from holdfast.live_copy.request import CopyRequest
 from holdfast.live_copy.result import CopyResult
+from holdfast.observe.spans import traced
 from holdfast.observe.warning import warn_caller
 from holdfast.state.restore import format_lines
 
@@ -44,6 +45,7 @@ class CopyOperation:
         #: On rank 0, the tolerated missing things of all ranks.
         self._missing: list[str] = []
 
+    @traced("copy state", "call")
     def run(self) -> CopyResult:
         """Run all steps of the copy, on all ranks."""
         sources = agree_on_sources(self._request, self._session)

@@ -14,6 +14,7 @@ from holdfast.formats.dcp.folder import is_dcp
 from holdfast.formats.file_checksums import find_file_checksums
 from holdfast.formats.reader import Reader
 from holdfast.load.read_plan import ReadPlan
+from holdfast.observe.spans import traced
 from holdfast.ondisk.range_checksums import RangeChecksum
 from holdfast.storage.object_path import ObjectPath
 
@@ -61,6 +62,7 @@ def encode_read_crcs(crcs: ReadCrcs) -> bytes:
     return msgspec.msgpack.encode(ranges)
 
 
+@traced("verify files", "verify")
 def check_read_crcs(reports: Iterable[bytes]) -> None:
     """Compare ranges that the ranks have read with their checksums, given all results of :func:`encode_read_crcs`.
 

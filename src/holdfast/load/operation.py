@@ -46,6 +46,7 @@ from holdfast.load.result import RestoreResult
 from holdfast.load.selection import CheckpointSelector, SelectedCheckpoint
 from holdfast.observe.events import Event
 from holdfast.observe.reporter import EventReporter
+from holdfast.observe.spans import span
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.manifest import Manifest
 from holdfast.run.journal import append_entry, describe_event
@@ -187,7 +188,8 @@ class LoadOperation:
         def read_metadata() -> tuple[Reader, LoadTargets]:
             reader = self._open_reader(folder)
             if request.verify:
-                reader.check_files()
+                with span("verify small files", "verify"):
+                    reader.check_files()
             check_read(reader, lambda note: note.group in components)
             targets = LoadTargets(request.training, reader.groups, reader.tied, request.policy, renamed_tensors(reader))
             arrays = ArrayDecoder(reader.groups.get(PER_RANK, {}))

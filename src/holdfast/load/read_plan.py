@@ -25,6 +25,7 @@ from holdfast.engine.plan.routes import Locate, contiguous_requests
 from holdfast.engine.plan.shards import local_shard
 from holdfast.formats.reader import Reader
 from holdfast.formats.remapped_reader import TensorMapping, mapping_of, underlying_reader
+from holdfast.observe.spans import traced
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.restore import LoadTargets
 from holdfast.state.tensors import DTYPES, TensorView
@@ -101,6 +102,7 @@ class ReadPlan:
     exchange: bool
 
     @classmethod
+    @traced("plan", "plan")
     def build(
         cls, reader: Reader, targets: LoadTargets, tensors: Sequence[GlobalTensor], ranks: RankGroup, *, exchange: bool
     ) -> ReadPlan:
@@ -169,6 +171,7 @@ class ReadPlan:
         )
         return {file_range.file for file_range in itertools.chain(self.iter_file_ranges(), exchanged)}
 
+    @traced("read", "read")
     def run(
         self,
         targets: LoadTargets,

@@ -21,6 +21,7 @@ from holdfast.observe.events import (
     SavedLocally,
     SaveFailed,
 )
+from holdfast.observe.spans import traced
 from holdfast.observe.units import format_rate, format_seconds, format_size
 
 _log = logging.getLogger("holdfast")
@@ -69,6 +70,7 @@ class EventReporter:
         """Return a counter that reports the moved bytes as events."""
         return ProgressCounter(total, lambda done, total: self._notify(Progress(action, self._path, done, total)))
 
+    @traced("report", "report")
     def report_saved(self, path: Path, step: float | None, nbytes: int, shared_nbytes: int) -> None:
         """Report that the checkpoint at ``path`` is durable.
 
@@ -110,6 +112,7 @@ class EventReporter:
         for group, name, reason in values:
             _log.log(level, "%s: %s value %s %s; a placeholder object is returned instead", path, group, name, reason)
 
+    @traced("report", "report")
     def report_loaded(self, path: Path, step: float | None, nbytes: int, *, verified: bool) -> None:
         """Report that a load is complete; this rank has read ``nbytes`` bytes."""
         event = Loaded(path, step, nbytes, self.elapsed_seconds(), verified)

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from holdfast.engine.comm.session import current_process_group
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
+from holdfast.observe.spans import span, tracer
 from holdfast.process.exit_order import ExitStage, call_at_exit
 from holdfast.process.gc_pause import gc_paused
 from holdfast.process.worker_threads import lower_priority
@@ -55,6 +56,8 @@ class _SaveInFlight:
     turn: Future[None]
     done: Future[Any]
     has_started: threading.Event = field(default_factory=threading.Event)
+    #: To be called when the thread ends: traces record it to its end.
+    end_recording: Callable[[], None] = field(default_factory=tracer.hold)
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -91,7 +94,8 @@ class BackgroundSaves:
         turn = self._turns.setdefault(scope, _PathTurn())
         while True:
             # Wait without the lock: a listener of the save in progress may save to the same path.
-            flights = self._wait_for_turns(scope)
+            with span("wait for the save before", "wait"):
+                flights = self._wait_for_turns(scope)
             with turn.lock:
                 if not all(flight.turn.done() for flight in self._other_flights(scope)):
                     continue
@@ -158,21 +162,26 @@ class BackgroundSaves:
         handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
         self._flights.append(flight)
         try:
-            handle.thread.start()
+            with span("start the thread", "wait"):
+                handle.thread.start()
         except BaseException as error:
             if not isinstance(error, RuntimeError) and flight.has_started.wait(_START_SECONDS):
                 return handle, error
             self._flights.remove(flight)
+            flight.end_recording()
             raise
         return handle, None
 
     def _run_in_background(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
         flight.has_started.set()
-        self._finish_save(flight, save, arena)
+        try:
+            self._finish_save(flight, save, arena)
+        finally:
+            flight.end_recording()
 
     def _finish_save(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
         try:
-            with save.rollback_on_error():
+            with span("save in the background", "call", save.path.name), save.rollback_on_error():
                 save.complete_staging()
                 lower_priority()
                 info = save.write_and_commit()

@@ -28,6 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.native import read_manifest
 from holdfast.observe.reporter import note_corrupt
+from holdfast.observe.spans import traced
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
@@ -200,6 +201,7 @@ class CheckpointSave(TrainingSave):
         self._removes_old = opened.removes_old
         return opened.candidates
 
+    @traced("clean up", "commit")
     def _clean_up(self) -> None:
         """Remove what interrupted saves have left in the run directory, on rank 0."""
         request = self._request
@@ -226,6 +228,7 @@ class CheckpointSave(TrainingSave):
         self._plan = cache.plan
         self._versions = {key: self._captured.tensors[key].version for key in sorted(self._captured.frozen)}
 
+    @traced("create the files", "write")
     def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
         """Create the staging directory and its files. Return the files that may be unchanged, which are links.
 
@@ -253,6 +256,7 @@ class CheckpointSave(TrainingSave):
             fragments = self._writer.write(self._staging.path, paths, self._staged, on_moved)
             return HashedResult(fragments, self._captured.rank_values)
 
+        @traced("commit", "commit")
         def commit(fragments: Fragments, rank_values: list[bytes]) -> bytes:
             small_files = self._build_small_files(rank_values)
             committed = self._files.finalize(fragments, small_files, self._build_manifest, self._incremental.unchanged)
@@ -263,6 +267,7 @@ class CheckpointSave(TrainingSave):
         decision = vote_with_fragments(self._session, "writing", write_shards, commit, self._plan.rank_order)
         return manifest.decode_manifest(decision, manifest.NAME)
 
+    @traced("rename", "commit")
     def _publish_checkpoint(self, committed: Manifest) -> None:
         """Rename the staging directory to its final name, which must be free or that of a replaceable checkpoint."""
         corrupt = None if self._request.overwrite else self._request.find_corrupt()

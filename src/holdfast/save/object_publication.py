@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.errors import HoldfastError, StorageError, TagExistsError
+from holdfast.observe.spans import traced
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import Manifest
@@ -62,6 +63,7 @@ class ObjectPublication:
         """The folder with the files."""
         return checkpoint_folder(self._run, self._tag, self.folder_id)
 
+    @traced("publish", "commit")
     def publish(self, finished: Manifest, *, overwrite: bool) -> Manifest:
         """Create the pointer, when all files are there. Return the manifest.
 

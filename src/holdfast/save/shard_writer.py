@@ -24,6 +24,7 @@ from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.engine.plan.transfers import cut_out
 from holdfast.errors import RankMismatchError, ReplicaMismatchError
+from holdfast.observe.spans import traced
 from holdfast.ondisk.block_crcs import Fragment
 from holdfast.storage.posix import is_directory
 
@@ -48,6 +49,7 @@ class ShardWriter:
     def _shard_of(self, tensor: int) -> TensorBytes:
         return self._tensors[self._plan.tensors[tensor]]
 
+    @traced("compare replicas", "hash")
     def hash_replicas(self, save: int) -> tuple[bytes, float]:
         """Return digests of the tensors that other ranks hold too, and the number of seconds that hashing took.
 
@@ -67,6 +69,7 @@ class ShardWriter:
         )
         return ReplicaMismatchError(message.decode())
 
+    @traced("copy", "copy")
     def stage(self, arena: Arena, deferred: DeferredCopies) -> StagedTensors:
         """Copy the tensors that this rank writes into ``arena``, except those that may be copied later."""
         synchronize_devices(self._tensors.values(), self._accelerator)

@@ -23,6 +23,7 @@ from holdfast.engine.io.upload_parts import FileFrame, PartUploader, SentPart, U
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import HoldfastError, RankMismatchError, StorageError
+from holdfast.observe.spans import traced
 from holdfast.ondisk import block_crcs
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.store import Upload, map_requests
@@ -127,6 +128,7 @@ class SharedUpload:
         decision = vote_with_fragments(self._ranks.session, "writing", upload_share, fold, self._plan.rank_order)
         self._headers = msgspec.msgpack.decode(decision, type=list[bytes])
 
+    @traced("upload", "write")
     def _upload_share(self, own: RankBytes, on_moved: OnBytesMoved) -> UploadedParts:
         session, attempt = self._ranks.session, self._ranks.attempt
         uploader = PartUploader(self._plan, self._targets, session.rank, own.file_ranges, own.bytes_of)
@@ -173,6 +175,7 @@ class SharedUpload:
 
         map_requests(check_file, [part for part in self._sent_by_others if self._targets[part.file].upload is None])
 
+    @traced("complete the uploads", "commit")
     def complete_uploads(self, crcs: Sequence[int] | None = None) -> None:
         """Make the files visible, on rank 0. ``crcs`` are their CRCs; without them, those of the parts count."""
         sent: dict[int, dict[int, SentPart]] = {}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
 from holdfast.errors import HoldfastError, StorageError
+from holdfast.observe.spans import traced
 from holdfast.observe.warning import warn_caller
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.retention import is_kept_by_merit
@@ -167,6 +168,7 @@ class TierSave(TrainingSave):
         else:
             self._stage.keep_newest(copies)
 
+    @traced("drain", "call")
     def _drain(self) -> CheckpointInfo:
         """Write the staged bytes into the run directory, and try again if that fails."""
         drained: CheckpointInfo | None = None

@@ -12,6 +12,7 @@ from holdfast.engine.plan.placements import MeshShape, PlacementLayout
 from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.engine.plan.split_tensors import Splits
 from holdfast.errors import InvalidArgumentError, StateError, UnsupportedValueError
+from holdfast.observe.spans import traced
 from holdfast.ondisk import param_order, values
 from holdfast.ondisk.files import adapter_group
 from holdfast.ondisk.validation import check_utf8
@@ -126,6 +127,7 @@ class Capture:
         return keys
 
 
+@traced("capture", "plan")
 def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> Capture:
     """Capture the training objects, without changing them.
 

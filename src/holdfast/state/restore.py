@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from holdfast.engine.plan.spec import OWN, PER_RANK
 from holdfast.errors import MismatchError, OptimizerMismatchError
+from holdfast.observe.spans import traced
 from holdfast.ondisk.dtypes import FLOATING
 from holdfast.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from holdfast.ondisk.param_order import BY_NUMBER
@@ -450,6 +451,7 @@ class LoadTargets:
         yield from self.targets.values()
         yield from (target for _, target in self.aliased_targets)
 
+    @traced("allocate", "apply")
     def materialize_models(self) -> None:
         """Give tensors on the meta device memory, and initialize those that nothing is loaded into."""
         materialized = self._meta_models.materialize_models({id(target.local) for target in self._iterate_targets()})
@@ -494,6 +496,7 @@ class LoadTargets:
         components = models.model_components(self._training.naming_model).items()
         return {name: models.build_load_view(parts, stored) for name, parts in components}
 
+    @traced("apply", "apply")
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
         for slot, view in self._views.items():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from threading import Event
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from holdfast.observe.spans import span
 
 
 class StepGuard:
@@ -29,10 +32,12 @@ class StepGuard:
 
     def wait(self) -> None:
         """Wait until no copy is in progress."""
-        for copied in list(self._copying):
-            copied.wait()
-            if copied in self._copying:
-                self._copying.remove(copied)
+        copying = list(self._copying)
+        with span("wait for copies", "wait") if copying else nullcontext():
+            for copied in copying:
+                copied.wait()
+                if copied in self._copying:
+                    self._copying.remove(copied)
 
     def remove_idle_hook(self) -> None:
         """Remove the hook if no copy is in progress.

@@ -44,6 +44,7 @@ from holdfast.errors import (
     RankMismatchError,
     RankTimeoutError,
 )
+from holdfast.observe.spans import span, traced
 from holdfast.storage.host_board import HostBoard, reachable_id, remove_stale_boards
 
 #: The size in bytes of the digest of a host's id.
@@ -81,6 +82,7 @@ class RankGroup:
         """Return the global rank of each rank of the group."""
         return [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
 
+    @traced("open the session", "vote")
     def open_session(self, timeout: float) -> Session:
         """Return a session for one save or load. The n-th session of each rank is the same one."""
         if self.process_group is None or self._store is None or self._executor is None:
@@ -179,7 +181,8 @@ class Session:
         If work fails on any rank, or the decision fails, every rank raises the error, naming the ranks on which it
         happened. Raises ``RankTimeoutError`` naming the ranks that did not come within the timeout.
         """
-        return self.begin_vote(phase, work, encode, decide)()
+        with span(phase, "step"):
+            return self.begin_vote(phase, work, encode, decide)()
 
     def begin_vote(
         self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide
@@ -209,7 +212,7 @@ class Session:
     ) -> tuple[T, bytes]:
         """Collect or await the decision. Return the own result and the decision, or raise the error."""
         collect = vote_round.collect_and_decide if self.rank == COORDINATOR_RANK else vote_round.await_decision
-        with translate_store_errors(vote_round.phase):
+        with span("vote", "vote", vote_round.phase), translate_store_errors(vote_round.phase):
             # A rank that already timed out waits only for the grace period.
             decision = collect(GRACE_SECONDS if isinstance(error, RankTimeoutError) else self.timeout, decide)
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -241,7 +244,7 @@ class Session:
         """
         if self.store is None:
             return
-        with suppress(dist.DistError, TimeoutError, RankFailedError):
+        with span("leave", "vote"), suppress(dist.DistError, TimeoutError, RankFailedError):
             channel = self._open_channel(self.store, "parted")
             channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:
@@ -266,7 +269,8 @@ class Session:
 
     def begin_on_all(self, phase: str, work: Callable[[], T]) -> Callable[[], T]:
         """Do the first half of :meth:`run_on_all`. The returned function waits until all ranks have done the work."""
-        finish = self.begin_vote(phase, work, lambda _: b"", lambda _: b"")
+        with span(phase, "step"):
+            finish = self.begin_vote(phase, work, lambda _: b"", lambda _: b"")
         return lambda: finish()[0]
 
 

@@ -14,6 +14,7 @@ from holdfast.engine.comm.host_map import HostAgreement, HostRuns
 from holdfast.engine.comm.polling import poll_until
 from holdfast.engine.comm.vote_channel import VoteChannel
 from holdfast.errors import HoldfastError, PeerFailedError, RankFailedError, RankTimeoutError
+from holdfast.observe.spans import span
 
 #: The rank that decides for all.
 COORDINATOR_RANK = 0
@@ -133,8 +134,10 @@ class VoteRound:
 
     def _wait_until(self, is_ready: Callable[[], bool], timeout: float, describe_missing: Callable[[], str]) -> None:
         """Wait for other ranks. Raises ``RankTimeoutError``."""
-        self._channel.begin_wait(timeout)
-        if not poll_until(is_ready, timeout, describe_missing):
+        with span("wait for other ranks", "wait", self.phase):
+            self._channel.begin_wait(timeout)
+            is_over = not poll_until(is_ready, timeout, describe_missing)
+        if is_over:
             raise RankTimeoutError(
                 f"{self._absent_ranks()} did not come within the timeout while {self.phase}; "
                 "it is stuck or dead, or does not make the same calls in the same order"
@@ -165,7 +168,8 @@ def _merge_votes(outcomes: Sequence[VoteOutcome], decide: Decide, phase: str) ->
     if failed:
         return VoteOutcome(failure=_merge_failures(failed, len(outcomes), phase))
     try:
-        return VoteOutcome(decide([outcome.payload for outcome in outcomes]))
+        with span("decide", "step", phase):
+            return VoteOutcome(decide([outcome.payload for outcome in outcomes]))
     except Exception as error:  # noqa: BLE001 - raised again by every rank
         return VoteOutcome(failure=RankFailure.from_error(error))
 

@@ -23,6 +23,7 @@ from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_c
 from holdfast.engine.plan.save_plan import SavePlan, StripedShard
 from holdfast.engine.plan.tensor_ranges import TensorRanges
 from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.observe.spans import traced
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage import posix
@@ -68,11 +69,13 @@ class BaseComparison:
     def __init__(self, plan: SavePlan, shard_of: ShardOf, folder: Path, number: int) -> None:
         self._plan, self._shard_of, self._folder, self._number = plan, shard_of, folder, number
 
+    @traced("sample the files before", "hash")
     def sample_files(self, frozen: Collection[int]) -> list[FileSamples]:
         """Compare samples of each file: of the ``frozen`` tensors, and of the others, which show a change sooner."""
         ranges = self._ranges_by_file()
         return [self._sample_file(number, ranges.get(number, ()), frozen) for number in range(len(self._plan.files))]
 
+    @traced("hash the files before", "hash")
     def sum_files(self, whole: Collection[int], partial: Collection[int], trusted: Collection[int]) -> BlockSums:
         """Hash this rank's bytes of some files.
 
@@ -87,6 +90,7 @@ class BaseComparison:
             hashed, trust_ranges(self._trusted_ranges(chosen & {*trusted}), self._plan.tensor_sizes)
         )
 
+    @traced("hash frozen tensors", "hash")
     def sum_tensors(self, tensors: Collection[int]) -> BlockSums:
         """Hash this rank's bytes of some tensors, and read some of them back."""
         chunks = list(tensor_chunks(fr for fr in self._plan.file_ranges if fr.tensor in tensors))

@@ -10,6 +10,7 @@ from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source
 from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.errors import CorruptCheckpointError
+from holdfast.observe.spans import traced
 from holdfast.ondisk.block_crcs import BLOCK_BYTES, assemble_crcs, block_range, combine_crcs, crc64
 from holdfast.ondisk.files import TensorInfo
 
@@ -39,6 +40,7 @@ class ChecksumVerifier:
     ) -> None:
         self._source, self._numbered, self._reads_again = source, numbered, reads_again
 
+    @traced("verify", "verify")
     def verify_local(self, fragments_by_tensor: Fragments) -> Fragments:
         """Verify blocks that this rank read whole. Return the other fragments, to be verified across ranks."""
         partial: Fragments = {}
@@ -62,6 +64,7 @@ class ChecksumVerifier:
                 elif fragment.crc != crcs[block]:
                     yield tensor, self._corrupt_error(tensor, block)
 
+    @traced("verify across ranks", "verify")
     def verify_across_ranks(self, partial: Fragments) -> None:
         """Verify blocks of which several ranks read parts. If the parts do not tile a block, read it again."""
         for tensor, fragments in partial.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.engine.io.requests import Fragments
 from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.errors import RankMismatchError
+from holdfast.observe.spans import span, traced
 from holdfast.ondisk import block_crcs, manifest
 from holdfast.ondisk.block_crcs import Fragment
 from holdfast.ondisk.files import DataFile, build_index, index_path
@@ -57,6 +58,7 @@ class CheckpointFiles:
         posix.make_parents(self.folder, file.path)
         posix.allocate_space(self.folder / file.path, file.size)
 
+    @traced("write the headers and the manifest", "commit")
     def finalize(
         self,
         fragments: Fragments,
@@ -76,8 +78,9 @@ class CheckpointFiles:
             records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
         finished = make_manifest(dict(sorted(records.items())))
         posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
-        for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
-            posix.fsync_directory(self.folder / folder)
+        with span("sync", "sync"):
+            for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
+                posix.fsync_directory(self.folder / folder)
         return finished
 
     def _finish_data(self, fragments: Fragments, unchanged: UnchangedBlocks) -> Iterator[tuple[str, FileRecord]]:

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from holdfast.observe.spans import span
+
 
 class Accelerator(Protocol):
     """The part of ``torch.accelerator`` that is needed."""
@@ -39,6 +41,7 @@ def synchronize_devices(tensors: Iterable[HasDevice], accelerator: Accelerator =
     current = accelerator.current_accelerator()
     if current is None:
         return
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        if device.type == current.type:  # other devices order their copies by themselves
-            accelerator.synchronize(device)
+    with span("wait for the device", "wait"):
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            if device.type == current.type:  # other devices order their copies by themselves
+                accelerator.synchronize(device)

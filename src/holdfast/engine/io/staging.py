@@ -21,6 +21,7 @@ from holdfast.engine.io.write_stripes import assemble_stripes
 from holdfast.engine.plan.file_ranges import FileRange, tensor_chunks
 from holdfast.engine.plan.routes import OwnedStripe
 from holdfast.engine.plan.save_plan import SavePlan
+from holdfast.observe.spans import traced
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import Bytes
 
@@ -59,6 +60,7 @@ class StagedTensors:
         del tensor
         return self._memory
 
+    @traced("copy what was deferred", "copy")
     def copy_deferred(self, names: Sequence[tuple[str, str]]) -> None:
         """Copy the deferred chunks. Raises ``TornSnapshotError`` if a sampled one has changed since the call."""
         run_in_threads(lambda staged: _copy_chunk(staged, self._source), self._deferred)

@@ -15,6 +15,7 @@ from holdfast.engine.io.requests import (
     merge_fragments,
 )
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, file_chunks
+from holdfast.observe.spans import span, traced
 from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
@@ -24,6 +25,7 @@ from holdfast.storage.memory import BufferPool, Bytes
 _MAX_OPEN = 192
 
 
+@traced("write", "write")
 def write_file_ranges(
     files: Sequence[Path],
     file_ranges: Sequence[FileRange],
@@ -50,8 +52,9 @@ def write_file_ranges(
                 return fragments
 
             results += run_in_threads(write_one, file_chunks(some_ranges))
-            for writer in writers.values():
-                writer.sync()
+            with span("sync", "sync"):
+                for writer in writers.values():
+                    writer.sync()
     return merge_fragments(results)
 
 

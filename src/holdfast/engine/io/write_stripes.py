@@ -20,6 +20,7 @@ from holdfast.engine.plan.file_ranges import FileRange, count_bytes, split_at_bl
 from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from holdfast.engine.plan.stripes import STRIPE, StripeSlice
 from holdfast.engine.plan.transfers import cut_out
+from holdfast.observe.spans import span, traced
 from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.process.worker_threads import THREADS
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
@@ -29,6 +30,7 @@ from holdfast.storage.memory import Bytes, aligned_buffer
 MAX_IN_FLIGHT = 3
 
 
+@traced("write stripes", "write")
 def write_stripes(
     files: Sequence[Path],
     tasks: Sequence[StripeTask],
@@ -60,8 +62,9 @@ def write_stripes(
         for file_ranges, stripe in _assemble_all(tasks, shard_of, cells.p2p, buffers):
             futures.append(pool.submit(write_and_return, file_ranges, stripe))
         results = [future.result() for future in futures]
-        for writer in writers.values():
-            writer.sync()
+        with span("sync", "sync"):
+            for writer in writers.values():
+                writer.sync()
     return merge_fragments(results)
 
 

@@ -21,6 +21,7 @@ from holdfast.engine.plan.placements import Coordinate, Division, ranks_by_coord
 from holdfast.engine.plan.save_plan import ReplicatedShard
 from holdfast.engine.plan.shards import local_shard
 from holdfast.errors import StateError
+from holdfast.observe.spans import traced
 from holdfast.ondisk.files import TensorInfo
 
 #: Ranks that hold the same bytes do not divide fewer bytes than this among them.
@@ -83,6 +84,7 @@ class CopyPlan:
 _Streams = dict[tuple[int, ...], list[CopyRun]]
 
 
+@traced("plan", "plan")
 def plan_copy(
     held: Mapping[tuple[str, str], GlobalTensor], requested: Mapping[tuple[str, str], GlobalTensor], rank: int
 ) -> CopyPlan:

@@ -24,6 +24,7 @@ from holdfast.engine.plan.tensor_writers import ShardWriters
 from holdfast.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
 from holdfast.engine.plan.writer_map import PlacedTensor, WriterMap
 from holdfast.errors import StateError
+from holdfast.observe.spans import traced
 from holdfast.ondisk.files import DataFile, TensorInfo, pack_files
 
 
@@ -105,6 +106,7 @@ class TensorSpan(NamedTuple):
 EMPTY_PLAN = SavePlan((), {}, (), (), (), {}, needs_exchange=False)
 
 
+@traced("plan", "plan")
 def plan_save(
     global_spec: GlobalSpec, rank: int, limit: int, host_of: Sequence[int] = (), grain: CellGrain | None = None
 ) -> SavePlan:
@@ -148,6 +150,7 @@ def _tensor_spans(tensor: GlobalTensor, starts: Mapping[tuple[str, str], tuple[i
     return sorted(spans)
 
 
+@traced("plan", "plan")
 def plan_into_files(
     global_spec: GlobalSpec,
     rank: int,
