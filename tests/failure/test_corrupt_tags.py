@@ -20,6 +20,7 @@ from holdfast.errors import StorageError, TagExistsError
 from holdfast.ondisk.hidden_names import parse_hidden_name
 from holdfast.storage import atomic_rename
 from tests.golden import reader
+from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
 
@@ -173,6 +174,21 @@ def test_renamed_and_copied_ones_stay(tmp_path: Path) -> None:
     assert train(tmp_path, 4) == 2
     assert set(tags(tmp_path)) == {"step_0", "step_1", "step_2", "step_3", "best"}
     assert not hidden(tmp_path)
+
+
+def test_saves_of_other_runs_do_not_look_for_old_checkpoints(tmp_path: Path) -> None:
+    train(tmp_path / "run", 3)
+    corrupt_model_of_step(tmp_path / "run", 2)
+
+    def removes_old(run: str) -> bool:
+        with holdfast.trace(tmp_path / "trace.json"):
+            holdfast.save_checkpoint(tmp_path / run, "step_2", weights(2.0))
+        return "removing old checkpoints" in {each.name for each in ChromeTrace(tmp_path / "trace.json").slices}
+
+    with process():
+        holdfast.load_checkpoint(tmp_path / "run", model=weights(-1.0))
+        assert not removes_old("other")
+        assert removes_old("run")
 
 
 def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:

@@ -213,7 +213,9 @@ class CheckpointSave(TrainingSave):
     def _may_remove_old(self) -> bool:
         """Return whether old checkpoints may be removed or hidden after the commit, on rank 0."""
         request = self._request
-        return request.keep is not None or request.overwrite or bool(request.corrupt)
+        if request.keep is not None or request.overwrite:
+            return True
+        return any(record.is_in(request.path / record.tag) for record in request.corrupt)
 
     def _update_plan(self, agreement: SaveAgreement) -> None:
         """Plan the save, unless the plan of an earlier one is still right."""
