@@ -251,7 +251,7 @@ class FakeS3(FakeStore):
         self.objects[key] = StoredObject(data, etag, encode_crc(data), upload.notes, self.clock())
         del self.uploads[query["uploadId"]]
         told = f"<ChecksumCRC64NVME>{encode_crc(data)}</ChecksumCRC64NVME>" if self.profile.tells_full_crc else ""
-        return xml(f"<CompleteMultipartUploadResult>{told}</CompleteMultipartUploadResult>")
+        return xml(f"<CompleteMultipartUploadResult><ETag>{escape(etag)}</ETag>{told}</CompleteMultipartUploadResult>")
 
     def _abort(self, key: str, query: Mapping[str, str], headers: Any, body: bytes) -> HttpResponse:
         return HttpResponse(204, {}) if self.uploads.pop(query["uploadId"], None) else failure(404, "NoSuchUpload")

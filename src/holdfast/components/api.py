@@ -99,8 +99,9 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
         file_format.layout,
         file_format.text,
         prefix or "",
+        use_async,
     )
-    return saves.save(request, process_group, timeout, use_async=use_async)
+    return saves.save(request, process_group, timeout)
 
 
 def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
@@ -109,7 +110,7 @@ def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
     file_format = model_file_format(destination, _MIB_PER_FILE, use_safetensors=True, model=model)
     training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS)
     request = ComponentRequest(destination, training, file_format.layout, file_format.text)
-    saves.save(request, None, timeout, use_async=False)
+    saves.save(request, None, timeout)
 
 
 def load_model(
@@ -186,8 +187,8 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
     destination = Destination.for_path(parse_location(checkpoint), folder=shard)
     file_format = optimizer_file_format(destination, size_per_shard)
     training = TrainingObjects(optimizer=optimizer, naming_model=model, rng=False, state_dict_hooks=state_dict_hooks)
-    request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "")
-    return saves.save(request, process_group, timeout, use_async=use_async)
+    request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "", use_async)
+    return saves.save(request, process_group, timeout)
 
 
 def load_optimizer(

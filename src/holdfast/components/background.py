@@ -23,14 +23,12 @@ class PendingSaves:
     def __init__(self) -> None:
         self._ranks: RankGroup | None = None
 
-    def save(
-        self, request: ComponentRequest, group: dist.ProcessGroup | None, timeout: float, *, use_async: bool
-    ) -> SaveHandle[Path]:
-        """Save one component on all ranks. With ``use_async`` this returns when it is copied."""
+    def save(self, request: ComponentRequest, group: dist.ProcessGroup | None, timeout: float) -> SaveHandle[Path]:
+        """Save one component on all ranks."""
         path = request.destination.path
         with span("save", "call", path.name), background_saves.path_turn(path, group):
             save = _make_save(request, self.rank_group(group), timeout)
-            return background_saves.run_save(save, path, group, asynchronous=use_async)
+            return background_saves.run_save(save, path, group, asynchronous=request.use_async)
 
     def rank_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
         """Return the ranks of a process group: the previous object if it is the same group."""

@@ -2,22 +2,24 @@
 
 A store cannot rename, so the files of a folder appear there one after another. An index that names files of the model
 that is replaced is removed first, and the new one is written last: without it no reader takes files of both for one.
+Of two jobs that write one folder at the same time at least one fails if they leave a mixture, and no index names it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from holdfast.components.destination import Destination
 from holdfast.components.files import FileSet
 from holdfast.engine.io.upload_parts import FileFrame
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, RankMismatchError
 from holdfast.formats.sharded.index import files_named_by
 from holdfast.run.owned_lock import ABANDONED_SECONDS
 from holdfast.run.upload_staging import upload_order
 from holdfast.save.shared_upload import abort_uploads, begin_uploads
+from holdfast.storage.body import Body
 from holdfast.storage.object_path import ObjectPath
 
 
@@ -58,10 +60,24 @@ class ObjectComponentOutput:
             if name.endswith(".json"):
                 self._path.store.remove_file(self._path / name)
 
-    def finish(self) -> None:
-        """Write the small files, those that name others last, and remove what readers would also take for this one."""
+    def finish(self, check_files: Callable[[], None]) -> None:
+        """Write the small files, those that name others last, and remove what readers would also take for this one.
+
+        ``check_files`` raises ``RankMismatchError`` if a file was replaced. It is called when the indexes are there: of
+        two jobs that have written a mixture, at least the one that has written the last index finds it, and removes
+        that index.
+        """
         store, small_files = self._path.store, self._files.small_files
-        for name in sorted(small_files, key=upload_order):
-            store.replace_small(self._path / name, small_files[name])
+        etags = {
+            name: store.put_object(self._path / name, Body.of(small_files[name]))
+            for name in sorted(small_files, key=upload_order)
+        }
         for name in sorted(self._stale - self._files.file_names()):
             store.remove_file(self._path / name)
+        try:
+            check_files()
+        except RankMismatchError:
+            for name, etag in etags.items():
+                if name.endswith(".index.json"):
+                    store.remove_version(self._path / name, etag)
+            raise

@@ -50,9 +50,8 @@ class ObjectComponentSave(ComponentSave):
 
         def complete() -> bytes:
             upload.complete_uploads()
-            upload.check_whole_files()
             if self._output is not None:
-                self._output.finish()
+                self._output.finish(upload.check_files)
             return b""
 
         upload.finish(complete)

@@ -107,8 +107,8 @@ class SharedUpload:
             for (path, frame), upload in zip(files.items(), uploads, strict=True)
         ]
         self._uploaded, self._headers = UploadedParts(), list[bytes]()
-        #: On rank 0, the parts that all ranks have sent, and those with headers that the other ranks have sent.
-        self._sent, self._sent_by_others = list[SentPart](), list[SentPart]()
+        #: On rank 0, the parts that all ranks have sent, and the ETags of the files by number.
+        self._sent, self._etags = list[SentPart](), dict[int, str]()
 
     def send_parts(
         self, read_bytes: Callable[[], RankBytes], build_headers: BuildHeaders, on_moved: OnBytesMoved
@@ -153,7 +153,6 @@ class SharedUpload:
         def complete_files(posted: list[bytes]) -> bytes:
             by_rank = [msgspec.msgpack.decode(raw, type=list[SentPart]) for raw in posted]
             self._sent += [part for sent in by_rank for part in sent]
-            self._sent_by_others = [part for sent in by_rank[1:] for part in sent]
             if is_last:
                 self._sent += send_held()
             return complete()
@@ -162,18 +161,18 @@ class SharedUpload:
         _, decision = self._ranks.session.vote("completing the files", send_headers, _encode, complete_files)
         return decision
 
-    def check_whole_files(self) -> None:
-        """Raise ``RankMismatchError`` if a file of one part is not where another rank has written it, on rank 0."""
+    def check_files(self) -> None:
+        """Raise ``RankMismatchError`` if a complete file is not there as this job has uploaded it, on rank 0."""
 
-        def check_file(part: SentPart) -> None:
-            path = self._targets[part.file].path
-            if (path.store.find_version(path) or "").strip('"') != part.receipt.strip('"'):
+        def check_file(number: int) -> None:
+            path = self._targets[number].path
+            if (path.store.find_version(path) or "").strip('"') != self._etags[number].strip('"'):
                 raise RankMismatchError(
-                    f"{path} is not what a rank has uploaded: all ranks need the same settings of the store, and only "
-                    "one job may save to a path at a time"
+                    f"{path} is not what this job has uploaded: only one job may save to a path at a time, and all "
+                    "ranks need the same settings of the store"
                 )
 
-        map_requests(check_file, [part for part in self._sent_by_others if self._targets[part.file].upload is None])
+        map_requests(check_file, self._etags)
 
     @traced("complete the uploads", "commit")
     def complete_uploads(self, crcs: Sequence[int] | None = None) -> None:
@@ -188,11 +187,13 @@ class SharedUpload:
             if sorted(of_file) != list(range(len(sizes))):
                 raise StorageError(errno.EIO, f"not all parts of {target.path} were sent: this is a bug of holdfast")
             ordered = [of_file[part] for part in range(len(sizes))]
+            receipts = [part.receipt for part in ordered]
             if target.upload is None:
+                self._etags[number] = receipts[0]
                 return
             parts = ((part.crc64nvme, size) for part, size in zip(ordered, sizes, strict=True))
             crc = crcs[number] if crcs else block_crcs.combine_crcs(parts)
-            target.path.store.complete_upload(target.upload, [part.receipt for part in ordered], target.size, crc)
+            self._etags[number] = target.path.store.complete_upload(target.upload, receipts, target.size, crc)
 
         map_requests(complete, range(len(self._targets)))
 

@@ -154,8 +154,8 @@ class ObjectStore(Store, Protocol):
         Raises ``StorageError`` if the upload was aborted, unless the store notices that only at its end.
         """
 
-    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> None:
-        """Make the object of all parts, in order.
+    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:
+        """Make the object of all parts, in order, and return its ETag.
 
         Raises ``StorageError`` if the upload was aborted, or the size of the object or its CRC is not as expected.
         """

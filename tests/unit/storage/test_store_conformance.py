@@ -212,7 +212,8 @@ class TestObjects:
         assert not store.path_exists(prefix / "big")
         etags = {n: store.put_part(upload, n, Body.of(data[n - 1])) for n in (3, 1, 2)}
         whole = b"".join(data)
-        store.complete_upload(upload, [etags[n] for n in (1, 2, 3)], len(whole), crc64nvme(whole))
+        etag = store.complete_upload(upload, [etags[n] for n in (1, 2, 3)], len(whole), crc64nvme(whole))
+        assert etag.strip('"') == (store.find_version(prefix / "big") or "").strip('"')
         assert store.read_small(prefix / "big") == whole
         assert store.list_uploads(prefix) == []
 

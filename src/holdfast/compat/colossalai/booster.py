@@ -227,8 +227,8 @@ class Booster:
 def _save_component(
     path: Path, training: TrainingObjects, layout: Layout, text: str, *, shard: bool, use_async: bool
 ) -> SaveHandle[Path]:
-    request = ComponentRequest(Destination.for_path(path, folder=shard), training, layout, text)
-    return api.saves.save(request, None, _TIMEOUT, use_async=use_async)
+    request = ComponentRequest(Destination.for_path(path, folder=shard), training, layout, text, use_async=use_async)
+    return api.saves.save(request, None, _TIMEOUT)
 
 
 def _model_folder_layout(

@@ -219,7 +219,7 @@ class Azure(ObjectReads):
         self._send("PUT", upload.path, "upload a part of", _WRITE, query, headers, body=body.pieces)
         return name
 
-    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> None:  # noqa: ARG002
+    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:  # noqa: ARG002
         """See :class:`~holdfast.storage.store.ObjectStore`. The server checks the CRC of each block only."""
         blocks = self._list_blocks(upload.path)
         if block_name(upload.id, MARK) not in blocks:
@@ -230,11 +230,13 @@ class Azure(ObjectReads):
         if sum(blocks.get(name, 0) for name in receipts) != size:
             raise StorageError(errno.EIO, f"{upload.path} has other blocks than were sent: save again")
         try:
-            self._put_block_list(upload.path, receipts, note_headers(upload.id))
+            return self._put_block_list(upload.path, receipts, note_headers(upload.id)).headers["etag"]
         except RefusedRequestError as error:
             # The answer to an earlier attempt may have been lost.
-            if not error.is_repeated or not self._was_completed(upload, size):
+            completed = self._find_completed(upload, size) if error.is_repeated else None
+            if completed is None:
                 raise
+            return completed
 
     def abort_upload(self, upload: Upload) -> None:
         """See :class:`~holdfast.storage.store.ObjectStore`.
@@ -306,12 +308,13 @@ class Azure(ObjectReads):
             "PUT", path, "complete", _WRITE, {"comp": "blocklist"}, headers, body=body.pieces, needs=("etag",)
         )
 
-    def _was_completed(self, upload: Upload, size: int) -> bool:
-        """Return whether an object was made by an upload, and not by another one."""
+    def _find_completed(self, upload: Upload, size: int) -> str | None:
+        """Return the ETag of the object that an upload has made; ``None`` if there is none, or another one."""
         response = self._head(upload.path)
         if response is None or response.headers["content-length"] != str(size):
-            return False
-        return all(response.headers.get(name) == value for name, value in note_headers(upload.id))
+            return None
+        is_made = all(response.headers.get(name) == value for name, value in note_headers(upload.id))
+        return response.headers["etag"] if is_made else None
 
     def _list_blobs(self, folder: ObjectPath, options: Mapping[str, str]) -> Iterator[Element]:
         """Yield the blobs and the common prefixes below a folder. A page may be empty though there are more."""

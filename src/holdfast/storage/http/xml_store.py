@@ -207,7 +207,7 @@ class XmlStore(XmlRequests):
         response = self._send_until_received(upload.path, send, body)
         return _SEPARATOR.join((response.headers["etag"], *checksums.record))
 
-    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> None:
+    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
         parts = [receipt.split(_SEPARATOR) for receipt in receipts]
         listed = "".join(
@@ -232,6 +232,7 @@ class XmlStore(XmlRequests):
             if not error.is_repeated or error.status != HTTPStatus.NOT_FOUND or self.file_size(upload.path) != size:
                 raise
         self._check_completed(upload.path, [part[1:] for part in parts], size, crc64nvme, answer)
+        return find_text(parse_xml(answer), "ETag") or self.find_version(upload.path) or ""
 
     def abort_upload(self, upload: Upload) -> None:
         """See :class:`~holdfast.storage.store.ObjectStore`."""
