@@ -43,19 +43,37 @@ class Run:
 def read_checkpoints(run: Run) -> tuple[dict[str, int], str]:
     """Download all checkpoints that a tag names. Raises ``ViolationError`` if one is not whole.
 
-    Returns the step of each, and the tag of the latest; an empty text if there is none.
+    Returns the step of each, and the tag of the latest; an empty text if there is none. A job may save meanwhile: if
+    tags have other checkpoints now than at the beginning, all are downloaded again.
     """
-    tags = _read_tags(run)
+    while True:
+        tags = _read_tags(run)
+        try:
+            return _read_tagged(run, tags), max(tags, key=lambda name: tags[name].age, default="")
+        except ViolationError:
+            if _read_tags(run) == tags:
+                raise
+
+
+def _read_tagged(run: Run, tags: Mapping[str, _Tag]) -> dict[str, int]:
+    """Download the checkpoints of tags. Return the step of each."""
     with tempfile.TemporaryDirectory() as copy:
         for tag in tags.values():
             for name in run.list_names(tag.folder):
                 file = Path(copy) / tag.name / name.removeprefix(f"{tag.folder}/")
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(run.read(name))
+                file.write_bytes(_read_needed(run, name))
         missing = tags.keys() - {entry.name for entry in Path(copy).iterdir()}
         if missing:
             raise ViolationError(f"the files of {sorted(missing)} in {run.path} are missing")
-        return state.read_checkpoints(Path(copy)), max(tags, key=lambda name: tags[name].age, default="")
+        return state.read_checkpoints(Path(copy))
+
+
+def _read_needed(run: Run, name: str) -> bytes:
+    try:
+        return run.read(name)
+    except HTTPError as error:
+        raise ViolationError(f"{run.path}/{name} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
