@@ -40,16 +40,22 @@ class Profile:
     is_google: bool = False
     tells_part_crc: bool = False
     deletes_versions: bool = True
-    replaces_versions: bool = True
+    #: The status of the refusal to replace a version, whichever it is; 0 if the version is compared.
+    refuses_to_replace: int = 0
     equal_parts: bool = False
 
 
 AWS = Profile(tells_part_crc=True)
 RGW_16 = Profile(
-    deletes_versions=False, checks_part_crc=False, checks_full_crc=False, tells_full_crc=False, forgets_uploads=False
+    deletes_versions=False,
+    checks_part_crc=False,
+    checks_full_crc=False,
+    tells_full_crc=False,
+    forgets_uploads=False,
+    refuses_to_replace=412,
 )
 RGW_20 = Profile(checks_full_crc=False, forgets_uploads=False)
-SWIFT = Profile(checks_full_crc=False, tells_full_crc=False, forgets_uploads=False, replaces_versions=False)
+SWIFT = Profile(checks_full_crc=False, tells_full_crc=False, forgets_uploads=False, refuses_to_replace=501)
 #: As its documentation says: all parts but the last have one size. It is not assumed to look at CRC-64/NVME.
 R2 = Profile(checks_part_crc=False, checks_full_crc=False, tells_full_crc=False, equal_parts=True)
 GOOGLE = Profile(checks_full_crc=False, tells_full_crc=False, is_google=True)
@@ -176,8 +182,9 @@ class FakeS3(FakeStore):
         version = headers.get(name, "0")
         if version == "0" or not self.profile.honours_conditions:
             return None
-        if not self.profile.replaces_versions:
-            return failure(501, "NotImplemented")
+        if self.profile.refuses_to_replace:
+            code = "NotImplemented" if self.profile.refuses_to_replace == 501 else "PreconditionFailed"
+            return failure(self.profile.refuses_to_replace, code)
         if stored is None:
             return failure(412, "PreconditionFailed") if self.profile.is_google else failure(404, "NoSuchKey")
         current = stored.generation if self.profile.is_google else stored.etag

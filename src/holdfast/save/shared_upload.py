@@ -18,7 +18,7 @@ from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from holdfast.engine.io import upload_parts
 from holdfast.engine.io.p2p import P2PExchange
-from holdfast.engine.io.requests import Fragments, MemoryOf, OnBytesMoved
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
 from holdfast.engine.io.upload_parts import FileFrame, PartUploader, SentPart, UploadedParts, UploadTarget
 from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.engine.plan.save_plan import SavePlan
@@ -49,7 +49,7 @@ class RankBytes:
     """The bytes that a rank has: ranges of files, the sources of their bytes by tensor, and its values."""
 
     file_ranges: Sequence[FileRange]
-    bytes_of: MemoryOf
+    bytes_of: ProviderOf
     rank_values: bytes = b""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.closing import ClosingMixin
+from holdfast.storage.filesystems import is_in_memory
 from holdfast.storage.fork_safety import ClosedInForks
 from holdfast.storage.posix import wrap_os_errors, write_fully
 
@@ -49,6 +50,11 @@ class FileWriter(ClosingMixin, ClosedInForks):
         self._path, self._buffered_fd = path, _CLOSED
         with wrap_os_errors("open", path):
             self._buffered_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    @property
+    def copies_bytes(self) -> bool:
+        """True if the kernel copies all bytes that are written, so that they may be at any address."""
+        return True
 
     @abstractmethod
     def write(self, offset: int, data: memoryview) -> None:
@@ -98,10 +104,16 @@ class DirectWriter(FileWriter):
         super().__init__(path)
         try:
             with wrap_os_errors("open", path):
-                self._direct_fd = open_direct(path, os.O_WRONLY)
+                # Files in memory can be opened for direct writes, too, which are copied like all others.
+                self._direct_fd = None if is_in_memory(path) else open_direct(path, os.O_WRONLY)
         except BaseException:
             super().close()
             raise
+
+    @property
+    def copies_bytes(self) -> bool:
+        """See :class:`FileWriter`."""
+        return self._direct_fd is None
 
     def write(self, offset: int, data: memoryview) -> None:
         """See :class:`FileWriter`."""

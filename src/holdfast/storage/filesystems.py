@@ -28,6 +28,9 @@ _LOCAL = {
     0xCA451A4E: "bcachefs",
 }
 
+#: File systems without a disk: their files are the page cache.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
 #: The magic numbers of all versions of NFS, and of FUSE.
 _NFS, _FUSE = 0x6969, 0x65735546
 
@@ -47,7 +50,7 @@ _STATFS_BYTES = 512
 
 
 def filesystem_magic(path: Path) -> int:
-    """Return the magic number of the file system that a directory is on; 0 where ``statfs`` reports none."""
+    """Return the magic number of the file system that a file or a directory is on; 0 where ``statfs`` reports none."""
     if sys.platform != "linux":
         return 0
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_STATFS_BYTES)
@@ -63,6 +66,11 @@ def is_local(path: Path) -> bool:
     if isinstance(path, ObjectPath):
         return False
     return filesystem_magic(path) in _LOCAL
+
+
+def is_in_memory(path: Path) -> bool:
+    """Return whether a file is on a file system without a disk."""
+    return _LOCAL.get(filesystem_magic(path)) in _IN_MEMORY
 
 
 def forget_names(path: Path) -> None:

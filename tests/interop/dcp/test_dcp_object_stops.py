@@ -23,14 +23,14 @@ from holdfast.engine.io import upload_files
 from holdfast.storage.object_path import ObjectPath
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore
-from tests.helpers.fake_s3 import AWS, GOOGLE, RGW_16, FakeS3
+from tests.helpers.fake_s3 import AWS, GOOGLE, RGW_20, FakeS3
 from tests.helpers.object_histories import CutAt, Moment, Start, do_nothing, every_moment, fast_small_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STORES: dict[str, Callable[[], FakeStore]] = {
     "aws": lambda: FakeS3(AWS),
-    "rgw-16": lambda: FakeS3(RGW_16),
+    "rgw-20": lambda: FakeS3(RGW_20),
     "google": lambda: FakeS3(GOOGLE),
     "azure": FakeAzure,
 }

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from holdfast.storage import atomic_rename, direct_io, directory_trees, posix
 from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from holdfast.storage.exact_reader import ExactReaderFactory
 from holdfast.storage.file_lock import FileLock
+from holdfast.storage.filesystems import is_in_memory
 from holdfast.storage.memory import aligned_buffer
 
 
@@ -191,6 +193,18 @@ def test_data_at_an_address_of_no_use_for_direct_writes_arrives_all_the_same(tmp
     with DirectWriter(file) as writer:
         writer.write(0, buffer[1:])
     assert file.read_bytes() == data
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs")
+def test_files_in_memory_are_written_through_the_page_cache(tmp_path: Path) -> None:
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        assert is_in_memory(Path(folder))
+        file = Path(folder, "data")
+        file.write_bytes(b"old")
+        with DirectWriter(file) as writer:
+            assert writer.copies_bytes
+            writer.write(0, memoryview(b"new"))
+        assert file.read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 2 * 2**20 - 1, 2 * 2**20, 5 * 2**20 + 1])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.engine.io.cell_exchange import ReceivedRun
-from holdfast.engine.io.requests import MemoryProvider
+from holdfast.engine.io.requests import ByteProvider
 from holdfast.engine.io.write import copy_and_hash
 from holdfast.engine.plan.file_ranges import FileRange, split_at_blocks
 from holdfast.errors import StateError
@@ -43,7 +43,7 @@ class PartAssembly:
         self._start, self._buffer = start, buffer
         self._ranges: list[_HashedRange] = []
 
-    def add_range(self, file_range: FileRange, source: MemoryProvider) -> Iterator[tuple[int, Fragment]]:
+    def add_range(self, file_range: FileRange, source: ByteProvider) -> Iterator[tuple[int, Fragment]]:
         """Add bytes of a tensor, and yield their fragments."""
         for piece in split_at_blocks(file_range):
             nbytes = piece.stop - piece.start

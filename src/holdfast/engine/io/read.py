@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from holdfast.engine.io.read_order import rotate_by_rank
-from holdfast.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
 from holdfast.engine.io.source_reader import SourceReader
 from holdfast.engine.io.sources import Source, paths_of
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
@@ -102,7 +102,7 @@ def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple
     crc = 0
     for filled in reader.read_in_chunks(chunk.file, chunk.offset, buffer.data):
         crc = crc64(filled, crc)
-    return _make_fragment(chunk.file_ranges[0], crc)
+    return make_fragment(chunk.file_ranges[0], crc)
 
 
 def _read_buffered(chunk: IoChunk, sink_of: SinkOf, data: Bytes, reader: SourceReader) -> list[tuple[int, Fragment]]:
@@ -113,12 +113,8 @@ def _read_buffered(chunk: IoChunk, sink_of: SinkOf, data: Bytes, reader: SourceR
         start = file_range.offset - chunk.offset
         range_bytes = data[start : start + file_range.stop - file_range.start]
         sink_of(file_range.tensor).write(file_range.local, range_bytes)
-        fragments.append(_make_fragment(file_range, crc64(range_bytes)))
+        fragments.append(make_fragment(file_range, crc64(range_bytes)))
     return fragments
-
-
-def _make_fragment(file_range: FileRange, crc: int) -> tuple[int, Fragment]:
-    return file_range.tensor, Fragment(file_range.start, file_range.stop, crc)
 
 
 def _view_sink(file_range: FileRange, sink_of: SinkOf) -> Bytes | None:

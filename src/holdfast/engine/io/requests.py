@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from holdfast.engine.io.tensor_bytes import ByteSink, TensorBytes
+from holdfast.engine.plan.file_ranges import FileRange
 from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment, combine
 from holdfast.storage.memory import Bytes
 
@@ -20,19 +21,12 @@ class ByteProvider(Protocol):
     def slice_bytes(self) -> int:
         """The number of bytes to copy at a time."""
 
-    def copy_out(self, start: int, into: Bytes) -> None:
-        """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
-
-
-class MemoryProvider(ByteProvider, Protocol):
-    """A source of the bytes of a tensor, of which large ranges may be in memory."""
-
     def view(self, start: int, stop: int) -> Bytes | None:
         """Return bytes ``[start, stop)`` in place, or ``None`` if they must be copied."""
 
+    def copy_out(self, start: int, into: Bytes) -> None:
+        """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
 
-#: Returns the source of the bytes of tensor number n, which may be in memory.
-MemoryOf = Callable[[int], MemoryProvider]
 
 #: Returns this rank's shard of tensor number n.
 ShardOf = Callable[[int], TensorBytes]
@@ -50,6 +44,11 @@ OnBytesMoved = Callable[[int], None]
 def ignore_progress(nbytes: int) -> None:
     """Ignore the number of bytes moved."""
     del nbytes
+
+
+def make_fragment(file_range: FileRange, crc: int) -> tuple[int, Fragment]:
+    """Return the fragment of a tensor that a file range has, with its tensor."""
+    return file_range.tensor, Fragment(file_range.start, file_range.stop, crc)
 
 
 def merge_fragments(results: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragments:

@@ -56,6 +56,9 @@ class StreamedTensor:
         """The number of bytes to copy at a time: one read of a file, unless a copy of them is needed to cast them."""
         return CHUNK if self.stored == self.dtype else _CAST_BYTES
 
+    def view(self, start: int, stop: int) -> None:
+        """Return ``None``: the bytes are not in memory."""
+
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements.
 

@@ -25,7 +25,7 @@ from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.io.cell_exchange import CellExchange, ReceivedRun
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.part_assembly import PartAssembly
-from holdfast.engine.io.requests import Fragments, MemoryOf, OnBytesMoved, merge_fragments
+from holdfast.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, merge_fragments
 from holdfast.engine.io.write_stripes import hash_fragments
 from holdfast.engine.plan.cells import CellGrain
 from holdfast.engine.plan.file_ranges import FileRange
@@ -173,7 +173,7 @@ class PartUploader:
         targets: Sequence[UploadTarget],
         rank: int,
         file_ranges: Sequence[FileRange],
-        bytes_of: MemoryOf,
+        bytes_of: ProviderOf,
     ) -> None:
         self._plan, self._targets, self._bytes_of = plan, targets, bytes_of
         self._rank, self._ranges = rank, file_ranges

@@ -12,6 +12,7 @@ from holdfast.engine.io.requests import (
     OnBytesMoved,
     ProviderOf,
     ignore_progress,
+    make_fragment,
     merge_fragments,
 )
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, file_chunks
@@ -47,7 +48,7 @@ def write_file_ranges(
             }
 
             def write_one(chunk: IoChunk, writers: Mapping[int, FileWriter] = writers) -> list[tuple[int, Fragment]]:
-                fragments = _write_chunk(chunk, provider_of, buffers.get(), writers[chunk.file])
+                fragments = _write_chunk(chunk, provider_of, buffers, writers[chunk.file])
                 on_moved(chunk.size)
                 return fragments
 
@@ -72,18 +73,42 @@ def _split_by_files(file_ranges: Sequence[FileRange]) -> Iterator[Sequence[FileR
 
 
 def _write_chunk(
-    chunk: IoChunk, provider_of: ProviderOf, buffer: Bytes, writer: FileWriter
+    chunk: IoChunk, provider_of: ProviderOf, buffers: BufferPool, writer: FileWriter
 ) -> list[tuple[int, Fragment]]:
-    lead = filled = chunk.offset % SECTOR_BYTES
-    fragments = []
+    if writer.copies_bytes and len(chunk.file_ranges) == 1:
+        fragment = _write_in_place(chunk.file_ranges[0], provider_of, writer)
+        if fragment is not None:
+            return [fragment]
+    buffer, lead = buffers.get(), chunk.offset % SECTOR_BYTES
+    filled, fragments = lead, []
     for file_range in chunk.file_ranges:
         size = file_range.stop - file_range.start
         buffer_slice = buffer[filled : filled + size]
         crc = copy_and_hash(buffer_slice, provider_of(file_range.tensor), file_range.local)
-        fragments.append((file_range.tensor, Fragment(file_range.start, file_range.stop, crc)))
+        fragments.append(make_fragment(file_range, crc))
         filled += size
     writer.write(chunk.offset, buffer[lead:filled].data)
     return fragments
+
+
+def _write_in_place(file_range: FileRange, provider_of: ProviderOf, writer: FileWriter) -> tuple[int, Fragment] | None:
+    """Hash and write bytes that are in memory, without a copy of them. Return ``None`` if that was not possible.
+
+    Nothing else may change the tensor meanwhile. If something does, a checkpoint whose bytes do not match their CRC
+    would be of no use, so each slice is hashed again after it was written.
+    """
+    provider, size = provider_of(file_range.tensor), file_range.stop - file_range.start
+    data = provider.view(file_range.local, file_range.local + size)
+    if data is None:
+        return None
+    crc = 0
+    for start in range(0, size, provider.slice_bytes):
+        data_slice = data[start : start + provider.slice_bytes]
+        before, crc = crc, crc64(data_slice, crc)
+        writer.write(file_range.offset + start, data_slice.data)
+        if crc64(data_slice, before) != crc:
+            return None
+    return make_fragment(file_range, crc)
 
 
 def copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:

@@ -157,7 +157,11 @@ class XmlStore(XmlRequests):
         if found is None:
             return False
         try:
-            return self._put_if(path, data, self._version_condition(found.headers))
+            if self._put_if(path, data, self._version_condition(found.headers)):
+                return True
+            if self._find_if(path, etag) is None:
+                return False
+            # It is still this version: the server refuses all versions, as Ceph 16 does.
         except RefusedRequestError as error:
             if error.code == "NoSuchKey":  # it was removed meanwhile
                 return False
