@@ -31,6 +31,7 @@ from holdfast.errors import (
 from holdfast.save.base_files import BaseFiles
 from holdfast.storage import shared_files
 from tests.golden import reader
+from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -409,6 +410,23 @@ def test_one_of_some_checkpoints_is_full(tmp_path: Path) -> None:
         inodes.append(base_file(tmp_path, f"s{number}").stat().st_ino)
     # Their sequence numbers are 1 to 7.
     assert [len(list(equal)) for _, equal in itertools.groupby(inodes)] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(("elements", "is_asked"), [(100_000, True), (8_000_000, False)])
+def test_states_of_generators_are_not_shared_with_a_large_model(
+    tmp_path: Path, elements: int, *, is_asked: bool
+) -> None:
+    """They stay as they are in a training without dropout. Its saves need no vote on so few bytes."""
+    model = nn.Linear(elements, 1, bias=False)
+    holdfast.save_checkpoint(tmp_path / "run", "s0", model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    with holdfast.trace(tmp_path / "trace.json"):
+        holdfast.save_checkpoint(tmp_path / "run", "s1", model)
+    steps = {each.name for each in ChromeTrace(tmp_path / "trace.json").slices}
+    assert ("finding unchanged bytes" in steps) == is_asked
+    file = tmp_path / "run/s1/ranks.safetensors"
+    assert (file.stat().st_nlink > 1) == is_asked
 
 
 def test_without_incremental_saves_nothing_is_shared(tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ from holdfast.save.base_files import BaseFiles
 from holdfast.storage.posix import check_space
 from holdfast.storage.shared_files import Sharing
 
+#: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
+#: trainings never use, are less.
+_MIN_SHARE = 0.001
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -95,11 +99,17 @@ class IncrementalSave:
         return self._base.id, self._compare(self._tensors, self._base).sample_files(numbers)
 
     def choose_candidates(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
-        """Return the files that may be unchanged, by the samples of all ranks. Called on rank 0."""
+        """Return the files that may be unchanged, by the samples of all ranks, if sharing them saves much.
+
+        Called on rank 0.
+        """
         by_file = list(zip(*samples, strict=True))
         whole = [number for number, ranks in enumerate(by_file) if all(rank.all_match for rank in ranks)]
         matching = {number for number, ranks in enumerate(by_file) if any(rank.any_match for rank in ranks)}
-        return Candidates(whole, sorted(matching.difference(whole)) if self._sharing.clones else [])
+        candidates = Candidates(whole, sorted(matching.difference(whole)) if self._sharing.clones else [])
+        sizes = [file.size for file in self._plan.files]
+        shared = sum(sizes[number] for number in candidates.numbers())
+        return candidates if shared >= _MIN_SHARE * sum(sizes) else Candidates()
 
     def link_files(self, files: CheckpointFiles, candidates: Candidates) -> Candidates:
         """Link candidates in the staging directory. Return those that could be linked. Called on rank 0."""
