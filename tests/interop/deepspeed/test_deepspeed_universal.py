@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers.deepspeed_files import deepspeed_modules, extract_golden, random_save, write_zero
 from tests.helpers.equality import equal_bits
 from tests.interop.deepspeed.golden import Oracle
@@ -83,6 +83,17 @@ def test_files_are_those_that_deepspeed_looks_for(golden: Path, tmp_path: Path, 
         assert states["lr_scheduler"] == oracle.values["scheduler"]
         assert states["shared_params"] == oracle.tied
         assert {key: states[key] for key in oracle.values["client_state"]} == oracle.values["client_state"]
+
+
+@pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "step.pt"])
+def test_a_missing_file_of_a_parameter_is_named(golden: Path, tmp_path: Path, file: str) -> None:
+    """Without it a conversion would lack a state of one parameter, and nobody would see that."""
+    oracle = Oracle.load(golden, "z1_w2_fp32")
+    holdfast.convert(oracle.folder, tmp_path / "out", to=TO)
+    path = next((tmp_path / "out").glob(f"*/zero/{oracle.trained[0][1]}/{file}"))
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match=rf"{path.parent.name}/{file}.* is missing"):
+        holdfast.open(tmp_path / "out")
 
 
 def test_the_loss_scaler_is_an_object_of_deepspeed(golden: Path, tmp_path: Path) -> None:
