@@ -83,7 +83,7 @@ class TestRefused:
         for file in (tmp_path / "tag").iterdir():
             if f"mp_rank_{kept}" not in file.name:
                 file.unlink()
-        refuse(tmp_path / "tag", CorruptCheckpointError, "1 of 2 tensor-parallel ranks|others are missing")
+        refuse(tmp_path / "tag", CorruptCheckpointError, "1 of 2 model-parallel ranks|others are missing")
 
     def test_ranks_that_do_not_say_how_they_divide(self, tmp_path: Path) -> None:
         write_tensor_parallel(tmp_path / "tag", tmp_path)

@@ -111,6 +111,12 @@ class _FolderReader:
             raise CorruptCheckpointError(
                 f"{folder} has the files of the model-parallel ranks {ranks[:8]}: others are missing"
             )
+        alone = next((path for rank, path in files.optimizers.items() if rank.mp not in ranks), None)
+        if alone is not None:
+            raise CorruptCheckpointError(
+                f"{alone} has the optimizer of a model-parallel rank without a file of its model: the save did not "
+                "finish, or files were removed"
+            )
         if files.expert_optimizers and not files.optimizers and self._options.with_optimizer:
             raise FormatError(
                 f"{files.expert_optimizers[0]} has the optimizer of experts without ZeRO, which holdfast does not "
@@ -118,11 +124,11 @@ class _FolderReader:
             )
 
     def _check_number(self, stages: list[StageFiles]) -> None:
-        """Check that no model-parallel rank is missing. Those of the stages of a pipeline are not counted."""
+        """Check that no model-parallel rank is missing. The size that is stored may leave out stages of a pipeline."""
         size, ranks = stages[0].first.values.get(MODEL_PARALLEL), len(stages)
-        if type(size) is int and size != ranks and not self._layers:
+        if type(size) is int and (size > ranks or (size < ranks and not self._layers)):
             raise CorruptCheckpointError(
-                f"{self._files.folder} has the files of {ranks} of {size} tensor-parallel ranks: the save did not "
+                f"{self._files.folder} has the files of {ranks} of {size} model-parallel ranks: the save did not "
                 "finish, or files were removed or left from an earlier save"
             )
 
