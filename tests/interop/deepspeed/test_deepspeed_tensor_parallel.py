@@ -15,6 +15,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError
+from holdfast.formats.detect import open_reader
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.deepspeed_files import ZeroSave, deepspeed_modules
 from tests.helpers.deepspeed_tensor_parallel import write_tensor_parallel
@@ -63,6 +64,16 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
         tree = torch.load(path, weights_only=False)
         change(tree)
         torch.save(tree, path)
+
+
+def test_rows_that_ranks_divide_are_read_together(tmp_path: Path) -> None:
+    """Else a read would be as short as the part of a row that a rank has."""
+    write_tensor_parallel(tmp_path / "tag", tmp_path, ranks=3)
+    reader = open_reader(tmp_path / "tag")
+    for group, name in (("model", "out"), ("model", "conv"), ("optimizer", "out/exp_avg")):
+        assert len(reader.find_extents(group, name, 0, reader.groups[group][name].nbytes)) == 1
+    (whole,) = reader.find_extents("model", "table", 0, 12)
+    assert isinstance(whole.file, Path)  # each rank has it whole
 
 
 def edit_map(path: Path, name: str, change: Callable[[Any], Any]) -> None:

@@ -143,7 +143,7 @@ class _FolderReader:
             )
         info = files[0].values.get(UNIVERSAL_INFO)
         maps = parse_shard_maps(info, files[0].module, len(files), files[0].path, self._access.budget)
-        joiner = RankJoiner(maps, [file.path for file in files])
+        joiner = RankJoiner(maps, [file.path for file in files], self._access.budget)
         module = joiner.join_module([file.module for file in files], files[0].buffers)
         optimizers = [self._read_optimizer(stage, stage.first.module) for stage in stages]
         if self._numbered:
