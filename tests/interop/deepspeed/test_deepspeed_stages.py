@@ -87,6 +87,13 @@ def test_a_missing_stage_is_found(tmp_path: Path, missing: str) -> None:
         holdfast.open(tmp_path)
 
 
+def test_missing_layers_are_found(tmp_path: Path) -> None:
+    """Universal checkpoints that DeepSpeed converts lack them."""
+    write_pipeline(tmp_path, {}, mp_world_size=2)
+    with pytest.raises(CorruptCheckpointError, match="2 stages of a pipeline, and none of their layers"):
+        holdfast.open(tmp_path)
+
+
 def test_a_shared_layer_that_could_be_two_is_refused(tmp_path: Path) -> None:
     write_pipeline(tmp_path, {**LAYERS, 2: {"weight": TIED}})
     with pytest.raises(FormatError, match=r"the layers \[0, 2\] could be tied_modules.embed"):

@@ -70,7 +70,7 @@ def test_rows_that_ranks_divide_are_read_together(tmp_path: Path) -> None:
     """Else a read would be as short as the part of a row that a rank has."""
     write_tensor_parallel(tmp_path / "tag", tmp_path, ranks=3)
     reader = open_reader(tmp_path / "tag")
-    for group, name in (("model", "out"), ("model", "conv"), ("optimizer", "out/exp_avg")):
+    for group, name in (("model", "out"), ("optimizer", "out/exp_avg")):
         assert len(reader.find_extents(group, name, 0, reader.groups[group][name].nbytes)) == 1
     (whole,) = reader.find_extents("model", "table", 0, 12)
     assert isinstance(whole.file, Path)  # each rank has it whole

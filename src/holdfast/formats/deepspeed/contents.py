@@ -135,6 +135,11 @@ class _FolderReader:
     def _join_ranks(self, stages: list[StageFiles]) -> dict[str, Any]:
         """Join what tensor-parallel ranks have. Return the model's state dict."""
         files, folder = [stage.first for stage in stages], self._files.folder
+        if not any(file.module for file in files):
+            raise CorruptCheckpointError(
+                f"{folder} has the files of {len(stages)} stages of a pipeline, and none of their layers: copy "
+                "layer_*-model_states.pt from the original checkpoint, which ds_to_universal does not"
+            )
         if self._files.experts or stages[0].is_divided or store_of(folder).is_directory(folder / UNIVERSAL):
             raise FormatError(
                 f"{folder} is divided among {len(stages)} tensor-parallel ranks, which holdfast does not read with "
