@@ -168,6 +168,37 @@ def test_what_has_no_place_is_refused_by_its_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def optimizer_tree(state: str = "sum", step: Any = 1) -> dict[str, Any]:
+    """A file of ``torch.save`` with a model of one parameter, and an optimizer with a state of any name."""
+    states = {"step": step, state: torch.ones(2)}
+    group = {"lr": 0.1, "params": [0], "param_names": ["w"]}
+    return {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: states}, "param_groups": [group]}}
+
+
+@pytest.mark.parametrize("state", ["../../../../outside", "/outside", "a/b", "", "a\0b", "x" * 253, "fp32"])
+def test_states_that_cannot_have_a_file_are_refused(tmp_path: Path, state: str) -> None:
+    """None is written outside of the folder, or over the master weights."""
+    torch.save(optimizer_tree(state), tmp_path / "c.pt")
+    with pytest.raises(InvalidArgumentError, match="of 'w' cannot have a file of its name"):
+        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+    assert [path.name for path in tmp_path.rglob("*")] == ["c.pt"]
+
+
+@pytest.mark.parametrize(
+    "step", ["1", [1], -1, 1.5, float("nan"), float("inf"), 2**70, torch.ones(1), torch.tensor(1j)]
+)
+def test_steps_that_are_no_number_are_refused(tmp_path: Path, step: Any) -> None:
+    torch.save(optimizer_tree(step=step), tmp_path / "c.pt")
+    with pytest.raises(InvalidArgumentError, match="the number of steps of 'w' is .*: it must be a whole number"):
+        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+
+
+def test_counters_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    torch.save({**optimizer_tree(), "global_steps": {"a": 1}}, tmp_path / "c.pt")
+    with pytest.raises(InvalidArgumentError, match="user_content has 'global_steps', a counter of DeepSpeed"):
+        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+
+
 @contextmanager
 def few_open_files(number: int) -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
