@@ -189,7 +189,7 @@ def test_states_that_cannot_have_a_file_are_refused(tmp_path: Path, state: str) 
 )
 def test_steps_that_are_no_number_are_refused(tmp_path: Path, step: Any) -> None:
     torch.save(optimizer_tree(step=step), tmp_path / "c.pt")
-    with pytest.raises(InvalidArgumentError, match="the number of steps of 'w' is .*: it must be a whole number"):
+    with pytest.raises(InvalidArgumentError, match=r"the number of steps of 'w' is .*: it must be a whole number"):
         holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
 
 

@@ -82,8 +82,8 @@ class EngineValues:
         wrong = next((name for name in _COUNTERS if name in client and type(client[name]) is not int), None)
         if wrong is not None:
             raise InvalidArgumentError(
-                f"user_content has {wrong!r}, a counter of DeepSpeed, with {client[wrong]!r:.40}: save it under another "
-                "key"
+                f"user_content has {wrong!r}, a counter of DeepSpeed, with {client[wrong]!r:.40}: save it under "
+                "another key"
             )
         counters = {**_COUNTERS, "global_steps": _find_step(source, steps)}
         counters |= {name: client.pop(name) for name in _COUNTERS if name in client}
