@@ -39,9 +39,11 @@ def test_whole_parameters_are_read(tmp_path: Path, options: dict[str, Any]) -> N
     check(tmp_path / "tag", save)
 
 
-def test_a_conversion_has_the_whole_parameters(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:DeepSpeed does not restore", "ignore:under ZeRO", "ignore:groups of the")
+@pytest.mark.parametrize("to", ["native", "deepspeed-universal"])
+def test_a_conversion_has_the_whole_parameters(tmp_path: Path, to: str) -> None:
     save = write_tensor_parallel(tmp_path / "tag", tmp_path)
-    holdfast.convert(tmp_path / "tag", tmp_path / "out", to="native")
+    holdfast.convert(tmp_path / "tag", tmp_path / "out", to=to)
     opened = holdfast.open(tmp_path / "out")
     assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in save.masters.items())
     content = opened.values["user_content"]

@@ -87,6 +87,7 @@ class EngineValues:
             )
         counters = {**_COUNTERS, "global_steps": _find_step(source, steps)}
         counters |= {name: client.pop(name) for name in _COUNTERS if name in client}
+        counters["mp_world_size"] = 1  # tensor-parallel ranks and stages of the source are joined
         optimizer = {key: client.pop(key) for key in _OPTIMIZER_VALUES if key in client}
         if _is_scaler(client.get(_SCALER)):
             optimizer[_SCALER] = _as_object(client.pop(_SCALER))
