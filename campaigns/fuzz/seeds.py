@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import random
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast
 from holdfast.dcp import FileSystemWriter
@@ -44,6 +49,8 @@ def create_seeds(folder: Path) -> dict[str, Path]:
     made["deepspeed AutoTP"] = folder / "autotp/c"
     write_tensor_parallel(made["deepspeed AutoTP"], folder / "autotp")
     made["accelerate"] = _save_accelerate(folder / "accelerate/c")
+    made["accelerate FSDP"] = _save_sharded(folder / "accelerate FSDP/c")
+    made["trainer"] = _save_trainer(folder / "trainer/c")
     made |= _save_megatron(folder / "megatron")
     for name, options in {"legacy": {"_use_new_zipfile_serialization": False}, "evil": {}}.items():
         made[name] = folder / name / "c.pt"
@@ -95,6 +102,47 @@ def _save_accelerate(path: Path) -> Path:
     optimizer.step()
     accelerator.save_state(str(path), safe_serialization=False)
     return path
+
+
+def _save_sharded(path: Path) -> Path:
+    """Save like Accelerate with FSDP: a model and an optimizer in folders of ``torch.distributed.checkpoint``."""
+    model, optimizer, _, generators = _train()
+    states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    for kind, name in (("model", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
+        dcp.save({kind: states[kind]}, checkpoint_id=path / name, no_dist=True)
+    torch.save({"step": 0, **generators}, path / "random_states_0.pkl")
+    return path
+
+
+def _save_trainer(path: Path) -> Path:
+    """Save like transformers' ``Trainer`` in two processes, with weights in two files."""
+    model, optimizer, scheduler, generators = _train()
+    path.mkdir(parents=True)
+    files = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate(model.state_dict(), 1)}
+    for name, file in files.items():
+        save_file({name: model.state_dict()[name]}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": [{"loss": 1.5}]}))
+    states = dict(zip(("python", "numpy", "cpu"), generators.values(), strict=True))
+    trees = {"optimizer.pt": optimizer.state_dict(), "scheduler.pt": scheduler.state_dict()}
+    for file, tree in (trees | {f"rng_state_{rank}.pth": states for rank in range(2)}).items():
+        torch.save(tree, path / file)
+    return path
+
+
+def _train() -> tuple[nn.Module, torch.optim.Optimizer, Any, dict[str, Any]]:
+    """Return a model, an optimizer and a scheduler after one step, and the states of generators."""
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    generators = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),  # noqa: NPY002
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    return model, optimizer, scheduler, generators
 
 
 def _save_megatron(folder: Path) -> dict[str, Path]:

@@ -50,7 +50,10 @@ class _DefaultDirectories:
 
     def get_directory(self, settings: _Settings) -> RunDirectory:
         """Return the run directory with these settings, and create it if there is none."""
-        directory = self._directories.pop(settings, None) or self._create_directory(*settings)
+        try:
+            directory = self._directories.pop(settings, None) or self._create_directory(*settings)
+        except TypeError:  # a setting is of a type without a hash: the checks of the directory name it
+            return self._create_directory(*settings)
         self._directories[settings] = directory  # now it is the most recently used one
         if len(self._directories) > _MAX_DEFAULTS:
             del self._directories[next(iter(self._directories))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 import torch.distributed as dist
 
 from holdfast.engine.comm.call_check import CallDescription, vote_same_call
-from holdfast.engine.comm.session import RankGroup, current_process_group
+from holdfast.engine.comm.session import RankGroup, check_process_group, current_process_group
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.errors import InvalidArgumentError
 from holdfast.load.result import RestoreResult
@@ -23,7 +23,7 @@ from holdfast.observe.reporter import with_progress_bar
 from holdfast.observe.spans import span, traced
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk.files import SHARD_SIZE
-from holdfast.ondisk.validation import check_choice, check_timeout
+from holdfast.ondisk.validation import check_choice, check_keys, check_timeout
 from holdfast.run.catalog import list_checkpoints
 from holdfast.run.corruption import CorruptRecord
 from holdfast.run.retention import Retention, as_policy
@@ -148,7 +148,7 @@ class RunDirectory:
         #: The checkpoint with which the next save may share files.
         self.base = Base()
         self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
-        self._process_group, self._timeout = process_group, check_timeout(timeout)
+        self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
         check_choice("staging", staging, STAGING)
         self._async_save, self._staging = async_save, staging
         check_choice("frozen", frozen, FROZEN)
@@ -350,8 +350,9 @@ class RunDirectory:
         """
         # Imported here, as a job that only saves needs none of it, and no reader of another format.
         from holdfast.load.request import LoadRequest  # noqa: PLC0415
-        from holdfast.state.restore import RestorePolicy  # noqa: PLC0415
+        from holdfast.state.restore import RestorePolicy, as_components  # noqa: PLC0415
 
+        check_keys(keys)
         selected = check_tag_argument(tag)
         policy = RestorePolicy(
             strict=strict if isinstance(strict, bool) else True,
@@ -360,7 +361,7 @@ class RunDirectory:
             rng=optimizer is not None if rng is None else rng,
             per_rank_content=_is_resume_call(optimizer, dataloader),
             # Components that were not requested explicitly may be missing, but a warning says so.
-            allow_missing=_as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
+            allow_missing=as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
         )
         request = LoadRequest(
             path=self.path,
@@ -486,10 +487,6 @@ class RunDirectory:
             self.finalize()
         else:
             self.wait()
-
-
-def _as_components(names: Collection[str]) -> frozenset[str]:
-    return frozenset({names} if isinstance(names, str) else names)
 
 
 def _lenient_components(strict: object) -> frozenset[str]:

@@ -14,7 +14,7 @@ from holdfast.formats.contained_paths import check_contained
 from holdfast.formats.native import check_native_form
 from holdfast.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
 from holdfast.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
-from holdfast.formats.sharded.index import read_index
+from holdfast.formats.sharded.index import read_index, two_saves_error
 from holdfast.ondisk import block_crcs, values
 from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.header import parse_json_object
@@ -77,6 +77,8 @@ class HuggingFaceReader:
     def _list_files(self, index: str, single: str) -> list[Path]:
         store = store_of(self.path)
         if store.file_exists(self.path / index) and not read_index(self.path / index, self.path).groups_file:
+            if store.file_exists(self.path / single):
+                raise two_saves_error(self.path / index, self.path / single)
             names = sorted(set(self._weight_map(index).values()))
             return [self._checked_path(self.path / name, index) for name in names]
         return [self._checked_path(self.path / single, index)] if store.file_exists(self.path / single) else []

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from holdfast.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
+from holdfast.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
 from holdfast.engine.plan.ranges import IndexBox, boxes_of_range
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
+from holdfast.formats.reader import FileExtent
+from holdfast.ondisk.dtypes import dtype_width
+from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.read_budget import ReadBudget
 
 #: Steps for a chunk of a tensor in a stack.
@@ -40,6 +45,25 @@ class JoinedTensor(ChunkedTensor):
 def whole_box(shape: tuple[int, ...]) -> IndexBox:
     """Return the box of a whole tensor."""
     return IndexBox((0,) * len(shape), shape)
+
+
+def chunks_of_extent(extent: FileExtent, info: TensorInfo) -> Chunks | None:
+    """Return the chunks of a range of a tensor's bytes, or ``None`` if it is stored neither in ranges nor in boxes."""
+    width = dtype_width(info.dtype)
+    boxes = list(boxes_of_range(info.shape, extent.start // width, extent.stop // width))
+    if isinstance(extent.file, ChunkedSource) and extent.file.shape == info.shape:
+        return extent.file.chunks
+    if isinstance(extent.file, ChunkedSource) and len(boxes) == 1 and boxes[0].shape == extent.file.shape:
+        return offset_slices(extent.file.chunks, boxes[0].offset)
+    if not isinstance(extent.file, Path):
+        return None
+    chunks: list[SourceChunk] = []
+    offset = extent.offset
+    for box in boxes:
+        location = StridedLocation(extent.file, offset, row_major_strides(box.shape, width))
+        chunks.append(SourceChunk(box, partial(StridedLocation._make, location), (extent.file, offset)))
+        offset += math.prod(box.shape) * width
+    return tuple(chunks)
 
 
 def cut_slice(chunks: Iterable[SourceChunk], box: IndexBox) -> Chunks:

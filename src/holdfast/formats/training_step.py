@@ -14,13 +14,16 @@ _KEYS = (
     ("lightning", ("global_step",)),
 )
 
+#: Steps are less than this, so that they fit into the manifest.
+_LIMIT = 2**63
+
 
 def find_step(format_name: str, user_content: Any) -> int | None:
-    """Return the training step; ``None`` if there is none. Several formats in one folder are joined by ``+``."""
+    """Return the training step, or ``None``. Several formats in one folder are joined by ``+``."""
     for name, keys in _KEYS:
         value = user_content if name in format_name.split("+") else None
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
-        if type(value) is int and value >= 0:
+        if type(value) is int and 0 <= value < _LIMIT:
             return value
     return None

@@ -15,7 +15,7 @@ from holdfast.live_copy.result import CopyResult
 from holdfast.ondisk.validation import check_timeout
 from holdfast.process.gc_pause import gc_paused
 from holdfast.save.background import background_saves
-from holdfast.state.restore import RestorePolicy
+from holdfast.state.restore import RestorePolicy, as_components
 from holdfast.state.training import TrainingObjects
 
 
@@ -111,8 +111,7 @@ def copy_state(
         strict=strict,
         cast_dtype=cast_dtype,
         rng=optimizer is not None if rng is None else rng,
-        allow_missing=frozenset({allow_missing} if isinstance(allow_missing, str) else allow_missing)
-        | ({"rng"} if rng is None else set()),
+        allow_missing=as_components(allow_missing) | ({"rng"} if rng is None else set()),
     )
     objects = TrainingObjects(model, optimizer, scheduler, user_content, stateful=stateful, dataloader=dataloader)
     request = CopyRequest(objects, source, list_ranks(sources), policy)

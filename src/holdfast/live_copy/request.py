@@ -61,6 +61,10 @@ class CopyRequest:
 
     def check_arguments(self, size: int) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid. ``size`` is the number of ranks."""
+        for name in ("strict", "cast_dtype", "rng"):
+            value = getattr(self.policy, name)
+            if not isinstance(value, bool):
+                raise InvalidArgumentError(f"{name} must be True or False; got {value!r:.80}")
         if self.sources is not None:
             self._check_sources(self.sources, size)
         if self.source is not None:
@@ -70,7 +74,7 @@ class CopyRequest:
                 raise InvalidArgumentError(
                     f"source must be a dict with the keys {', '.join(_SOURCE_NAMES)}; got the key {unknown[0]!r}"
                 )
-        names = {*self.objects.component_names(), *(f"stateful/{name}" for name in self.objects.stateful or ())}
+        names = {*self.objects.component_names(), *self.objects.stateful_names()}
         for component in self.policy.allow_missing:
             check_choice("each of allow_missing", component, (*COMPONENTS, *(name for name in names if "/" in name)))
 

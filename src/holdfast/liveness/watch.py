@@ -60,14 +60,22 @@ def watch(
     """
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgumentError("watch() installs a signal handler: call it in the main thread")
+    for name, seconds in (("interval", interval), ("timeout", timeout), ("exit_after", exit_after)):
+        _check_seconds(name, seconds)
     if not interval > 0 or not timeout >= _LEAST_MISSING * interval:
         raise InvalidArgumentError(
             f"interval={interval} and timeout={timeout}: the timeout must be at least {_LEAST_MISSING} intervals, "
             "else a slow rank would be taken for a dead one"
         )
-    if exit_after is not None and not exit_after >= 0:
-        raise InvalidArgumentError(f"exit_after={exit_after}: pass a number of seconds, or None")
     return Watch(RankGroup(process_group), WatchTimes(interval, timeout), exit_after)
+
+
+def _check_seconds(name: str, seconds: object) -> None:
+    if isinstance(seconds, int | float) and type(seconds) is not bool and 0 <= seconds <= threading.TIMEOUT_MAX:
+        return
+    if seconds is not None or name != "exit_after":
+        optional = ", or None" if name == "exit_after" else ""
+        raise InvalidArgumentError(f"{name} must be a number of seconds{optional}; got {seconds!r:.80}")
 
 
 class Watch(ClosingMixin):

@@ -66,7 +66,7 @@ class LoadRequest:
             check_tag(self.tag)
         check_choice("share_reads", self.share_reads, SHARE_READS)
         check_choice("on_corruption", self.on_corruption, ON_CORRUPTION)
-        named = {*self.training.component_names(), *(f"stateful/{name}" for name in self.training.stateful or ())}
+        named = {*self.training.component_names(), *self.training.stateful_names()}
         for argument, components in (
             ("each of allow_missing", self.policy.allow_missing),
             ("each key of strict", self.policy.lenient),

@@ -24,13 +24,18 @@ def name_components(kind: str, given: Any, is_single: Callable[[Any], bool]) -> 
     """Return the parts of each separate object, under ``kind`` or, for those of a dict, ``kind/name``.
 
     ``is_single`` returns whether a mapping is a single object, such as a state dict, rather than a dict of several
-    objects.
+    objects. Raises ``InvalidArgumentError`` for a list without parts; only an optimizer may have none.
     """
     if given is None:
         return {}
     if isinstance(given, Mapping) and not is_single(given):
-        return {f"{kind}/{_component_name(kind, name)}": _flatten_parts(component) for name, component in given.items()}
-    return {kind: _flatten_parts(given)}
+        slots = {f"{kind}/{_component_name(kind, name)}": _flatten_parts(part) for name, part in given.items()}
+    else:
+        slots = {kind: _flatten_parts(given)}
+    empty = next((slot for slot, parts in slots.items() if not parts), None)
+    if empty is not None and kind != "optimizer":
+        raise InvalidArgumentError(f"{empty} is a list without objects: leave it out, or pass None")
+    return slots
 
 
 def _component_name(kind: str, name: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from holdfast.engine.plan.spec import OWN, PER_RANK
-from holdfast.errors import MismatchError, OptimizerMismatchError
+from holdfast.errors import InvalidArgumentError, MismatchError, OptimizerMismatchError
 from holdfast.observe.spans import traced
 from holdfast.ondisk.dtypes import FLOATING
 from holdfast.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
@@ -77,6 +77,17 @@ class RestorePolicy:
     def may_be_missing(self, component: str) -> bool:
         """Return whether names of a component may be missing in the checkpoint."""
         return not self.is_strict(component) or _is_selected(component, self.allow_missing)
+
+
+def as_components(allow_missing: object) -> frozenset[str]:
+    """Return the components in the argument ``allow_missing``: a list of their names, or a single name."""
+    if isinstance(allow_missing, str):
+        return frozenset({allow_missing})
+    if not isinstance(allow_missing, Iterable):
+        raise InvalidArgumentError(
+            f"allow_missing must be a list of components, such as ['scheduler']; got {allow_missing!r:.80}"
+        )
+    return frozenset(map(str, allow_missing))
 
 
 def _is_selected(component: str, selected: frozenset[str]) -> bool:

@@ -39,6 +39,10 @@ class TrainingObjects:
     adapters: str = NO_ADAPTERS
     files: Mapping[str, bytes] = field(default_factory=dict)
 
+    def stateful_names(self) -> list[str]:
+        """Return the slots of the objects that were passed as ``stateful``."""
+        return [f"stateful/{name}" for name in self.stateful] if isinstance(self.stateful, Mapping) else []
+
     def component_names(self) -> list[str]:
         """Return the slots of the objects that were passed, without those that only one rank needs to pass."""
         model_names = models.model_components(self.model)

@@ -162,6 +162,86 @@ def test_generators_are_left_out_if_those_of_a_rank_are_missing(
     assert "is of rank 1, but there is no file of rank 0" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("acc_fsdp2_w2", "random_states_1.pkl"),
+        ("trainer_fsdp2_w2", "rng_state_1.pth"),
+        ("trainer_plain_w2", "rng_state_1.pth"),
+    ],
+)
+def test_generators_of_the_last_rank_are_missed(
+    folder: Callable[[str], SavedRun], caplog: pytest.LogCaptureFixture, case: str, name: str
+) -> None:
+    """Else those of two ranks would pass for those of one process, whose run goes on exactly."""
+    run = folder(case)
+    (run.folder / name).unlink()
+    assert restore(run).missing == ("rng",)
+    assert "is of rank 0, but there is no file of rank 1" in caplog.text
+
+
+def test_generators_of_another_save_are_left_out(
+    folder: Callable[[str], SavedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of more ranks stay when fewer write into the same folder."""
+    run = folder("trainer_plain_w2")
+    shutil.copy(run.folder / "rng_state_0.pth", run.folder / "rng_state.pth")
+    assert restore(run).missing == ("rng",)
+    assert "rng_state_1.pth is of another save than rng_state.pth" in caplog.text
+    (run.folder / "rng_state_0.pth").unlink()
+    (run.folder / "rng_state_1.pth").unlink()
+    assert "rng" in restore(run).exact
+
+    run = folder("acc_fsdp2_w2")
+    file = run.folder / "random_states_1.pkl"
+    torch.save(torch.load(file, weights_only=False) | {"step": 5}, file)
+    assert restore(run).missing == ("rng",)
+    assert "files of ranks have the steps [0, 5]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "other"),
+    [
+        ("acc_plain_w1", "optimizer.bin", "optimizer.pt"),
+        ("acc_plain_w1", "scheduler.bin", "scheduler.pt"),
+        ("acc_fsdp2_w2", "optimizer_0", "optimizer.bin"),
+        ("acc_fsdp2_w2", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"),
+    ],
+)
+def test_files_of_two_saves_are_named(folder: Callable[[str], SavedRun], case: str, name: str, other: str) -> None:
+    """Accelerate does not remove those of an earlier save with other settings, which would be loaded instead."""
+    run = folder(case)
+    torch.save({}, run.folder / other)
+    with pytest.raises(FormatError, match=rf"{name} and {other} are of two saves"):
+        restore(run)
+
+
+def test_weights_of_two_saves_are_named(folder: Callable[[str], SavedRun]) -> None:
+    """transformers does not remove the file of all tensors when it writes several, and then loads it."""
+    run = folder("trainer_plain_w1")
+    names = dict.fromkeys(run.weights, "model-00001-of-00001.safetensors")
+    shutil.copy(run.folder / "model.safetensors", run.folder / "model-00001-of-00001.safetensors")
+    (run.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(FormatError, match=r"model\.safetensors and model\.safetensors\.index\.json are of two saves"):
+        holdfast.open(run.folder)
+    model_only = run.folder.parent / "model"
+    model_only.mkdir()
+    for file in run.folder.glob("model*"):
+        shutil.copy(file, model_only)
+    with pytest.raises(FormatError, match="are of two saves"):
+        holdfast.open(model_only)
+    (run.folder / "model.safetensors").unlink()
+    assert restore(run).exact[:2] == ("model", "optimizer")
+
+
+def test_a_step_that_is_too_large_is_left_out(folder: Callable[[str], SavedRun], tmp_path: Path) -> None:
+    run = folder("trainer_plain_w1")
+    (run.folder / "trainer_state.json").write_text(json.dumps({"global_step": 2**63}))
+    holdfast.convert(run.folder, tmp_path / "native", to="native")
+    content = holdfast.open(tmp_path / "native").values["user_content"]
+    assert content["trainer_state"]["global_step"] == 2**63
+
+
 @pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
 @pytest.mark.parametrize(
     "name",

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 from torch import nn
+from transformers.optimization import Adafactor
 
 import holdfast
 import holdfast.accelerate
@@ -30,7 +31,8 @@ Weights = dict[str, torch.Tensor]
 def make_net(seed: int) -> nn.Module:
     """A net with dropout, a frozen and a tied parameter."""
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    square, last = [nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 4)
+    net = nn.Sequential(square[0], nn.Dropout(0.2), square[1], nn.LayerNorm(6), square[2], last)
     net[2].weight = net[0].weight
     net[4].weight.requires_grad_(requires_grad=False)
     return net
@@ -51,7 +53,12 @@ def make_several_groups(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [*reversed(biases)], "weight_decay": 0.0}, {"params": weights}], lr=0.1)
 
 
-OPTIMIZERS = [make_one_group, make_trained_only, make_several_groups]
+def make_factored(net: nn.Module) -> torch.optim.Optimizer:
+    """Its states of a matrix are one value for each row, and one for each column."""
+    return Adafactor(net.parameters(), lr=0.1, relative_step=False, scale_parameter=False)
+
+
+OPTIMIZERS = [make_one_group, make_trained_only, make_several_groups, make_factored]
 
 
 def run_steps(net: nn.Module, optimizer: Any, scheduler: Any, backward: Any) -> None:

@@ -200,7 +200,7 @@ def test_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
 def test_auto_ep_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path)
     edit(folder / MODEL, lambda tree: tree.update(ds_autoep_layers=[{"ep_rank": 0}]))
-    refuse(tmp_path, FormatError, "AutoEP")
+    refuse(tmp_path, FormatError, "AutoEP, which holdfast reads neither here nor in universal checkpoints")
 
 
 def test_frozen_parameters_that_were_left_out_are_named(tmp_path: Path) -> None:

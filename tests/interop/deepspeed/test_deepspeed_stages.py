@@ -21,7 +21,9 @@ TIED = "tied_modules.embed.weight"
 STAGES = [{TIED: (4, 3), "1.weight": (3, 3), "1.bias": (3,)}, {"3.weight": (3, 5), TIED: (4, 3)}]
 
 
-def write_pipeline(folder: Path, layers: dict[int, dict[str, str]], same: bool = True) -> list[ZeroSave]:
+def write_pipeline(
+    folder: Path, layers: dict[int, dict[str, str]], same: bool = True, mp_world_size: int = 1
+) -> list[ZeroSave]:
     """Two stages, of which both have the embedding. ``layers`` says under which names a layer's file has parameters."""
     saves = [random_save(shapes, [list(shapes)], ("exp_avg",), step=torch.tensor(3.0)) for shapes in STAGES]
     if same:
@@ -38,7 +40,7 @@ def write_pipeline(folder: Path, layers: dict[int, dict[str, str]], same: bool =
             if tree is None:
                 file.rename(target)
             else:
-                torch.save({**tree, "module": None}, target)
+                torch.save({**tree, "module": None, "mp_world_size": mp_world_size}, target)
     values = {**saves[1].masters, **saves[0].masters}
     for number, names in layers.items():
         torch.save({local: values[name] for local, name in names.items()}, tag / f"layer_0{number}-model_states.pt")
@@ -73,6 +75,23 @@ def test_stages_that_differ_in_a_shared_layer_are_found(tmp_path: Path) -> None:
     write_pipeline(tmp_path, LAYERS, same=False)
     (problem,) = [check.problem for check in holdfast.open(tmp_path).verify() if check.problem]
     assert "master weight of 'tied_modules.embed.weight' differs between ranks or stages" in problem
+
+
+@pytest.mark.parametrize("missing", ["mp_rank_01_model_states.pt", "*mp_rank_01_*"])
+def test_a_missing_stage_is_found(tmp_path: Path, missing: str) -> None:
+    """The files of its layers alone have the weights, without their masters and the states of the optimizer."""
+    write_pipeline(tmp_path, LAYERS, mp_world_size=2)
+    for file in (tmp_path / "global_step7").glob(missing):
+        file.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"1 of 2 model-parallel ranks|rank_01.* without a file of its"):
+        holdfast.open(tmp_path)
+
+
+def test_missing_layers_are_found(tmp_path: Path) -> None:
+    """Universal checkpoints that DeepSpeed converts lack them."""
+    write_pipeline(tmp_path, {}, mp_world_size=2)
+    with pytest.raises(CorruptCheckpointError, match="2 stages of a pipeline, and none of their layers"):
+        holdfast.open(tmp_path)
 
 
 def test_a_shared_layer_that_could_be_two_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError
+from holdfast.formats.detect import open_reader
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.deepspeed_files import ZeroSave, deepspeed_modules
 from tests.helpers.deepspeed_tensor_parallel import write_tensor_parallel
@@ -38,9 +39,11 @@ def test_whole_parameters_are_read(tmp_path: Path, options: dict[str, Any]) -> N
     check(tmp_path / "tag", save)
 
 
-def test_a_conversion_has_the_whole_parameters(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:DeepSpeed does not restore", "ignore:under ZeRO", "ignore:groups of the")
+@pytest.mark.parametrize("to", ["native", "deepspeed-universal"])
+def test_a_conversion_has_the_whole_parameters(tmp_path: Path, to: str) -> None:
     save = write_tensor_parallel(tmp_path / "tag", tmp_path)
-    holdfast.convert(tmp_path / "tag", tmp_path / "out", to="native")
+    holdfast.convert(tmp_path / "tag", tmp_path / "out", to=to)
     opened = holdfast.open(tmp_path / "out")
     assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in save.masters.items())
     content = opened.values["user_content"]
@@ -65,6 +68,16 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
         torch.save(tree, path)
 
 
+def test_rows_that_ranks_divide_are_read_together(tmp_path: Path) -> None:
+    """Else a read would be as short as the part of a row that a rank has."""
+    write_tensor_parallel(tmp_path / "tag", tmp_path, ranks=3)
+    reader = open_reader(tmp_path / "tag")
+    for group, name in (("model", "out"), ("optimizer", "out/exp_avg")):
+        assert len(reader.find_extents(group, name, 0, reader.groups[group][name].nbytes)) == 1
+    (whole,) = reader.find_extents("model", "table", 0, 12)
+    assert isinstance(whole.file, Path)  # each rank has it whole
+
+
 def edit_map(path: Path, name: str, change: Callable[[Any], Any]) -> None:
     info = "universal_checkpoint_info"
     edit(path, lambda tree: change(tree[info]["affine_map"]["params"][f"^{re.escape(name)}$"]))
@@ -83,7 +96,7 @@ class TestRefused:
         for file in (tmp_path / "tag").iterdir():
             if f"mp_rank_{kept}" not in file.name:
                 file.unlink()
-        refuse(tmp_path / "tag", CorruptCheckpointError, "1 of 2 tensor-parallel ranks|others are missing")
+        refuse(tmp_path / "tag", CorruptCheckpointError, "1 of 2 model-parallel ranks|others are missing")
 
     def test_ranks_that_do_not_say_how_they_divide(self, tmp_path: Path) -> None:
         write_tensor_parallel(tmp_path / "tag", tmp_path)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import InvalidArgumentError
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers.deepspeed_files import deepspeed_modules, extract_golden, random_save, write_zero
 from tests.helpers.equality import equal_bits
 from tests.interop.deepspeed.golden import Oracle
@@ -83,6 +83,17 @@ def test_files_are_those_that_deepspeed_looks_for(golden: Path, tmp_path: Path, 
         assert states["lr_scheduler"] == oracle.values["scheduler"]
         assert states["shared_params"] == oracle.tied
         assert {key: states[key] for key in oracle.values["client_state"]} == oracle.values["client_state"]
+
+
+@pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "step.pt"])
+def test_a_missing_file_of_a_parameter_is_named(golden: Path, tmp_path: Path, file: str) -> None:
+    """Without it a conversion would lack a state of one parameter, and nobody would see that."""
+    oracle = Oracle.load(golden, "z1_w2_fp32")
+    holdfast.convert(oracle.folder, tmp_path / "out", to=TO)
+    path = next((tmp_path / "out").glob(f"*/zero/{oracle.trained[0][1]}/{file}"))
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match=rf"{path.parent.name}/{file}.* is missing"):
+        holdfast.open(tmp_path / "out")
 
 
 def test_the_loss_scaler_is_an_object_of_deepspeed(golden: Path, tmp_path: Path) -> None:
@@ -155,6 +166,37 @@ def test_what_has_no_place_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="user_content has 'module'"):
         holdfast.convert(tmp_path / "taken/run/step", tmp_path / "out", to=TO)
     assert not (tmp_path / "out").exists()
+
+
+def optimizer_tree(state: str = "sum", step: Any = 1) -> dict[str, Any]:
+    """A file of ``torch.save`` with a model of one parameter, and an optimizer with a state of any name."""
+    states = {"step": step, state: torch.ones(2)}
+    group = {"lr": 0.1, "params": [0], "param_names": ["w"]}
+    return {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: states}, "param_groups": [group]}}
+
+
+@pytest.mark.parametrize("state", ["../../../../outside", "/outside", "a/b", "", "a\0b", "x" * 253, "fp32"])
+def test_states_that_cannot_have_a_file_are_refused(tmp_path: Path, state: str) -> None:
+    """None is written outside of the folder, or over the master weights."""
+    torch.save(optimizer_tree(state), tmp_path / "c.pt")
+    with pytest.raises(InvalidArgumentError, match="of 'w' cannot have a file of its name"):
+        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+    assert [path.name for path in tmp_path.rglob("*")] == ["c.pt"]
+
+
+@pytest.mark.parametrize(
+    "step", ["1", [1], -1, 1.5, float("nan"), float("inf"), 2**70, torch.ones(1), torch.tensor(1j)]
+)
+def test_steps_that_are_no_number_are_refused(tmp_path: Path, step: Any) -> None:
+    torch.save(optimizer_tree(step=step), tmp_path / "c.pt")
+    with pytest.raises(InvalidArgumentError, match=r"the number of steps of 'w' is .*: it must be a whole number"):
+        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+
+
+def test_counters_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    torch.save({**optimizer_tree(), "global_steps": {"a": 1}}, tmp_path / "c.pt")
+    with pytest.raises(InvalidArgumentError, match="user_content has 'global_steps', a counter of DeepSpeed"):
+        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
 
 
 @contextmanager

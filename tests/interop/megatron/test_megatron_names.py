@@ -14,6 +14,7 @@ import transformers
 
 import holdfast
 from holdfast.errors import FormatError, InvalidArgumentError
+from tests.helpers.cost import limit_cost
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import CONFIGS, build_model
 from tests.helpers.megatron_models import (
@@ -129,6 +130,21 @@ def test_other_models_are_refused(tmp_path: Path, changed: dict[str, Any], messa
     with pytest.raises(FormatError, match=message):
         holdfast.open(folder, keys=HF)
     assert holdfast.open(folder).keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "message"),
+    [
+        ("llama", "num_layers", "it should have 1000000000 equal layers"),
+        ("mixtral", "num_layers", "it should have 1000000000 equal layers"),
+        ("mixtral", "num_experts", "have no mlp.experts.local_experts.4.linear_fc1.weight"),
+    ],
+)
+def test_the_cost_of_huge_models(tmp_path: Path, family: str, name: str, message: str) -> None:
+    """The names that a model should have are not all made before those that it has not are noticed."""
+    folder = save_torch_dist(tmp_path / "c", build_tensors(ARGS[family]), {**ARGS[family], name: 10**9})
+    with limit_cost(memory=True), pytest.raises(FormatError, match=message):
+        holdfast.open(folder, keys=HF)
 
 
 def test_tensors_of_no_family_are_refused(tmp_path: Path) -> None:

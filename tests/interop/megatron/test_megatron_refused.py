@@ -275,6 +275,15 @@ def test_deep_objects_are_refused(tmp_path: Path) -> None:
         holdfast.open(folder)
 
 
+@pytest.mark.parametrize("inner", ["{", "{0.__class__}", "{0:>2000000000}"])
+def test_braces_in_a_name_are_no_format(tmp_path: Path, inner: str) -> None:
+    """Nothing is inserted into them, nor are they padded to two billion characters."""
+    folder = save_entries(tmp_path / "c", {f"decoder.layers.{inner}": torch.ones(2, 3)}, LLAMA)
+    with limit_cost(memory=True):
+        names = list(holdfast.open(folder))
+    assert names == [f"model/decoder.layers.{layer}.{inner}" for layer in range(2)]
+
+
 def test_the_cost_of_huge_stacks(tmp_path: Path) -> None:
     """A shape with very many layers costs no more than its files allow."""
     folder = save_torch_dist(tmp_path / "c", build_tensors(LLAMA), LLAMA)

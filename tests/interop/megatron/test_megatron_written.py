@@ -20,6 +20,7 @@ import holdfast
 from holdfast.conversion import dcp_writer
 from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from tests.helpers.commands import run_command
+from tests.helpers.cost import limit_cost
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import CONFIGS, build_model, fuse_tensors
 from tests.helpers.megatron_models import EXPERTS, HIDDEN, LAYERS, VOCAB
@@ -254,13 +255,14 @@ def test_a_corrupt_source(tmp_path: Path, family: str) -> None:
         ({"tie_word_embeddings": True}, "no place for 'lm_head.weight'"),
         ({"model_type": "qwen3"}, "q_layernorm"),
         ({"hidden_size": "32"}, "hidden_size as a positive integer"),
+        ({"num_hidden_layers": 10**9}, "a model of 1000000000 layers has more tensors than"),
     ],
 )
 def test_other_configurations_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     save_hf(tmp_path / "hf", "llama")
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, **changed}))
-    with pytest.raises(FormatError, match=message):
+    with limit_cost(memory=True), pytest.raises(FormatError, match=message):
         holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
 
 
@@ -368,6 +370,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
     for options, message in (
         ({"vocab_divisible_by": 0}, "vocab_divisible_by must be a whole number of at least 1"),
         ({"consumed_samples": -1}, "consumed_samples must be"),
+        ({"expert_parallel": 1}, "expert_parallel must be True or False"),
         ({"tp_size": 2}, "has no options tp_size"),
         ({"config": str(tmp_path / "none")}, "none"),
     ):

@@ -70,5 +70,5 @@ def test_one_rank_is_no_model(runs: Path, tmp_path: Path) -> None:
     for file in (runs / "run0/global_step3").iterdir():
         if "mp_rank_00" in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(CorruptCheckpointError, match="1 of 2 tensor-parallel ranks"):
+    with pytest.raises(CorruptCheckpointError, match="1 of 2 model-parallel ranks"):
         holdfast.open(tmp_path)

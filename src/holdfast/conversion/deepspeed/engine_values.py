@@ -79,8 +79,15 @@ class EngineValues:
             raise InvalidArgumentError(
                 f"user_content has {reserved[0]!r}, which is a key of DeepSpeed: save it under another key"
             )
+        wrong = next((name for name in _COUNTERS if name in client and type(client[name]) is not int), None)
+        if wrong is not None:
+            raise InvalidArgumentError(
+                f"user_content has {wrong!r}, a counter of DeepSpeed, with {client[wrong]!r:.40}: save it under "
+                "another key"
+            )
         counters = {**_COUNTERS, "global_steps": _find_step(source, steps)}
-        counters |= {name: client.pop(name) for name in _COUNTERS if type(client.get(name)) is int}
+        counters |= {name: client.pop(name) for name in _COUNTERS if name in client}
+        counters["mp_world_size"] = 1  # tensor-parallel ranks and stages of the source are joined
         optimizer = {key: client.pop(key) for key in _OPTIMIZER_VALUES if key in client}
         if _is_scaler(client.get(_SCALER)):
             optimizer[_SCALER] = _as_object(client.pop(_SCALER))

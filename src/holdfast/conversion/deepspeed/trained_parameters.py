@@ -21,8 +21,14 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 #: The state that counts steps.
 STEP = "step"
 
-#: The most bytes of the name of a parameter, which is the name of a folder.
-_NAME_BYTES = 255
+#: The most bytes of a name of a file or folder; the extension of the files; names that have another meaning.
+_NAME_BYTES, _EXTENSION, _RESERVED = 255, ".pt", frozenset({"", ".", "..", "optimizer_state.pt"})
+
+#: The file of the master weights, which no state can have.
+_MASTER = "fp32"
+
+#: The number of steps is less than this.
+_STEP_LIMIT = 2**63
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,10 @@ def _collect_states(tensors: Mapping[str, torch.Tensor], groups: Sequence[Any]) 
 
 
 def _make_parameter(name: str, model: Mapping[str, torch.Tensor], states: Mapping[str, Any]) -> TrainedParameter:
-    _check_name(name)
+    if not _is_file_name(name):
+        raise InvalidArgumentError(
+            f"the parameter {name!r:.300} cannot have a folder of its name, which DeepSpeed needs: pass rename"
+        )
     master = model.get(name)
     if master is None:
         raise InvalidArgumentError(
@@ -106,6 +115,10 @@ def _make_parameter(name: str, model: Mapping[str, torch.Tensor], states: Mappin
         )
     shaped = {state: value for state, value in states.items() if state != STEP}
     for state, value in shaped.items():
+        if state in {"", _MASTER} or not _is_file_name(f"{state}{_EXTENSION}"):
+            raise InvalidArgumentError(
+                f"the optimizer's state {state!r:.300} of {name!r} cannot have a file of its name, as DeepSpeed needs"
+            )
         if not isinstance(value, torch.Tensor) or value.shape != master.shape:
             what = f"the shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r:.40}"
             raise InvalidArgumentError(
@@ -113,17 +126,17 @@ def _make_parameter(name: str, model: Mapping[str, torch.Tensor], states: Mappin
                 "their parameter, and the number of steps"
             )
     step = states.get(STEP)
-    if isinstance(step, torch.Tensor) and step.numel() != 1:
-        raise InvalidArgumentError(f"the number of steps of {name!r} has the shape {list(step.shape)}")
+    if isinstance(step, torch.Tensor) and (step.shape or step.is_complex()):
+        raise InvalidArgumentError(
+            f"the number of steps of {name!r} is a tensor of the shape {list(step.shape)} and the dtype {step.dtype}: "
+            "it must be a whole number"
+        )
     return TrainedParameter(name, master, shaped, step)
 
 
-def _check_name(name: str) -> None:
-    """Raise ``InvalidArgumentError`` if a parameter cannot have a folder of its name."""
-    if name in {"", ".", "..", "optimizer_state.pt"} or set(name) & {"/", "\0"} or len(name.encode()) > _NAME_BYTES:
-        raise InvalidArgumentError(
-            f"the parameter {name!r:.300} cannot have a folder of its name, which DeepSpeed needs: pass rename"
-        )
+def _is_file_name(name: str) -> bool:
+    """Return whether a file or folder can have a name, in the folder where it is created."""
+    return name not in _RESERVED and not set(name) & {"/", "\0"} and len(name.encode()) <= _NAME_BYTES
 
 
 def _check_equal_states(group: Sequence[TrainedParameter]) -> None:
@@ -145,6 +158,10 @@ def _check_steps(source: ConversionSource, groups: Sequence[Sequence[TrainedPara
         if parameter.step is None:
             continue
         step = _read_step(source, parameter)
+        if not (0 <= step < _STEP_LIMIT and step == int(step)):
+            raise InvalidArgumentError(
+                f"the number of steps of {parameter.name!r} is {step:g}: it must be a whole number"
+            )
         first = first or (parameter.name, step)
         if step != first[1]:
             raise InvalidArgumentError(
@@ -155,8 +172,10 @@ def _check_steps(source: ConversionSource, groups: Sequence[Sequence[TrainedPara
 
 
 def _read_step(source: ConversionSource, parameter: TrainedParameter) -> float:
+    if isinstance(parameter.step, int | float):
+        return parameter.step
     if not isinstance(parameter.step, torch.Tensor):
-        return float(parameter.step)
+        raise _step_error(parameter, f"{parameter.step!r:.40}")
     key = source.selected.sources[_OPTIMIZER, state_key(parameter.name, STEP)]
     dtype = parameter.step.dtype
     buffer = np.empty(parameter.step.nbytes, np.uint8)
@@ -165,3 +184,7 @@ def _read_step(source: ConversionSource, parameter: TrainedParameter) -> float:
         for number, extent in enumerate(extents):
             opened.read(number, extent.offset, buffer[extent.start : extent.stop].data)
     return float(torch.from_numpy(buffer).view(dtype)[0])
+
+
+def _step_error(parameter: TrainedParameter, step: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"the number of steps of {parameter.name!r} is {step}: it must be a whole number")

@@ -40,7 +40,23 @@ def plan_from_hf(
 
     Raises ``FormatError`` naming a tensor that has no place in Megatron's model of the family.
     """
+    _check_counts(shapes, family, args)
     return _Planner(_name_tensors(shapes, family, args), family, args, padded).plan_all()
+
+
+def _check_counts(shapes: Mapping[str, tuple[int, ...]], family: Family, args: ModelArgs) -> None:
+    """Raise ``FormatError`` if the configuration names more layers and experts than there are tensors."""
+    layers, experts = args.require_size("num_layers"), args.require_size("num_experts") if family.experts else 1
+    if layers * experts > sum(shape[0] if _has_experts(shape) else 1 for shape in shapes.values()):
+        raise FormatError(
+            f"{args.source}: a model of {layers} layers{f' of {experts} experts' if family.experts else ''} has more "
+            f"tensors than the {len(shapes)} of the source: {args.advice}"
+        )
+
+
+def _has_experts(shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor may have all experts of a layer: their number, rows and columns."""
+    return len(shape) == 3 and 0 not in shape  # noqa: PLR2004
 
 
 def transposed_names(shapes: Mapping[str, tuple[int, ...]], family: Family) -> list[str]:
@@ -66,7 +82,7 @@ def _name_tensors(shapes: Mapping[str, tuple[int, ...]], family: Family, args: M
 def _expand(name: str, shape: tuple[int, ...], family: Family, known: set[str]) -> Iterator[tuple[str, _HfTensor]]:
     """Yield the tensors in a tensor: several if it has all experts of a layer."""
     prefix, inner = _split_layer(name)
-    if family.experts and inner in {_GATE_UP, _DOWN} and len(shape) == 3:  # noqa: PLR2004 - experts, rows, columns
+    if family.experts and inner in {_GATE_UP, _DOWN} and _has_experts(shape):
         yield from _expand_experts(name, shape, prefix, family)
         return
     base = family.ends[EMBEDDING].split(".", 1)[0] + "."

@@ -42,6 +42,8 @@ class MegatronOptions:
         _check_number("vocab_divisible_by", options.vocab_divisible_by, 1)
         if options.consumed_samples is not None:
             _check_number("consumed_samples", options.consumed_samples, 0)
+        if not isinstance(options.expert_parallel, bool):
+            raise InvalidArgumentError(f"expert_parallel must be True or False; got {options.expert_parallel!r:.40}")
         return options
 
 

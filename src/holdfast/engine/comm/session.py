@@ -123,9 +123,22 @@ class RankGroup:
 
 def current_process_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the given process group, or the default one, or ``None`` if there is none."""
-    if process_group is not None or not (dist.is_available() and dist.is_initialized()):
+    if check_process_group(process_group) is not None or not (dist.is_available() and dist.is_initialized()):
         return process_group
     return dist.group.WORLD
+
+
+def check_process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return an argument that is a process group, or what torch gives to ranks that are not in it, or ``None``.
+
+    Raises ``InvalidArgumentError`` for anything else.
+    """
+    is_group = dist.is_available() and (
+        isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
+    )
+    if given is not None and not is_group:
+        raise InvalidArgumentError(f"process_group must be a ProcessGroup of torch, or None; got {given!r:.80}")
+    return given
 
 
 def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from holdfast.errors import FormatError
 from holdfast.formats.dcp.folder import METADATA
 from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER, choose_files, parse_file_name
 from holdfast.storage.store import store_of
@@ -38,6 +39,9 @@ _FILES = (
     (TRAINER_STATE, re.compile(re.escape(_TRAINER_STATE_FILE))),
 )
 
+#: The names of a model under FSDP.
+_FSDP = re.compile("pytorch_model_fsdp")
+
 #: Names that only Accelerate uses; and names that mark a checkpoint of the ``Trainer`` if it has the file of its state.
 _ACCELERATE = re.compile(
     r"random_states_\d+\.pkl|pytorch_model_fsdp(_\d+)?(\.bin)?|(scheduler|sampler|dl_state_dict)(_\d{1,4})?\.bin"
@@ -51,6 +55,9 @@ _OPTIMIZER = re.compile(r"optimizer(_\d{1,4})?\.bin")
 #: Values that are given to the user as they are, by the names of their files.
 _VALUES = re.compile(r"(sampler|dl_state_dict)(_\d{1,4})?\.bin")
 
+#: The files of ranks in folders of ``torch.distributed.checkpoint``.
+_RANK_FILE = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")
+
 #: Files of one rank's shards, which say nothing about their places in whole tensors.
 _LOCAL = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d{1,4})?_rank\d{1,9}\.bin")
 
@@ -59,12 +66,22 @@ Parts = Mapping[str, Mapping[int, Path]]
 
 
 def list_parts(folder: Path) -> Parts:
-    """Return the parts of a folder. Of several files of one object, the one that is loaded to resume comes first."""
+    """Return the parts of a folder. Raises ``FormatError`` if two of them are of the same object or rank.
+
+    Only of a model there may be several: the ``Trainer`` also writes its weights for transformers. Files of generators
+    are compared by :mod:`holdfast.formats.accelerate.rank_values`.
+    """
     names = sorted(store_of(folder).list_names(folder))
     parts: dict[str, dict[int, Path]] = {}
     for kind, number, name in [*_match_names(names, _FOLDERS), *_match_names(names, _FILES)]:
-        if number not in parts.get(kind, {}) and _is_part(folder / name):
-            parts.setdefault(kind, {})[number] = folder / name
+        if not _is_part(folder / name):
+            continue
+        first = parts.setdefault(kind, {}).setdefault(number, folder / name)
+        if first.name != name and kind != GENERATORS and (kind != MODEL or _FSDP.match(name)):
+            raise FormatError(
+                f"{first} and {name} are of two saves, and either may be the older one: remove that one, and all other "
+                "files of its save"
+            )
     for kind, pattern in ((VALUE, _VALUES), (LOCAL, _LOCAL)):
         matches = [folder / name for name in names if pattern.fullmatch(name)]
         if matches:
@@ -72,6 +89,13 @@ def list_parts(folder: Path) -> Parts:
     if 0 not in parts.get(MODEL, {}) and (file := choose_files(folder, MODEL)) is not None:
         parts[MODEL] = {0: file.path, **parts.get(MODEL, {})}
     return parts
+
+
+def count_writers(parts: Parts) -> int:
+    """Return how many ranks at least have saved a folder, by the files of models and optimizers under FSDP."""
+    folders = [path for kind in (MODEL, OPTIMIZER) for path in parts.get(kind, {}).values() if not path.suffix]
+    names = (name for folder in folders for name in store_of(folder).list_names(folder))
+    return max((int(match[1]) + 1 for match in map(_RANK_FILE.fullmatch, names) if match), default=1)
 
 
 def _match_names(names: list[str], patterns: tuple[tuple[str, re.Pattern[str]], ...]) -> Iterator[tuple[str, int, str]]:

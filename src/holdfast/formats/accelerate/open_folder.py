@@ -10,7 +10,8 @@ from holdfast.formats.accelerate.folder_parts import list_parts
 from holdfast.formats.accelerate.training_reader import TrainingReader
 from holdfast.formats.composite_reader import CompositeReader
 from holdfast.formats.deepspeed.deepspeed_reader import DeepSpeedReader
-from holdfast.formats.deepspeed.tags import is_deepspeed
+from holdfast.formats.deepspeed.file_names import list_tag_files
+from holdfast.formats.deepspeed.tags import find_tag, is_deepspeed
 from holdfast.formats.peft import PeftReader, is_peft
 from holdfast.formats.reader import Reader
 from holdfast.formats.sharded.model_files import MODEL, OPTIMIZER
@@ -28,7 +29,8 @@ def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
             "files of DeepSpeed, whose components are found by the names of their files; leave keys out"
         )
     if is_deepspeed(path):
-        others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER})
+        optimizers = len(list_tag_files(find_tag(path)).optimizers)
+        others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER}, writers=optimizers)
         return CompositeReader(path, [DeepSpeedReader(path, keys), others])
     if MODEL not in parts and is_peft(path):
         return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, parts, elsewhere={MODEL})])

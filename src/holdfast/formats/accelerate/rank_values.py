@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,9 @@ from holdfast.ondisk import values
 CONTENT = "user_content"
 
 _RNG = "rng"
+
+#: The file that the ``Trainer`` writes in a single process, and those that several ranks write.
+_SINGLE, _NUMBERED = "rng_state.pth", re.compile(r"rng_state_\d{1,9}\.pth")
 
 _ADVICE = "remove such files if the states of random number generators are not needed"
 
@@ -51,9 +55,12 @@ class RankValues:
     unread: list[UnreadTensorNote] = field(default_factory=list)
 
 
-def build_rank_values(files: Mapping[int, Path], trees: Mapping[int, Any]) -> RankValues:
-    """Return the values of all ranks, or none and a note if those of one rank are missing or cannot be read."""
-    unread = list(_find_problems(files, trees))
+def build_rank_values(files: Mapping[int, Path], trees: Mapping[int, Any], writers: int) -> RankValues:
+    """Return the values of all ranks, or none and a note if those of one rank are missing or cannot be read.
+
+    ``writers`` is how many ranks have saved the checkpoint at least.
+    """
+    unread = list(_find_problems(files, trees, writers))
     if unread:
         return RankValues(unread=unread)
     encoder, ranks = _Encoder(), []
@@ -66,13 +73,24 @@ def build_rank_values(files: Mapping[int, Path], trees: Mapping[int, Any]) -> Ra
     return RankValues(ranks, encoder.tensors)
 
 
-def _find_problems(files: Mapping[int, Path], trees: Mapping[int, Any]) -> Iterator[UnreadTensorNote]:
+def _find_problems(files: Mapping[int, Path], trees: Mapping[int, Any], writers: int) -> Iterator[UnreadTensorNote]:
     for rank, tree in trees.items():
         if isinstance(tree, UnreadTensor):
             yield _note(files[rank], tree.why)
-    missing = next((rank for rank in range(len(files)) if rank not in files), None)
+    if files and (why := _find_difference(files, trees, writers)) is not None:
+        yield _note(files[max(files)], f"{why}: {_ADVICE}")
+
+
+def _find_difference(files: Mapping[int, Path], trees: Mapping[int, Any], writers: int) -> str | None:
+    """Return why the files are not those of all ranks of one save, or ``None``."""
+    is_numbered = any(_NUMBERED.fullmatch(file.name) for file in files.values())
+    missing = next((n for n in range(max(len(files), writers, 1 + is_numbered)) if n not in files), None)
     if missing is not None:
-        yield _note(files[max(files)], f"is of rank {max(files)}, but there is no file of rank {missing}: {_ADVICE}")
+        return f"is of rank {max(files)}, but there is no file of rank {missing}"
+    if is_numbered and files[0].name == _SINGLE:
+        return f"is of another save than {_SINGLE}, which a single process writes"
+    steps = {tree["step"] for tree in trees.values() if isinstance(tree, dict) and type(tree.get("step")) is int}
+    return f"is of another save: files of ranks have the steps {sorted(steps)[:8]}" if len(steps) > 1 else None
 
 
 def _note(file: Path, why: str) -> UnreadTensorNote:

@@ -22,6 +22,7 @@ from holdfast.formats.accelerate.folder_parts import (
     TRAINER_STATE,
     VALUE,
     Parts,
+    count_writers,
 )
 from holdfast.formats.accelerate.part_reader import PartReader
 from holdfast.formats.accelerate.rank_values import CONTENT, build_rank_values
@@ -42,17 +43,17 @@ _AUTOMATIC = re.compile(r"checkpoint_(\d{1,9})")
 class TrainingReader(TreeReader):
     """A reader of the parts of a folder, without those of the kinds that are ``elsewhere``: in another reader.
 
-    See :class:`holdfast.formats.reader.Reader`.
+    ``writers`` is how many ranks at least have saved what is there. See :class:`holdfast.formats.reader.Reader`.
     """
 
-    def __init__(self, path: Path, parts: Parts, elsewhere: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, parts: Parts, elsewhere: Collection[str] = (), writers: int = 1) -> None:
         kinds = [kind for kind in (MODEL, OPTIMIZER, SCHEDULER) if kind not in elsewhere]
         notes = list(_note_local_shards(parts, kinds))
         self._parts = PartReader(path)
         slots = self._read_slots({kind: parts[kind] for kind in kinds if kind in parts})
         unsafe = {slot: tree for slot, tree in slots.items() if isinstance(tree, UnreadTensor)}
         trees = {rank: self._parts.read_file(file) for rank, file in parts.get(GENERATORS, {}).items()}
-        rank_values = build_rank_values(parts.get(GENERATORS, {}), trees)
+        rank_values = build_rank_values(parts.get(GENERATORS, {}), trees, max(writers, count_writers(parts)))
         opened, values = self._parts.opened, self._read_values(path, parts, trees)
         components = {slot: tree for slot, tree in slots.items() if slot not in unsafe}
         contents = from_components(components, values, opened.budget, str(path))

@@ -111,6 +111,12 @@ class _FolderReader:
             raise CorruptCheckpointError(
                 f"{folder} has the files of the model-parallel ranks {ranks[:8]}: others are missing"
             )
+        alone = next((path for rank, path in files.optimizers.items() if rank.mp not in ranks), None)
+        if alone is not None:
+            raise CorruptCheckpointError(
+                f"{alone} has the optimizer of a model-parallel rank without a file of its model: the save did not "
+                "finish, or files were removed"
+            )
         if files.expert_optimizers and not files.optimizers and self._options.with_optimizer:
             raise FormatError(
                 f"{files.expert_optimizers[0]} has the optimizer of experts without ZeRO, which holdfast does not "
@@ -118,17 +124,22 @@ class _FolderReader:
             )
 
     def _check_number(self, stages: list[StageFiles]) -> None:
-        """Check that no model-parallel rank is missing. Those of the stages of a pipeline are not counted."""
+        """Check that no model-parallel rank is missing. The size that is stored may leave out stages of a pipeline."""
         size, ranks = stages[0].first.values.get(MODEL_PARALLEL), len(stages)
-        if type(size) is int and size != ranks and not self._layers:
+        if type(size) is int and (size > ranks or (size < ranks and not self._layers)):
             raise CorruptCheckpointError(
-                f"{self._files.folder} has the files of {ranks} of {size} tensor-parallel ranks: the save did not "
+                f"{self._files.folder} has the files of {ranks} of {size} model-parallel ranks: the save did not "
                 "finish, or files were removed or left from an earlier save"
             )
 
     def _join_ranks(self, stages: list[StageFiles]) -> dict[str, Any]:
         """Join what tensor-parallel ranks have. Return the model's state dict."""
         files, folder = [stage.first for stage in stages], self._files.folder
+        if not any(file.module for file in files):
+            raise CorruptCheckpointError(
+                f"{folder} has the files of {len(stages)} stages of a pipeline, and none of their layers: copy "
+                "layer_*-model_states.pt from the original checkpoint, which ds_to_universal does not"
+            )
         if self._files.experts or stages[0].is_divided or store_of(folder).is_directory(folder / UNIVERSAL):
             raise FormatError(
                 f"{folder} is divided among {len(stages)} tensor-parallel ranks, which holdfast does not read with "
@@ -137,7 +148,7 @@ class _FolderReader:
             )
         info = files[0].values.get(UNIVERSAL_INFO)
         maps = parse_shard_maps(info, files[0].module, len(files), files[0].path, self._access.budget)
-        joiner = RankJoiner(maps, [file.path for file in files])
+        joiner = RankJoiner(maps, [file.path for file in files], self._access.budget)
         module = joiner.join_module([file.module for file in files], files[0].buffers)
         optimizers = [self._read_optimizer(stage, stage.first.module) for stage in stages]
         if self._numbered:

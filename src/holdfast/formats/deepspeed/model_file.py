@@ -73,8 +73,8 @@ def read_model_file(path: Path, access: FileAccess) -> ModelFile:
         raise FormatError(f"{path} has no module: it is not a model that DeepSpeed saved")
     if any(root.get(key) for key in _AUTO_EP):
         raise FormatError(
-            f"{path} has layers of AutoEP, which holdfast does not read: convert the checkpoint with ds_to_universal, "
-            "and open the result"
+            f"{path} has layers of AutoEP, which holdfast reads neither here nor in universal checkpoints: train "
+            "without AutoEP, or save the weights in DeepSpeed"
         )
     shapes = root.get("param_shapes")
     return ModelFile(

@@ -70,7 +70,7 @@ def _find_tied_layer(prefix: str, parameters: Shapes, layers: Layers, source: st
     if len(fitting) != 1:
         raise FormatError(
             f"{source}: the layers {fitting} could be {prefix}, which several stages of the pipeline share, and no "
-            "file says which it is: convert the checkpoint with ds_to_universal, and open the result"
+            "file says which it is: save the weights in DeepSpeed"
         )
     return fitting[0]
 

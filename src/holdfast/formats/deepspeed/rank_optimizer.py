@@ -85,8 +85,8 @@ class _OptimizerParser:
     def parse(self) -> RankOptimizer:
         if "ds_zero_partition_groups" in self._state:
             raise FormatError(
-                f"{self._path} divides experts among other ranks than the rest (AutoEP), which holdfast does not read: "
-                "convert the checkpoint with ds_to_universal, and open the result"
+                f"{self._path} divides experts among other ranks than the rest (AutoEP), which holdfast reads neither "
+                "here nor in universal checkpoints: train without AutoEP, or save the weights in DeepSpeed"
             )
         inner = self._state.get(_INNER[self._key])
         groups, members, states = self._parse_elastic(inner) if isinstance(inner, list) else self._parse_rigid(inner)

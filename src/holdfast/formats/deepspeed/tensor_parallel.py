@@ -2,79 +2,66 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine.plan.ranges import IndexBox, boxes_of_range
+from holdfast.engine.io.sources import SourceChunk
+from holdfast.engine.plan.ranges import IndexBox
 from holdfast.errors import CorruptCheckpointError, FormatError
+from holdfast.formats.dcp.chunked_tensor import ChunkedTensor
 from holdfast.formats.deepspeed.affine_map import ShardMap, ShardPiece, replicate
 from holdfast.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from holdfast.formats.reader import FileExtent
 from holdfast.formats.stored_tensor import StoredTensor
-from holdfast.ondisk.dtypes import dtype_width
+from holdfast.formats.tensor_slices import chunks_of_extent, cut_slice, offset_slices
 from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.read_budget import ReadBudget
+
+#: Steps for a chunk of a tensor.
+_CHUNK = 16
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedTensor(StoredTensor):
-    """A tensor that consists of boxes of the tensors of ranks, the ``shards``."""
+    """A tensor that consists of boxes of the tensors of ranks, the ``shards``.
 
+    ``label`` names it in messages. Its chunks are charged to ``budget``.
+    """
+
+    label: str
     info: TensorInfo
     pieces: Sequence[ShardPiece]
     shards: Sequence[StoredTensor]
+    budget: ReadBudget
 
     @property
     def identity(self) -> Hashable:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
         return self.info, tuple(shard.identity for shard in self.shards)
 
+    @cached_property
+    def _whole(self) -> StoredTensor:
+        """The shard that has all of it, or a tensor of chunks, of which many rows are read at once."""
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        if piece is not None and piece.box.shape == self.info.shape == self.shards[piece.rank].info.shape:
+            return self.shards[piece.rank]
+        return ChunkedTensor(self.info, tuple(chunk for piece in self.pieces for chunk in self._find_chunks(piece)))
+
+    def _find_chunks(self, piece: ShardPiece) -> Iterator[SourceChunk]:
+        shard, box = self.shards[piece.rank], IndexBox(piece.inside, piece.box.shape)
+        for extent in shard.find_extents(0, shard.info.nbytes):
+            chunks = chunks_of_extent(extent, shard.info)
+            if chunks is None:
+                raise FormatError(f"{self.label} is stored neither in ranges nor in boxes of files")
+            self.budget.spend(_CHUNK * len(chunks))
+            yield from offset_slices(cut_slice(chunks, box), piece.box.offset)
+
     def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """See :class:`holdfast.formats.stored_tensor.StoredTensor`."""
-        width = dtype_width(self.info.dtype)
-        runs = [
-            run
-            for box in boxes_of_range(self.info.shape, start // width, -(-stop // width))
-            for piece in self.pieces
-            for run in self._find_runs(box, piece)
-        ]
-        extents: list[FileExtent] = []
-        for first, size, rank, position in sorted(runs):
-            shift = (first - position) * width
-            low, high = max(start, first * width), min(stop, (first + size) * width)
-            extents += [
-                FileExtent(extent.file, extent.offset, extent.start + shift, extent.stop + shift)
-                for extent in self.shards[rank].find_extents(low - shift, high - shift)
-            ]
-        return extents
-
-    def _find_runs(self, box: IndexBox, piece: ShardPiece) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the runs of elements of a box that are in a piece: first element, size, rank, position in its shard."""
-        starts = tuple(map(max, box.offset, piece.box.offset))
-        sizes = tuple(min(a + b, c + d) - e for a, b, c, d, e in zip(*box, *piece.box, starts, strict=True))
-        if any(size <= 0 for size in sizes):
-            return
-        inside = [a - b + c for a, b, c in zip(starts, piece.box.offset, piece.inside, strict=True)]
-        whole, shard = self.info.shape, self.shards[piece.rank].info.shape
-        outer = len(sizes)
-        while outer > 0 and (outer == len(sizes) or sizes[outer] == whole[outer] == shard[outer]):
-            outer -= 1
-        run = math.prod(sizes[outer:])
-        for index in itertools.product(*map(range, sizes[:outer])):
-            shifts = (*index, *(0 for _ in sizes[outer:]))
-            first = _flat_index(map(operator.add, starts, shifts), whole)
-            yield first, run, piece.rank, _flat_index(map(operator.add, inside, shifts), shard)
-
-
-def _flat_index(index: Iterator[int], shape: Sequence[int]) -> int:
-    flat = 0
-    for at, size in zip(index, shape, strict=True):
-        flat = flat * size + at
-    return flat
+        return self._whole.find_extents(start, stop)
 
 
 @dataclass
@@ -86,6 +73,7 @@ class RankJoiner:
 
     maps: Mapping[str, ShardMap]
     paths: Sequence[Path]
+    budget: ReadBudget
     replicas: list[tuple[str, Sequence[StoredTensor]]] = field(default_factory=list)
 
     def join_module(self, modules: Sequence[Mapping[str, Any]], buffers: Sequence[str]) -> dict[str, Any]:
@@ -149,8 +137,9 @@ class RankJoiner:
                 )
         info = TensorInfo(first.info.dtype, shard_map.shape)
         holders = list(shard_map.holders().values())
+        source = f"{self.paths[0]}: the {label}"
         copies = [
-            ShardedTensor(info, [pieces[min(copy, len(pieces) - 1)] for pieces in holders], values)
+            ShardedTensor(source, info, [pieces[min(copy, len(pieces) - 1)] for pieces in holders], values, self.budget)
             for copy in range(max(map(len, holders), default=1))
         ]
         if len(copies) > 1:

@@ -37,8 +37,9 @@ def read_universal(folder: Path, shape_groups: Sequence[Shapes], access: FileAcc
     joined = JoinedOptimizer(values={key: shared[key] for key in _VALUES if shared.get(key) is not None})
     steps = _list_steps(shared, len(shape_groups))
     for shapes, step in zip(shape_groups, steps, strict=True):
-        for name, shape in shapes.items():
-            states = _read_parameter(folder, name, shape, access)
+        tables = {name: _read_parameter(folder, name, shape, access) for name, shape in shapes.items()}
+        _check_same_states(tables, folder)
+        for name, states in tables.items():
             joined.masters[name] = states.pop(_WEIGHTS)
             if states and step is not None:
                 states.setdefault(STEP, step)
@@ -58,6 +59,21 @@ def _read_parameter(folder: Path, name: str, shape: tuple[int, ...], access: Fil
             f"{folder / name / _WEIGHTS}.pt, with the weights of a parameter, is missing: the conversion did not finish"
         )
     return states
+
+
+def _check_same_states(tables: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    """Check that the parameters of a group have the same states: DeepSpeed cuts them from flat tensors.
+
+    Those without any got no gradient, or have no elements.
+    """
+    states = dict.fromkeys(state for table in tables.values() for state in table)
+    for name, table in tables.items():
+        missing = next((state for state in states if state not in table), None)
+        if missing is not None and table.keys() > {_WEIGHTS}:
+            raise CorruptCheckpointError(
+                f"{folder / name / missing}.pt is missing, and other parameters of its group have that state: the "
+                "conversion did not finish, or files were removed"
+            )
 
 
 def _reshape(root: Any, shape: tuple[int, ...], path: Path) -> Any:

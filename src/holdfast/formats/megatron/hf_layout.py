@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ _QKV = "self_attention.linear_qkv."
 
 #: The ends of the names of norms, which have other names in other layer specs.
 _NORMS = (".layer_norm_weight", ".layer_norm_bias", "input_layernorm.weight", "pre_mlp_layernorm.weight")
+
+#: How many names that are missing are listed in a message.
+_SHOWN = 8
 
 #: The beginning of the names of experts in a layer.
 EXPERT = "mlp.experts.local_experts."
@@ -72,20 +76,26 @@ class _Planner:
             if name.startswith("decoder.layers.") and (layer := layer_of(name)) is not None:
                 inner.setdefault(layer, set()).add(name.removeprefix(f"decoder.layers.{layer}."))
         expected = self.args.require_size("num_layers")
-        if sorted(inner) != list(range(expected)) or any(names != inner[0] for names in inner.values()):
+        if (
+            len(inner) != expected
+            or set(inner) != set(range(expected))
+            or any(names != inner[0] for names in inner.values())
+        ):
             raise FormatError(
                 f"{self.args.source} has tensors of {len(inner)} layers, and by args it should have {expected} equal "
                 f"layers: {self.args.advice}"
             )
-        required = {f"{_QKV}weight", "self_attention.linear_proj.weight", *self._required_names()}
-        if not required <= inner[0]:
+        required = (name for name in self._required_names() if name not in inner[0])
+        missing = dict.fromkeys(itertools.islice(required, _SHOWN))
+        if missing:
             raise FormatError(
-                f"{self.args.source}: its layers have no {', '.join(sorted(required - inner[0]))}, which a model of "
+                f"{self.args.source}: its layers have no {', '.join(missing)}, which a model of "
                 f"the family {self.family.name} has: {self.args.advice}"
             )
 
     def _required_names(self) -> Iterator[str]:
-        """Yield the names in a layer that a family always has."""
+        """Yield the names in a layer that a family always has: by the arguments, there may be very many."""
+        yield from (f"{_QKV}weight", "self_attention.linear_proj.weight")
         if self.family.experts:
             count = self.args.require_size("num_experts")
             yield from (f"{EXPERT}{n}.linear_fc{k}.weight" for n in range(count) for k in (1, 2))

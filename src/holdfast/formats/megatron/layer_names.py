@@ -43,12 +43,12 @@ def _unstack(
     name: str, dtype: str, shape: tuple[int, ...], chunks: Chunks, budget: ReadBudget
 ) -> Iterator[tuple[str, JoinedTensor]]:
     if shape and (match := _LAYERS.fullmatch(name)):
-        pattern = f"{match[1]}.{{}}.{match[2]}"
+        before, after = f"{match[1]}.", f".{match[2]}"
     elif shape and (match := _EXPERTS.fullmatch(name)):
-        pattern = f"{match[1]}.local_experts.{{}}.{match[2]}"
+        before, after = f"{match[1]}.local_experts.", f".{match[2]}"
     else:
         yield name, JoinedTensor(TensorInfo(dtype, shape), chunks)
         return
     by_index = unstack_slices(chunks, budget)
     for index in sorted(by_index):
-        yield from _unstack(pattern.format(index), dtype, shape[1:], by_index[index], budget)
+        yield from _unstack(f"{before}{index}{after}", dtype, shape[1:], by_index[index], budget)

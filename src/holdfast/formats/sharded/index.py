@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpointError, UnsafeNameError
+from holdfast.errors import CorruptCheckpointError, FormatError, UnsafeNameError
 from holdfast.formats.contained_paths import check_contained
 from holdfast.ondisk.validation import check_relative_path
 from holdfast.storage.store import store_of
@@ -49,6 +49,17 @@ def read_index(path: Path, root: Path) -> ShardIndex:
     for name in index.list_files():
         check_relative_path(name, str(path))
     return index
+
+
+def two_saves_error(index: Path, single: Path) -> FormatError:
+    """Return an error for a folder with an index and a file of all tensors.
+
+    transformers leaves the one when it writes the other, and then loads the single file, which may be the older one.
+    """
+    return FormatError(
+        f"{single} and {index.name} are of two saves, and either may be the older one: remove that one, of an index "
+        "also the files that it names"
+    )
 
 
 def files_named_by(folder: Path, names: Iterable[str]) -> set[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import FormatError
+from holdfast.formats.sharded.index import two_saves_error
 from holdfast.storage.store import store_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -66,16 +67,21 @@ def list_model_files(folder: Path) -> Iterator[ModelFile]:
 def choose_files(folder: Path, kind: str) -> ModelFile | None:
     """Return the index or single file of a kind in a folder, or ``None`` if there is none.
 
-    Like in transformers, safetensors is preferred to ``bin``, and an index to a single file. Raises ``FormatError`` if
-    there are several variants and none without a name.
+    Like in transformers, safetensors is preferred to ``bin``. Raises ``FormatError`` if there are several variants and
+    none without a name, or if there are both an index and a single file.
     """
     files = [file for file in list_model_files(folder) if file.kind == kind]
     variants = sorted({file.variant for file in files})
     if len(variants) > 1 and "" not in variants:
         names = ", ".join(sorted(file.path.name for file in files))
         raise FormatError(f"{folder} holds several variants of a {kind}: {names}; open one of these files instead")
-    candidates = [file for file in files if file.variant == variants[0]]
-    return min(candidates, key=lambda file: (file.form != "safetensors", not file.is_index), default=None)
+    candidates = sorted(
+        (file for file in files if file.variant == variants[0]),
+        key=lambda file: (file.form != "safetensors", not file.is_index),
+    )
+    if len(candidates) > 1 and candidates[0].form == candidates[1].form:
+        raise two_saves_error(candidates[0].path, candidates[1].path)
+    return candidates[0] if candidates else None
 
 
 def folders_of(folder: Path) -> list[Path]:

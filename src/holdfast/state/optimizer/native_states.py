@@ -23,7 +23,7 @@ def check_state_shapes(
     for member in group.members:
         saved_names = {state for ref in member.refs for state in infos.get(ref.name, {})}
         if saved_names:
-            own_states = _probe_member(group, member)
+            own_states = probe_member(group, member)
             if own_states and not saved_names & own_states.keys():
                 raise OptimizerMismatchError(
                     f"the checkpoint holds the optimizer states {', '.join(sorted(saved_names))}; "
@@ -37,7 +37,7 @@ def as_native_states(group: ParamGroup, member: GroupMember, plain: Mapping[str,
     """Return states with numbers as tensors, if this optimizer keeps them so: other systems count steps in Python."""
     if not any(type(value) in {int, float} for value in plain.values()):
         return dict(plain)
-    probed_states = _probe_member(group, member)
+    probed_states = probe_member(group, member)
     return {name: _as_tensor(value, probed_states.get(name)) for name, value in plain.items()}
 
 
@@ -47,8 +47,8 @@ def _as_tensor(value: Any, probed: ProbedState | None) -> Any:
     return torch.tensor(value, dtype=probed.dtype, device=probed.device)
 
 
-def _probe_member(group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:
-    """Return the states that the optimizer creates at its first step; none if that is unknown."""
+def probe_member(group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:
+    """Return the states of a parameter that the optimizer creates at its first step; none if that is unknown."""
     if not isinstance(group.adapter, TorchOptimizer) or not isinstance(member.key, torch.Tensor):
         return {}
     try:

@@ -12,9 +12,13 @@ from holdfast.ondisk.files import TensorInfo
 from holdfast.ondisk.param_order import ORDERED
 from holdfast.ondisk.validation import split_state_key
 from holdfast.state.model.view import ParamRef
+from holdfast.state.optimizer.native_states import probe_member
 from holdfast.state.optimizer.param_groups import EncodedGroups
 from holdfast.state.optimizer.view import GroupMember, ParamGroup
 from holdfast.state.tensor_subclasses import is_description
+
+#: The shapes of the states of a parameter by their names.
+_StateShapes = dict[str, tuple[int, ...]]
 
 
 def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
@@ -108,23 +112,35 @@ def check_order(groups: Sequence[ParamGroup], saved: EncodedGroups, infos: Mappi
 
     Besides one of that shape there may be any others, such as scales of blocks.
     """
-    members = (member for group in groups for member in group.members if _has_shape(group, member))
-    refs = (ref for member in members for ref in member.refs)
     shapes_of = _state_shapes(saved, infos)
-    for name, shape in {ref.name: ref.tensor.shape for ref in refs}.items():
-        shapes = shapes_of.get(name, {})
+    for group in groups:
+        for member in group.members:
+            if _has_shape(group, member):
+                _check_member(group, member, shapes_of)
+
+
+def _check_member(group: ParamGroup, member: GroupMember, shapes_of: Mapping[str, _StateShapes]) -> None:
+    for ref in member.refs:
+        shapes, shape = shapes_of.get(ref.name, {}), ref.tensor.shape
         misfit = next((state for state, other in shapes.items() if not _can_spread(other, shape)), None)
-        if misfit is not None and shape not in shapes.values():
-            raise OptimizerMismatchError(
-                f"the optimizer's parameters are matched by position only; {misfit!r} of {name!r} has shape "
-                f"{list(shapes[misfit])} in the checkpoint, the parameter at that position has {list(shape)} here: "
-                "create the optimizer with its parameters in the order in which it was saved"
-            )
+        if misfit is None or shape in shapes.values() or _is_created(group, member, misfit, shapes[misfit]):
+            continue
+        raise OptimizerMismatchError(
+            f"the optimizer's parameters are matched by position only; {misfit!r} of {ref.name!r} has shape "
+            f"{list(shapes[misfit])} in the checkpoint, the parameter at that position has {list(shape)} here: "
+            "create the optimizer with its parameters in the order in which it was saved"
+        )
 
 
-def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, tuple[int, ...]]]:
+def _is_created(group: ParamGroup, member: GroupMember, state: str, shape: tuple[int, ...]) -> bool:
+    """Return whether the optimizer creates a state of that shape: Adafactor of transformers has one for each row."""
+    probed = probe_member(group, member).get(state)
+    return probed is not None and probed.shape == shape
+
+
+def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict[str, _StateShapes]:
     """Return the shapes of the states of each parameter, those of wrapper subclasses included."""
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    shapes: dict[str, _StateShapes] = {}
     for name, info in infos.items():
         number, state = split_state_key(name)
         shapes.setdefault(number, {})[state] = info.shape

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from holdfast.compat.nxd.format.sharding_spec import (
     EXPERT,
@@ -18,14 +15,13 @@ from holdfast.compat.nxd.format.sharding_spec import (
     shard_pieces,
 )
 from holdfast.compat.nxd.format.unshard import slices_of
-from holdfast.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
-from holdfast.engine.plan.ranges import boxes_of_range
 from holdfast.errors import FormatError, InvalidArgumentError
-from holdfast.formats.reader import FileExtent, Reader
+from holdfast.formats.reader import Reader
 from holdfast.formats.stored_tensor import StoredTensor
 from holdfast.formats.tensor_slices import (
     Chunks,
     JoinedTensor,
+    chunks_of_extent,
     cut_slice,
     offset_along,
     offset_slices,
@@ -33,7 +29,6 @@ from holdfast.formats.tensor_slices import (
     slice_along,
     unsqueeze_slices,
 )
-from holdfast.ondisk.dtypes import dtype_width
 from holdfast.ondisk.files import TensorInfo
 
 
@@ -45,7 +40,7 @@ def stored_slices(reader: Reader, group: str, name: str) -> JoinedTensor:
     info = reader.groups[group][name]
     chunks: Chunks = ()
     for extent in reader.find_extents(group, name, 0, info.nbytes):
-        extent_chunks = _extent_chunks(extent, info)
+        extent_chunks = chunks_of_extent(extent, info)
         if extent_chunks is None:
             raise FormatError(
                 f"{reader.path}: {group} tensor {name!r} is stored neither in ranges nor in boxes of files; convert "
@@ -53,25 +48,6 @@ def stored_slices(reader: Reader, group: str, name: str) -> JoinedTensor:
             )
         chunks += extent_chunks
     return JoinedTensor(info, chunks)
-
-
-def _extent_chunks(extent: FileExtent, info: TensorInfo) -> Chunks | None:
-    """Return the chunks of an extent, or ``None`` if they are unknown."""
-    width = dtype_width(info.dtype)
-    boxes = list(boxes_of_range(info.shape, extent.start // width, extent.stop // width))
-    if isinstance(extent.file, ChunkedSource) and extent.file.shape == info.shape:
-        return extent.file.chunks
-    if isinstance(extent.file, ChunkedSource) and len(boxes) == 1 and boxes[0].shape == extent.file.shape:
-        return offset_slices(extent.file.chunks, boxes[0].offset)
-    if not isinstance(extent.file, Path):
-        return None
-    chunks: list[SourceChunk] = []
-    offset = extent.offset
-    for box in boxes:
-        location = StridedLocation(extent.file, offset, row_major_strides(box.shape, width))
-        chunks.append(SourceChunk(box, partial(StridedLocation._make, location), (extent.file, offset)))
-        offset += math.prod(box.shape) * width
-    return tuple(chunks)
 
 
 @dataclass(frozen=True)
