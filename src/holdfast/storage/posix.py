@@ -429,6 +429,11 @@ def host_id() -> str:
         return platform.node()
 
 
+def host_name() -> str:
+    """Return the name of the host, for people to read, in printable ASCII. Several hosts may have the same."""
+    return "".join(character if "!" <= character <= "~" else "?" for character in platform.node())
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file to a new name, without a sync."""
     with wrap_os_errors("copy", source), source.open("rb") as read, target.open("xb") as written:

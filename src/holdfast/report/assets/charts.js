@@ -56,7 +56,7 @@ function makeDetail(data, tensor) {
     tensor.share ? ['largest difference', `${formatNumber(tensor.absolute)} (relative ${formatNumber(tensor.relative)})`] : null,
   ]);
   const parts = [facts];
-  if (statistics && tensor.norm !== null) {
+  if (statistics && tensor.measured) {
     parts.push(defineTerms([
       ['values of', statistics.tags.at(-1)], ['norm', formatNumber(tensor.norm)], ['smallest', formatNumber(tensor.min)], ['largest', formatNumber(tensor.max)],
       ['NaN', tensor.nans.toLocaleString('en')], ['infinite', tensor.infs.toLocaleString('en')],
@@ -64,7 +64,7 @@ function makeDetail(data, tensor) {
     const histogram = decodeHistogram(tensor.histogram);
     if (histogram) {
       parts.push(make('div', {}, make('h3', {}, 'Elements by power of two'), makeBars(tensor.histogram, 300, 90),
-        make('p', { class: 'muted' }, `from −2^${histogram.top} over 0 (grey) to 2^${histogram.top}; a bar is a factor of 4`)));
+        make('p', { class: 'muted' }, `from −${formatPower(histogram.top)} over 0 (grey) to ${formatPower(histogram.top)}; a bar is a factor of 4`)));
     }
     if (tensor.norms.length > 1) {
       parts.push(make('div', {}, make('h3', {}, 'Norm in the checkpoints'), makeSpark(tensor.norms, 300, 90),

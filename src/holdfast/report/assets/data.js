@@ -33,6 +33,7 @@ function decodeTensors(data) {
         nans: nans.get(row) ?? 0, infs: infs.get(row) ?? 0, histogram: statistics.histograms[row],
         ...decodeNorms(statistics.norms[row], statistics.scale),
       });
+      tensor.measured = tensor.norm !== null || tensor.histogram !== '' || tensor.nans + tensor.infs > 0;
     }
     if (data.states) {
       const [share, absolute, relative] = differences.get(row) ?? [0, 0, 0];

@@ -20,7 +20,7 @@ function makeCards(data, tensors) {
   const cards = [makeCard(data.kind === 'run' ? 'Latest in this report' : 'Saved', data.step === null ? data.focus : `step ${formatStep(data.step)}`,
     [data.saved ? formatTime(data.saved) : data.format, data.world_size ? formatCount(data.world_size, 'rank') : ''].filter(Boolean).join(' · '))];
   if (data.timeline) {
-    const timed = data.timeline.entries.map(readEntry).filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
+    const timed = readEntries(data.timeline).filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
     const stalls = timed.map((entry) => entry.stall), seconds = timed.map((entry) => entry.seconds);
     cards.push(timed.length
       ? makeCard('A save stops training for', formatSeconds(median(stalls)), `median of ${formatCount(timed.length, 'save')} · at most ${formatSeconds(Math.max(...stalls))}`)
