@@ -54,7 +54,7 @@ function makeSides(data, tensors) {
 
 function makeCheckpoints(data) {
   const rows = [...data.checkpoints].reverse();
-  const columns = [['tag', 'text'], ['step', 'right'], ['saved', 'nowrap'], ['ranks', 'right'], ['run', ''], ['size', 'right'], ['own disk', 'right'], ['status', ''], ['metrics', 'text']];
+  const columns = [['tag', 'text'], ['step', 'right'], ['saved', 'nowrap'], ['ranks', 'right'], ['run', 'nowrap'], ['size', 'right'], ['own disk', 'right'], ['status', 'text'], ['metrics', 'text']];
   const cells = rows.map(([tag, status, step, time, ranks, run, bytes, own, aliases, metrics, problem]) => [
     aliases.length ? `${tag} (${aliases.join(', ')})` : tag, formatStep(step), formatTime(time), ranks ? String(ranks) : '–', run.slice(0, 6),
     formatBytes(bytes), formatBytes(own), describeStatus(data, tag, status, problem),

@@ -24,7 +24,7 @@ const describeEntry = (entry) => ({
 
 function describeDetails(entry) {
   return [formatTime(entry.time), entry.step === null ? '' : `step ${formatStep(entry.step)}`, describeEntry(entry),
-    entry.ranks ? formatCount(entry.ranks, 'rank') : '', describeHosts(entry),
+    entry.ranks ? formatCount(entry.ranks, 'rank') : '', entry.hosts ? formatCount(entry.hosts, 'host') : '',
     entry.kind === 'saved' && entry.seconds ? `stopped training for ${formatSeconds(entry.stall)}, durable after ${formatSeconds(entry.seconds)}, ${formatBytes(entry.rate)}/s` : '',
     entry.error].filter(Boolean).join(' · ');
 }
@@ -33,13 +33,13 @@ function makeTimeline(data) {
   const entries = readEntries(data.timeline);
   const events = entries.filter((entry) => entry.kind !== 'removed');
   const timed = events.filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
-  const readout = make('p', { class: 'readout muted' }, 'Point at a save to read it; the table below has all events.');
+  const readout = make('p', { class: 'readout muted' }, 'Point at a save to read it; the table of events has all of them.');
   const charts = make('div', { role: 'img', 'aria-label': summarizeTimeline(entries, timed) });
   const omitted = data.timeline.omitted;
   const note = omitted ? `${entries.length} of ${(entries.length + omitted).toLocaleString('en')} events, sampled; --full shows all` : `${formatCount(timed.length, 'timed save')}, in their order`;
   const body = timed.length ? [charts, makeTimelineLegend(entries), readout]
     : [make('p', {}, 'How long saves took is not known: the run has no journal. It was saved into an object store, by an older version, or only by conversions.')];
-  const view = panel('saves', 'Saves', note, ...body, makeEvents(entries));
+  const view = panel('saves', 'Saves', note, ...body);
   if (timed.length) {
     drawWhenSized(charts, (width) => drawTimeline(charts, events, width, (entry) => { readout.textContent = describeDetails(entry); }));
   }
@@ -58,7 +58,9 @@ function makeTimelineLegend(entries) {
   return make('ul', { class: 'legend', 'aria-hidden': 'true' }, ...items.map(([kind, text]) => make('li', {}, make('span', { class: `swatch ${kind}` }), text)));
 }
 
-function makeEvents(entries) {
+// The events have a panel of their own: beside a chart their columns would not fit.
+function makeEvents(data) {
+  const entries = readEntries(data.timeline);
   const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'text'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
   const details = make('details', {}, make('summary', {}, `All ${entries.length.toLocaleString('en')} events as a table`));
   details.addEventListener('toggle', () => {
@@ -69,7 +71,7 @@ function makeEvents(entries) {
       entry.kind === 'saved' && entry.seconds ? formatSeconds(entry.stall) : '', entry.seconds ? formatSeconds(entry.seconds) : '',
       entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : null)));
   });
-  return details;
+  return panel('events', 'Events', 'saves, failures, resumes and removals, with the hosts of ranks', details);
 }
 
 // Draw now and whenever the width or the theme changes.
