@@ -70,13 +70,22 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     run = save_run(folder / "run")
     hostile = folder / "hostile"
-    holdfast.save_checkpoint(
-        hostile, HOSTILE.replace("/", ""), {HOSTILE: torch.ones(3)}, step=1, metrics={HOSTILE: 1.0}
-    )
+    tensors = {
+        HOSTILE: torch.ones(3),
+        "": torch.ones(1),
+        "__proto__.toString": torch.empty(0),
+        "large": torch.full((1,), 1.7e308, dtype=torch.float64),
+        "nan": torch.full((2,), torch.nan),
+    }
+    for step, tag in enumerate((HOSTILE, "constructor", "__proto__")):
+        holdfast.save_checkpoint(hostile, tag, tensors, step=step, metrics={HOSTILE: 1.0, "__proto__": 2.0})
+        tensors = {**tensors, "small": tensors["large"] * 1e-300}
+    holdfast.save_checkpoint(folder / "empty", "a", {"w": torch.empty(0)}, rng=False)
     arguments = {
         "run": (run, "--stats"),
         "difference": (run / "step_5", run / "step_6"),
         "hostile": (hostile, "--stats"),
+        "empty": (folder / "empty", "--stats"),
     }
     files = {name: folder / f"{name}.html" for name in arguments}
     for name, file in files.items():
@@ -123,7 +132,7 @@ class Tab:
 
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["run", "difference", "hostile", "large"])
+@pytest.mark.parametrize("name", ["run", "difference", "hostile", "empty", "large"])
 def test_nothing_is_wrong_with_any_page(
     browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int
 ) -> None:
@@ -178,7 +187,10 @@ def test_names_that_look_like_markup_are_text(browser: Any, pages: dict[str, Pat
     tab = Tab(browser, pages["hostile"])
     assert HOSTILE in tab.rows()
     assert tab.page.locator("img").count() == 0
-    assert HOSTILE in tab.page.locator("#view-checkpoints").inner_text()
+    checkpoints = tab.page.locator("#view-checkpoints").inner_text()
+    assert HOSTILE in checkpoints
+    assert "undefined" not in checkpoints
+    assert "model/" in tab.rows()
     tab.context.close()
 
 

@@ -101,6 +101,30 @@ def test_what_is_no_entry_is_skipped(tmp_path: Path) -> None:
     assert [line.tag for line in read_journal(tmp_path)] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        '"time":1e308',
+        '"time":-1',
+        '"time":1,"seconds":1e99',
+        '"time":1,"world_size":-3',
+        f'"time":1,"nbytes":{10**400}',
+        f'"time":1,"hosts":{2**62}',
+        '"time":1,"placement":[["a",-1]]',
+    ],
+)
+def test_a_line_with_numbers_that_cannot_be_is_skipped(tmp_path: Path, numbers: str) -> None:
+    (tmp_path / NAME).write_text(f'{{"kind":"saved","tag":"x",{numbers}}}\n')
+    append_entry(tmp_path, entry("a"))
+    assert [line.tag for line in read_journal(tmp_path)] == ["a"]
+
+
+def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(f'{{"kind":"saved","time":1,"tag":"{"x" * 5000}"}}\n')
+    append_entry(tmp_path, entry("a"))
+    assert [line.tag for line in read_journal(tmp_path)] == ["a"]
+
+
 def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_BYTES", 1000)
     for number in range(200):

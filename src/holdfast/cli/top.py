@@ -31,6 +31,9 @@ from holdfast.storage.store import store_of
 #: The number of the latest checkpoints that are shown, and that the interval is computed from.
 _LAST = 10
 
+#: The shortest save that has a rate: a journal has microseconds, and may be corrupt.
+_SHORTEST = 1e-6
+
 #: The number of failed saves that are shown.
 _FAILURES = 3
 
@@ -86,7 +89,7 @@ def _describe_costs(entries: Sequence[JournalEntry]) -> Iterator[tuple[str, Cell
     ends = [entry for entry in entries if entry.kind in {"saved", "failed"}]
     numbers = [number for number, entry in enumerate(ends) if entry.kind == "saved"]
     last = ends[numbers[-1]] if numbers else None
-    if last is not None and last.seconds > 0:  # a journal may contain any number
+    if last is not None and last.seconds >= _SHORTEST:
         rate = format_rate(last.nbytes - last.shared_nbytes, last.seconds)
         stall, durable = format_seconds(last.blocking_seconds), format_seconds(last.seconds)
         yield "speed", f"{rate}, stalled the training for {stall}, durable after {durable}"

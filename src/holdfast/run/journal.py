@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,8 +37,12 @@ _MAX_ERROR = 400
 #: The most hosts of consecutive ranks in a line.
 MAX_PLACEMENT = 8
 
+#: Numbers that an entry may have: others cannot be shown, and the line is skipped.
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
 #: The hosts of consecutive ranks: the name of a host, and the number of ranks on it.
-Placement = tuple[tuple[str, int], ...]
+Placement = tuple[tuple[str, _Count], ...]
 
 _log = logging.getLogger("holdfast")
 
@@ -67,16 +71,16 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     kind: Literal["saved", "failed", "resumed", "removed"]
-    time: float
+    time: _Seconds
     tag: str
     step: float | None = None
     run: str = ""
-    world_size: int = 0
-    hosts: int = 0
-    blocking_seconds: float = 0.0
-    seconds: float = 0.0
-    nbytes: int = 0
-    shared_nbytes: int = 0
+    world_size: _Count = 0
+    hosts: _Count = 0
+    blocking_seconds: _Seconds = 0.0
+    seconds: _Seconds = 0.0
+    nbytes: _Count = 0
+    shared_nbytes: _Count = 0
     error: str = ""
     placement: Placement = ()
 

@@ -3,10 +3,10 @@
 function makeSpark(norms, width = 110, height = 22) {
   const known = norms.filter((norm) => Number.isFinite(norm));
   if (norms.length < 2) return document.createTextNode('–');
-  const low = Math.min(...known), high = Math.max(...known);
+  const unit = Math.max(...known) || 1, low = Math.min(...known) / unit, high = Math.max(...known) / unit; // the sum of two may be infinite
   const x = (place) => 3 + place * (width - 6) / (norms.length - 1);
   const span = Math.max(high - low, 0.1 * high) || 1, bottom = (high + low - span) / 2; // noise must not look like a trend
-  const y = (norm) => height - 4 - (norm - bottom) / span * (height - 8);
+  const y = (norm) => height - 4 - (norm / unit - bottom) / span * (height - 8);
   const points = norms.map((norm, place) => (Number.isFinite(norm) ? `${x(place).toFixed(1)},${y(norm).toFixed(1)}` : null)).filter(Boolean);
   const bad = norms.map((norm, place) => (Number.isNaN(norm) ? make('circle', { cx: x(place), cy: height / 2, r: 3, class: 'bad' }) : null));
   const last = Number.isFinite(norms.at(-1)) ? make('circle', { cx: x(norms.length - 1), cy: y(norms.at(-1)), r: 2.2 }) : null;

@@ -64,7 +64,7 @@ function makeCheckpoints(data) {
 }
 
 function describeStatus(data, tag, status, problem) {
-  const verified = data.verified[tag];
+  const verified = Object.hasOwn(data.verified, tag) ? data.verified[tag] : null;
   if (status !== 'complete') return `${status}: ${problem}`;
   return verified ? `${status}, ${verified.status}` : status;
 }

@@ -124,8 +124,9 @@ function makeTensorTable(data, tensors, onModule) {
   }
 
   function makeName(tensor, number) {
+    const name = tensor.name || tensor.path;
     return make('button', { type: 'button', title: tensor.path, 'aria-label': tensor.path, 'aria-pressed': String(tensor === state.selected), onclick: () => { state.active = number; select(tensor); }, onfocus: () => { state.active = number; } },
-      make('span', { class: 'start' }, tensor.name.slice(0, -TAIL)), make('span', { class: 'end' }, tensor.name.slice(-TAIL)));
+      make('span', { class: 'start' }, name.slice(0, -TAIL)), make('span', { class: 'end' }, name.slice(-TAIL)));
   }
 
   function select(tensor) {

@@ -62,7 +62,7 @@ function makeTimelineLegend(entries) {
 function makeEvents(data) {
   const entries = readEntries(data.timeline);
   const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'text'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
-  const details = make('details', {}, make('summary', {}, `All ${entries.length.toLocaleString('en')} events as a table`));
+  const details = make('details', {}, make('summary', {}, `${formatCount(entries.length, 'event')} as a table`));
   details.addEventListener('toggle', () => {
     if (details.childElementCount > 1) return;
     const rows = [...entries].reverse();

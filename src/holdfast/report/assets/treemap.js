@@ -77,7 +77,8 @@ function makeTreemap(data, tree, onSelect) {
     const categories = colorCategories(tree.tensors, division[1], division[2]);
     drawCrumbs(crumbs, node, onSelect);
     legend.replaceChildren(...[...categories].map(([name, { number, bytes }]) => make('li', {}, make('span', { class: `swatch ${division[3] ? 's' : 'k'}${number}` }), `${name} · ${formatBytes(bytes)}`)));
-    if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division, onSelect)));
+    if (!node.bytes) map.replaceChildren(make('li', { class: 'muted' }, 'no bytes'));
+    else if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division, onSelect)));
   }
   new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; requestAnimationFrame(draw); } }).observe(map);
   return { view, select: (module) => { node = module; draw(); } };
