@@ -182,6 +182,17 @@ class TestFailures:
             shutil.rmtree(tmp_path / "traces")
         assert not tracer.recordings
 
+    def test_only_a_file_is_replaced(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        with pytest.raises(InvalidArgumentError, match="not a regular file"), holdfast.trace(pipe):
+            pass
+        with holdfast.trace(tmp_path / "a.json"):
+            pass
+        with pytest.raises(InvalidArgumentError, match="not a regular file"):
+            holdfast.merge_traces(pipe, [tmp_path / "a.json"])
+        assert pipe.is_fifo()
+
     def test_in_the_background_it_is_logged_and_the_save_succeeds(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

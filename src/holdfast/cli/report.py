@@ -27,7 +27,7 @@ from holdfast.report.run_report import ReportOptions, Verified, describe_checkpo
 from holdfast.report.statistics import Statistics
 from holdfast.run.object_run import tag_of
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.atomic_rename import replace_small
+from holdfast.storage.atomic_rename import replace_output
 from holdfast.storage.posix import local_path
 
 
@@ -68,7 +68,7 @@ def report(  # noqa: PLR0917 - options of the command
     else:
         data = _describe_difference(path, target.resolve_path(other, None))
     page = render_page(f"{path.name} and {Path(other).name}" if other is not None else path.name, data)
-    replace_small(file, page)
+    replace_output(file, page)
     terminal_console().print(f"wrote {escape_control_characters(str(file))}, {format_size(len(page))}")
 
 

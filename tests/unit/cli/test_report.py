@@ -1,6 +1,7 @@
 """Tests ``holdfast report``: which page it writes, and what it refuses."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,26 @@ def test_a_run(run: Path, tmp_path: Path) -> None:
     data = read_data(page)
     assert (data["kind"], data["focus"], data["statistics"]) == ("run", "step_2", None)
     assert list(tmp_path.iterdir()) == [page]
+
+
+def test_only_a_file_is_replaced(run: Path, tmp_path: Path) -> None:
+    """A rename to a device such as /dev/null, or to a pipe, would remove it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "to_pipe").symlink_to(pipe)
+    for output in (pipe, tmp_path / "to_pipe", tmp_path):
+        assert "is not a regular file" in invoke("report", run, "-o", output, code=2).stderr.replace("\n", " ")
+    assert pipe.is_fifo()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_link_to_a_file_stays_one(run: Path, tmp_path: Path) -> None:
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    page.write_text("old")
+    link.symlink_to(page)
+    invoke("report", run, "-o", link)
+    assert link.is_symlink()
+    assert read_data(page)["kind"] == "run"
 
 
 def test_a_checkpoint_of_a_run_by_its_path_or_tag(run: Path, tmp_path: Path) -> None:
