@@ -18,6 +18,7 @@ from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.run_listing import RunListing, build_table
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import Local, check_run
+from holdfast.errors import StorageError
 from holdfast.observe.terminal import escape_control_characters
 from holdfast.observe.units import format_age, format_rate, format_seconds, format_size, format_time
 from holdfast.run.catalog import StaleDirectory, list_checkpoints
@@ -63,7 +64,7 @@ def _build_view(path: Path, run: str, local: str | None) -> LiveView:
     complete = [info for info in infos if info.status == "complete"]
     rows: list[tuple[str, Cell]] = [("run", escape_control_characters(str(path)))]
     rows += [*_describe_saves(complete), *_describe_disk(path, complete)] if complete else []
-    rows += _describe_costs(read_journal(path))
+    rows += _describe_journal(path)
     rows += [("kept", _describe_kept(listing, complete))] if complete else []
     rows += [_describe_unfinished(save) for save in listing.leftovers if save.state == "partial"]
     content: list[RenderableType] = [Table([Column("", style="bold"), Column("", elastic="end")], rows), Text()]
@@ -82,6 +83,13 @@ def _describe_saves(complete: Sequence[CheckpointInfo]) -> Iterator[tuple[str, C
     yield "last save", f"{escape_control_characters(latest.tag)}, {when}"
     if (seconds := usual_interval(complete)) is not None:
         yield "interval", f"{format_age(seconds)} between saves"
+
+
+def _describe_journal(path: Path) -> Iterator[tuple[str, Cell]]:
+    try:
+        yield from _describe_costs(read_journal(path))
+    except StorageError as error:
+        yield "journal", (escape_control_characters(str(error)), "yellow")
 
 
 def _describe_costs(entries: Sequence[JournalEntry]) -> Iterator[tuple[str, Cell]]:
