@@ -336,7 +336,25 @@ class TestMerging:
             assert len(set(foreign)) == 2
             assert 0 not in foreign
 
-    @pytest.mark.parametrize("text", ["", "[1", "[]", "{}", '{"traceEvents": 1}', "\xff"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "[1",
+            "[]",
+            "{}",
+            '{"traceEvents": 1}',
+            "\xff",
+            "[" * 100_000,
+            '{"traceEvents": [1]}',
+            '{"traceEvents": [{"ts": "now"}]}',
+            '{"traceEvents": [{"ts": NaN}]}',
+            f'{{"traceEvents": [{{"ts": {10**400}}}]}}',
+            '{"traceEvents": [{"pid": {}}]}',
+            '{"traceEvents": [], "baseTimeNanoseconds": "x"}',
+            '{"traceEvents": [], "baseTimeNanoseconds": 1e400}',
+        ],
+    )
     def test_what_is_no_trace_is_named(self, tmp_path: Path, text: str) -> None:
         first = self.write(tmp_path / "1.json", 0, 1.0)
         (tmp_path / "2.json").write_bytes(text.encode("latin-1"))
