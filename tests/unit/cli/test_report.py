@@ -119,6 +119,22 @@ def test_checkpoints_may_be_removed_meanwhile(run: Path, tmp_path: Path, monkeyp
     assert data["findings"] == []
 
 
+def test_the_latest_checkpoint_may_be_removed_meanwhile(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    inspect = run_report.inspect_exact_path
+
+    def remove_and_inspect(path: Path) -> Any:
+        if (copy / "step_2").exists():
+            shutil.rmtree(copy / "step_2")
+        return inspect(path)
+
+    monkeypatch.setattr(run_report, "inspect_exact_path", remove_and_inspect)
+    invoke("report", copy, "-o", tmp_path / "a.html")
+    assert read_data(tmp_path / "a.html")["focus"] == "step_1"
+
+
 def test_a_journal_that_cannot_be_read_is_a_note(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise StorageError(13, f"could not read {path}: Permission denied")
