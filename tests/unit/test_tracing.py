@@ -161,6 +161,8 @@ class TestFailures:
             handle = save(tmp_path, async_save=True)
             with pytest.raises(StorageError):
                 handle.wait()
+        with pytest.raises(StorageError):
+            holdfast.finalize()  # else a later test would get the error
         traced.wait(60)
         trace = ChromeTrace(tmp_path / "t.json")
         assert trace.only("save").error == ""
