@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test interop frameworks peers report-browser report-picture matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test interop frameworks peers report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -53,6 +53,10 @@ report-browser: .browser/installed
 ## report-picture: draw docs/report.png, the page of the run that make demo leaves
 report-picture: .browser/installed
 	PYTHONPATH=.browser $(BIN)/python -m campaigns.report_picture demo_run/report.html docs/report.png
+
+## report-speed: how fast pages of 20,000 tensors open and scroll in Chromium
+report-speed: .browser/installed
+	PYTHONPATH=.browser $(BIN)/python -m campaigns.report_speed
 
 ## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
 matrix:

@@ -156,6 +156,8 @@ class RunDirectory:
         self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
         self._on_event = on_event or ignore_event
         self._plans = SavePlanCache()
+        #: Whether the newest save asked for statistics: what drains it later lets them be computed.
+        self._measures_newest = False
         self._ranks: RankGroup | None = None
 
     def _find_tier(self, local: LocalTier | None) -> TierState | None:
@@ -242,19 +244,20 @@ class RunDirectory:
         )
         with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
-            request = self._with_statistics(request)
+            self._measures_newest = request.stats is True
+            request = replace(request, on_event=self._with_statistics(request.on_event, request.stats))
             if request.async_save:
                 return self._run_save(request)
             with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
                 return self._run_save(replace(request, on_event=listener))
 
-    def _with_statistics(self, request: SaveRequest) -> SaveRequest:
-        """Return a request whose listener, on the coordinator, lets statistics be computed if they are requested."""
-        if request.stats is not True or self._current_ranks().rank != COORDINATOR_RANK:
-            return request
+    def _with_statistics(self, on_event: OnEvent, stats: object) -> OnEvent:
+        """Return a listener that, on the coordinator, lets statistics be computed if they are requested."""
+        if stats is not True or self._current_ranks().rank != COORDINATOR_RANK:
+            return on_event
         from holdfast.inspection.background_statistics import keep_statistics  # noqa: PLC0415 - other saves need none
 
-        return replace(request, on_event=keep_statistics(request.on_event))
+        return keep_statistics(on_event)
 
     def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
         save = self._make_save(request)
@@ -388,7 +391,7 @@ class RunDirectory:
                 replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
             )
         if tier is not None and restored.source == "local tier":
-            self._drain_loaded(tier)
+            self._drain_assembled(tier, self._on_event)
         if restored.run:
             self.runs.add(restored.run)
         self.base.checkpoint = self._find_base(restored)
@@ -401,14 +404,14 @@ class RunDirectory:
         background_saves.finalize(self.path)
         return TierLoad(tier, self._current_ranks(), self._timeout)
 
-    def _drain_loaded(self, tier: TierLoad) -> None:
-        """Begin to write a checkpoint that was loaded from the local tier into the run directory."""
+    def _drain_assembled(self, tier: TierLoad, on_event: OnEvent) -> None:
+        """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
         from holdfast.save.drain_choice import make_drain  # noqa: PLC0415 - as above
         from holdfast.save.generation_drain import DrainOptions  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
-        options = DrainOptions(self._local.on_failure, self._keep, self._on_event)
+        options = DrainOptions(self._local.on_failure, self._keep, on_event)
         drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
@@ -424,7 +427,7 @@ class RunDirectory:
 
         newest = TierLoad(self._tier, self._current_ranks(), self._timeout)
         newest.assemble_newest(self._tier.newest)
-        self._drain_loaded(newest)
+        self._drain_assembled(newest, self._with_statistics(self._on_event, self._measures_newest))
         self.wait()
 
     @traced("find the base of the next save", "read")

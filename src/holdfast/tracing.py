@@ -18,7 +18,7 @@ from holdfast.errors import InvalidArgumentError, RankTimeoutError
 from holdfast.observe.spans import Recording, tracer
 from holdfast.observe.trace_format import Clock, TracedProcess, encode_trace, merge_files
 from holdfast.storage import posix
-from holdfast.storage.atomic_rename import replace_small
+from holdfast.storage.atomic_rename import replace_output
 
 _log = logging.getLogger("holdfast")
 
@@ -43,7 +43,8 @@ def trace(path: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
         The trace, a context manager. It can be used once.
 
     Raises:
-        InvalidArgumentError: ``path`` is not in a folder of a file system, or ``max_spans`` is not positive.
+        InvalidArgumentError: ``path`` is not in a folder of a file system, or ``max_spans`` is not positive. At the end
+            of the block: something else than a file is there.
         StorageError: The file cannot be written, at the end of the block.
     """
     if max_spans < 1:
@@ -107,7 +108,7 @@ class Trace:
         """Write the file, in the thread that was last. An error is raised by the block, or by :meth:`wait`."""
         try:
             process = TracedProcess(self._ranks[0], socket.gethostname(), self._pid)
-            replace_small(self.path, encode_trace(recording, process, self._clock))
+            replace_output(self.path, encode_trace(recording, process, self._clock))
         except Exception as error:  # noqa: BLE001 - a trace must not break the save that ends it
             _log.error("the trace %s could not be written: %s", self.path, error)
             self._written.set_exception(error)
@@ -130,13 +131,13 @@ def merge_traces(path: str | PathLike[str], traces: Iterable[str | PathLike[str]
         traces: The files of traces, of all ranks of one job.
 
     Raises:
-        InvalidArgumentError: There are no files, or one is not a trace.
+        InvalidArgumentError: There are no files, one is not a trace, or something else than a file is at ``path``.
         StorageError: A file cannot be read or written.
     """
     files = {str(name): posix.read_small(posix.local_path(name)) for name in traces}
     if not files:
         raise InvalidArgumentError("there are no traces to merge: pass the files that the ranks have written")
-    replace_small(posix.local_path(path), merge_files(files))
+    replace_output(posix.local_path(path), merge_files(files))
 
 
 def _find_ranks() -> tuple[int, int]:

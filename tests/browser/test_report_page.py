@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.run.journal import JournalEntry, append_entry
 from tests.helpers.commands import invoke
+from tests.helpers.large_pages import make_large_page
 
 sync_api = pytest.importorskip("playwright.sync_api")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -55,6 +58,9 @@ def save_run(path: Path) -> Path:
         if step == 4:
             holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
         holdfast.save_checkpoint(path, f"step_{step}", model, optimizer, step=step, keep=5)
+    placement = (("node-1", 3), ("node-2", 1))
+    failed = JournalEntry("failed", time.time(), "step_7", world_size=5, hosts=3, error="no space", placement=placement)
+    append_entry(path, failed)
     return path
 
 
@@ -64,17 +70,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     run = save_run(folder / "run")
     hostile = folder / "hostile"
-    holdfast.save_checkpoint(
-        hostile, HOSTILE.replace("/", ""), {HOSTILE: torch.ones(3)}, step=1, metrics={HOSTILE: 1.0}
-    )
+    tensors = {
+        HOSTILE: torch.ones(3),
+        "": torch.ones(1),
+        "__proto__.toString": torch.empty(0),
+        "large": torch.full((1,), 1.7e308, dtype=torch.float64),
+        "nan": torch.full((2,), torch.nan),
+    }
+    for step, tag in enumerate((HOSTILE, "constructor", "__proto__")):
+        holdfast.save_checkpoint(hostile, tag, tensors, step=step, metrics={HOSTILE: 1.0, "__proto__": 2.0})
+        tensors = {**tensors, "small": tensors["large"] * 1e-300}
+    holdfast.save_checkpoint(folder / "empty", "a", {"w": torch.empty(0)}, rng=False)
     arguments = {
         "run": (run, "--stats"),
         "difference": (run / "step_5", run / "step_6"),
         "hostile": (hostile, "--stats"),
+        "empty": (folder / "empty", "--stats"),
     }
     files = {name: folder / f"{name}.html" for name in arguments}
     for name, file in files.items():
         invoke("report", *arguments[name], "-o", file)
+    files["large"] = folder / "large.html"
+    files["large"].write_bytes(make_large_page(1000))
     return files
 
 
@@ -115,7 +132,7 @@ class Tab:
 
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["run", "difference", "hostile"])
+@pytest.mark.parametrize("name", ["run", "difference", "hostile", "empty", "large"])
 def test_nothing_is_wrong_with_any_page(
     browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int
 ) -> None:
@@ -170,7 +187,10 @@ def test_names_that_look_like_markup_are_text(browser: Any, pages: dict[str, Pat
     tab = Tab(browser, pages["hostile"])
     assert HOSTILE in tab.rows()
     assert tab.page.locator("img").count() == 0
-    assert HOSTILE in tab.page.locator("#view-checkpoints").inner_text()
+    checkpoints = tab.page.locator("#view-checkpoints").inner_text()
+    assert HOSTILE in checkpoints
+    assert "undefined" not in checkpoints
+    assert "model/" in tab.rows()
     tab.context.close()
 
 
@@ -179,5 +199,17 @@ def test_the_table_of_events_has_all_of_them(browser: Any, pages: dict[str, Path
     data = json.loads(tab.page.locator("#data").text_content())
     tab.page.locator("details summary").first.click()
     events = tab.page.locator("details tbody tr").count()
-    assert events == len(data["timeline"]["entries"]) == 6 + 1 + 1
+    assert events == len(data["timeline"]["entries"]) == 6 + 1 + 1 + 1
+    newest = tab.page.locator("details tbody tr").first.locator("td").all_inner_texts()
+    assert newest[1:5] == ["failed to save step_7", "\u2013", "5", "3 hosts, node-1: ranks 0\u20132, node-2: rank 3, …"]
+    tab.context.close()
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("name", ["run", "difference", "large"])
+def test_labels_and_controls_are_not_cut_off(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
+    tab = Tab(browser, pages[name], viewport={"width": width, "height": 900})
+    cut = tab.page.evaluate("""() => [...document.querySelectorAll('.frame b, .choice, .card dd, .head .cell')]
+        .filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent)""")
+    assert [text for text in cut if "." in text or len(text) > 20] == []  # one long name may not fit
     tab.context.close()

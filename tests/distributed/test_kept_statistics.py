@@ -102,3 +102,60 @@ class TestObjectStore:
                 holdfast.finalize()
             assert [info.tag for info in holdfast.list_checkpoints(run)] == ["b"]
             assert not any("/a." in key for key in fake.objects)
+
+
+def save_into_tier(base: str, layout: str, asynchronous: bool) -> list[str]:
+    """Save steps 1 to 5, of which each second one is drained, and the last one. Return the tags of `Saved` events."""
+    rank, saved = dist.get_rank() if dist.is_initialized() else 0, []
+    run = layouts.fill_run(getattr(layouts, layout)())
+    local = holdfast.LocalTier(f"{base}/host{rank}", drain_every=2)
+    directory = holdfast.RunDirectory(
+        f"{base}/run",
+        local=local,
+        async_save=asynchronous,
+        on_event=lambda event: saved.append(event.path.name) if isinstance(event, holdfast.Saved) else None,
+    )
+    for step in range(1, 6):
+        directory.save(f"step_{step}", run.model, run.optimizer, step=step, stats=True).wait()
+    directory.finalize()
+    holdfast.finalize()
+    return saved
+
+
+class TestLocalTier:
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    @pytest.mark.parametrize(("layout", "world_size"), [("plain", 1), ("fsdp", 2)])
+    def test_checkpoints_that_are_drained_have_them(
+        self, ranks: Ranks, tmp_path: Path, layout: str, world_size: int, asynchronous: bool
+    ) -> None:
+        saved = ranks(world_size, save_into_tier, str(tmp_path), layout, asynchronous)
+        infos = holdfast.list_checkpoints(tmp_path / "run")
+        assert [info.tag for info in infos] == saved[0]
+        assert infos[-1].tag == "step_5"
+        for info in infos:
+            kept = holdfast.read_statistics(info.path)
+            assert kept is not None
+            assert kept.tensors == holdfast.compute_statistics(info.path).tensors
+        assert not list(tmp_path.glob("host*/**/.statistics"))
+
+    def test_the_training_never_waits_for_them(self, tmp_path: Path) -> None:
+        from holdfast.inspection import checkpoint_statistics
+
+        may_go_on = threading.Event()
+
+        def wait_before(*args: Any) -> Any:
+            may_go_on.wait(20)
+            return measure(*args)
+
+        measure = checkpoint_statistics.measure_checkpoint
+        directory = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "host", async_save=True)
+        with mock.patch.object(checkpoint_statistics, "measure_checkpoint", wait_before):
+            for step in range(1, 4):
+                directory.save(f"step_{step}", {"w": torch.full((3,), float(step))}, step=step, stats=True).wait_local()
+            directory.finalize()
+            assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")][-1] == "step_3"
+            may_go_on.set()
+            holdfast.finalize()
+        kept = holdfast.read_statistics(tmp_path / "run")
+        assert kept is not None
+        assert kept.tensors["model/w"].maximum == 3.0

@@ -14,11 +14,12 @@ from holdfast.storage import host_board
 
 @contextmanager
 def simulated_host(name: str, folder: str) -> Iterator[None]:
-    """Take an id for that of this rank's host, and a folder for what ranks of one host post to each other."""
+    """Take another id and name of this rank's host, and a folder for what ranks of one host post to each other."""
     with (
         mock.patch.object(host_board, "_SHARED_MEMORY", Path(folder)),
         mock.patch.object(host_board, "host_id", return_value=f"host {name}"),
         mock.patch("holdfast.save.negotiation.host_id", return_value=f"host {name}"),
+        mock.patch("platform.node", return_value=name),
     ):
         yield
 

@@ -265,6 +265,12 @@ def test_what_refers_to_no_checkpoint_is_refused(artifact: object) -> None:
         open_artifact(artifact)
 
 
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800b"])
+def test_what_can_be_no_path_is_refused(path: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot be a path"):
+        open_artifact({"path": path, "tag": "a", "id": "b"})
+
+
 def test_without_a_run_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run")
     pytest.importorskip("wandb")

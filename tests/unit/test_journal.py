@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import holdfast
 from holdfast.run import journal
 from holdfast.run.cleanup import clean_up
-from holdfast.run.journal import NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
+from holdfast.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_tags, save_step
+from tests.helpers.simulated_hosts import simulated_host
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,26 @@ def test_one_of_several_ranks_writes_it(ranks: Ranks, tmp_path: Path) -> None:
     assert (saved.kind, saved.world_size, saved.hosts) == ("saved", 2, 1)
 
 
+def save_on_hosts(run: str, folder: str, names: list[str]) -> None:
+    with simulated_host(names[dist.get_rank()], folder):
+        directory = holdfast.RunDirectory(run)
+        for step in (1, 2):
+            directory.save(f"step_{step}", {"w": torch.ones(3)}, step=step)
+
+
+def test_it_tells_the_hosts_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, save_on_hosts, tmp_path / "run", str(tmp_path), ["node-1", "node-1", "node-1", "\x1b[31m ü"])
+    entries = read_journal(tmp_path / "run")
+    assert [(line.kind, line.hosts) for line in entries] == [("saved", 2), ("saved", 2)]
+    assert {line.placement for line in entries} == {(("node-1", 3), ("?[31m??", 1))}
+
+
+def test_the_hosts_in_a_line_are_bounded() -> None:
+    host_of = [rank // 2 for rank in range(4000)]
+    placement = journal.describe_placement(host_of, dict.fromkeys(range(2000), "n" * 64))
+    assert placement == (("n" * 64, 2),) * MAX_PLACEMENT
+
+
 def test_it_is_no_checkpoint_and_survives_all_clean_ups(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, step, keep=1)
@@ -77,6 +99,30 @@ def test_what_is_no_entry_is_skipped(tmp_path: Path) -> None:
         )
     append_entry(tmp_path, entry("b", 3.0))
     assert [line.tag for line in read_journal(tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        '"time":1e308',
+        '"time":-1',
+        '"time":1,"seconds":1e99',
+        '"time":1,"world_size":-3',
+        f'"time":1,"nbytes":{10**400}',
+        f'"time":1,"hosts":{2**62}',
+        '"time":1,"placement":[["a",-1]]',
+    ],
+)
+def test_a_line_with_numbers_that_cannot_be_is_skipped(tmp_path: Path, numbers: str) -> None:
+    (tmp_path / NAME).write_text(f'{{"kind":"saved","tag":"x",{numbers}}}\n')
+    append_entry(tmp_path, entry("a"))
+    assert [line.tag for line in read_journal(tmp_path)] == ["a"]
+
+
+def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(f'{{"kind":"saved","time":1,"tag":"{"x" * 5000}"}}\n')
+    append_entry(tmp_path, entry("a"))
+    assert [line.tag for line in read_journal(tmp_path)] == ["a"]
 
 
 def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

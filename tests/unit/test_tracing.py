@@ -161,6 +161,8 @@ class TestFailures:
             handle = save(tmp_path, async_save=True)
             with pytest.raises(StorageError):
                 handle.wait()
+        with pytest.raises(StorageError):
+            holdfast.finalize()  # else a later test would get the error
         traced.wait(60)
         trace = ChromeTrace(tmp_path / "t.json")
         assert trace.only("save").error == ""
@@ -181,6 +183,17 @@ class TestFailures:
         with pytest.raises(StorageError, match="traces"), holdfast.trace(tmp_path / "traces/t.json"):
             shutil.rmtree(tmp_path / "traces")
         assert not tracer.recordings
+
+    def test_only_a_file_is_replaced(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        with pytest.raises(InvalidArgumentError, match="not a regular file"), holdfast.trace(pipe):
+            pass
+        with holdfast.trace(tmp_path / "a.json"):
+            pass
+        with pytest.raises(InvalidArgumentError, match="not a regular file"):
+            holdfast.merge_traces(pipe, [tmp_path / "a.json"])
+        assert pipe.is_fifo()
 
     def test_in_the_background_it_is_logged_and_the_save_succeeds(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -325,7 +338,25 @@ class TestMerging:
             assert len(set(foreign)) == 2
             assert 0 not in foreign
 
-    @pytest.mark.parametrize("text", ["", "[1", "[]", "{}", '{"traceEvents": 1}', "\xff"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "[1",
+            "[]",
+            "{}",
+            '{"traceEvents": 1}',
+            "\xff",
+            "[" * 100_000,
+            '{"traceEvents": [1]}',
+            '{"traceEvents": [{"ts": "now"}]}',
+            '{"traceEvents": [{"ts": NaN}]}',
+            f'{{"traceEvents": [{{"ts": {10**400}}}]}}',
+            '{"traceEvents": [{"pid": {}}]}',
+            '{"traceEvents": [], "baseTimeNanoseconds": "x"}',
+            '{"traceEvents": [], "baseTimeNanoseconds": 1e400}',
+        ],
+    )
     def test_what_is_no_trace_is_named(self, tmp_path: Path, text: str) -> None:
         first = self.write(tmp_path / "1.json", 0, 1.0)
         (tmp_path / "2.json").write_bytes(text.encode("latin-1"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from holdfast.cli import target
 from holdfast.cli.completion import complete_checkpoints
 from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.verify_one import verify_checkpoint
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError
 from holdfast.inspection.brief_text import format_brief
 from holdfast.inspection.checkpoint_statistics import measure_checkpoint, select_tensors
 from holdfast.inspection.compare import compare_metadata, compare_suspects
@@ -27,8 +28,11 @@ from holdfast.report.run_report import ReportOptions, Verified, describe_checkpo
 from holdfast.report.statistics import Statistics
 from holdfast.run.object_run import tag_of
 from holdfast.run.scan import CheckpointInfo
-from holdfast.storage.atomic_rename import replace_small
+from holdfast.storage.atomic_rename import replace_output
 from holdfast.storage.posix import local_path
+
+#: How often a run is looked at if its latest checkpoint is removed meanwhile.
+_ATTEMPTS = 5
 
 
 def report(  # noqa: PLR0917 - options of the command
@@ -64,12 +68,20 @@ def report(  # noqa: PLR0917 - options of the command
         raise InvalidArgumentError("--tag, --stats, --verify and --full are for one run or checkpoint: leave them out")
     file, path = local_path(output), target.resolve_path(checkpoint, tag)
     if other is None:
-        data = _describe_target(path, stats=stats, verify=verify, full=full)
+        data = _describe_current(path, stats=stats, verify=verify, full=full)
     else:
         data = _describe_difference(path, target.resolve_path(other, None))
     page = render_page(f"{path.name} and {Path(other).name}" if other is not None else path.name, data)
-    replace_small(file, page)
+    replace_output(file, page)
     terminal_console().print(f"wrote {escape_control_characters(str(file))}, {format_size(len(page))}")
+
+
+def _describe_current(path: Path, *, stats: bool, verify: bool, full: bool) -> Mapping[str, Any]:
+    """Describe a run or a checkpoint, and begin again if a training removes the latest checkpoint meanwhile."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(NoCheckpointError):
+            return _describe_target(path, stats=stats, verify=verify, full=full)
+    return _describe_target(path, stats=stats, verify=verify, full=full)
 
 
 def _describe_target(path: Path, *, stats: bool, verify: bool, full: bool) -> Mapping[str, Any]:

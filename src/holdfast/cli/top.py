@@ -18,6 +18,7 @@ from holdfast.cli.process import leave_on_interrupt
 from holdfast.cli.run_listing import RunListing, build_table
 from holdfast.cli.table import Cell, Column, Table
 from holdfast.cli.target import Local, check_run
+from holdfast.errors import StorageError
 from holdfast.observe.terminal import escape_control_characters
 from holdfast.observe.units import format_age, format_rate, format_seconds, format_size, format_time
 from holdfast.run.catalog import StaleDirectory, list_checkpoints
@@ -30,6 +31,9 @@ from holdfast.storage.store import store_of
 
 #: The number of the latest checkpoints that are shown, and that the interval is computed from.
 _LAST = 10
+
+#: The shortest save that has a rate: a journal has microseconds, and may be corrupt.
+_SHORTEST = 1e-6
 
 #: The number of failed saves that are shown.
 _FAILURES = 3
@@ -60,7 +64,7 @@ def _build_view(path: Path, run: str, local: str | None) -> LiveView:
     complete = [info for info in infos if info.status == "complete"]
     rows: list[tuple[str, Cell]] = [("run", escape_control_characters(str(path)))]
     rows += [*_describe_saves(complete), *_describe_disk(path, complete)] if complete else []
-    rows += _describe_costs(read_journal(path))
+    rows += _describe_journal(path)
     rows += [("kept", _describe_kept(listing, complete))] if complete else []
     rows += [_describe_unfinished(save) for save in listing.leftovers if save.state == "partial"]
     content: list[RenderableType] = [Table([Column("", style="bold"), Column("", elastic="end")], rows), Text()]
@@ -81,12 +85,19 @@ def _describe_saves(complete: Sequence[CheckpointInfo]) -> Iterator[tuple[str, C
         yield "interval", f"{format_age(seconds)} between saves"
 
 
+def _describe_journal(path: Path) -> Iterator[tuple[str, Cell]]:
+    try:
+        yield from _describe_costs(read_journal(path))
+    except StorageError as error:
+        yield "journal", (escape_control_characters(str(error)), "yellow")
+
+
 def _describe_costs(entries: Sequence[JournalEntry]) -> Iterator[tuple[str, Cell]]:
     """Describe what the last save has cost, and the saves that have failed since."""
     ends = [entry for entry in entries if entry.kind in {"saved", "failed"}]
     numbers = [number for number, entry in enumerate(ends) if entry.kind == "saved"]
     last = ends[numbers[-1]] if numbers else None
-    if last is not None and last.seconds > 0:  # a journal may contain any number
+    if last is not None and last.seconds >= _SHORTEST:
         rate = format_rate(last.nbytes - last.shared_nbytes, last.seconds)
         stall, durable = format_seconds(last.blocking_seconds), format_seconds(last.seconds)
         yield "speed", f"{rate}, stalled the training for {stall}, durable after {durable}"

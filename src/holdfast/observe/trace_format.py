@@ -23,6 +23,9 @@ _BASE_SECONDS = 7_889_238
 #: The name of the base in a file, in nanoseconds since 1970.
 _BASE_KEY = "baseTimeNanoseconds"
 
+#: Times of traces are smaller.
+_MAX_NUMBER = 1e300
+
 #: What a file says about its writer.
 _WRITER = "holdfast"
 
@@ -134,13 +137,29 @@ def _event(span: Span, process: TracedProcess, clock: Clock) -> dict[str, Any]:
 def _decode(name: str, data: bytes) -> dict[str, Any]:
     try:
         decoded = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"{name} is not JSON: pass traces of holdfast or torch.profiler ({error})"
         ) from error
     if not isinstance(decoded, dict) or not isinstance(decoded.get("traceEvents"), list):
         raise InvalidArgumentError(f"{name} has no traceEvents: pass traces of holdfast or torch.profiler")
+    if not all(map(_is_event, decoded["traceEvents"])) or not _is_number(decoded.get(_BASE_KEY, 0)):
+        raise InvalidArgumentError(
+            f"{name} has events without a time or a process: pass traces of holdfast or torch.profiler"
+        )
     return decoded
+
+
+def _is_event(event: object) -> bool:
+    return (
+        isinstance(event, dict)
+        and _is_number(event.get("ts", 0))
+        and isinstance(event.get("pid"), int | float | str | None)
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _MAX_NUMBER  # not NaN, and no integer that is no float
 
 
 def _base_of(trace: Mapping[str, Any]) -> int:

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError, StorageError
 from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
 from holdfast.report.compaction import sample_evenly
 from holdfast.report.health import Finding, judge_checkpoints, judge_saves, judge_values, judge_verification
@@ -18,13 +19,16 @@ from holdfast.report.tensors import NamedTensor, list_tensors, mark_shared, tens
 from holdfast.report.timeline import build_timeline
 from holdfast.run.aliases import Alias, list_aliases
 from holdfast.run.catalog import list_checkpoints, list_stale_directories
-from holdfast.run.journal import read_journal
+from holdfast.run.journal import JournalEntry, read_journal
 from holdfast.run.scan import CheckpointInfo
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.shared_files import own_bytes
 
 #: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
 _MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20
+
+#: The tags and statistics of checkpoints, oldest first.
+History = Sequence[tuple[str, Statistics]]
 
 #: The checkpoints below a path that were verified: the fields of a ``VerifyResult`` by tag.
 Verified = Mapping[str, Mapping[str, Any]]
@@ -49,17 +53,20 @@ class ReportOptions:
 
 def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
     """Return the data of the report of a run, with the tensors of the checkpoint ``tag``."""
-    checkpoints, journal, leftovers = list_checkpoints(run), read_journal(run), list_stale_directories(run)
+    checkpoints, leftovers = list_checkpoints(run), list_stale_directories(run)
+    journal, journal_findings = _read_journal(run)
     complete = [info for info in checkpoints if info.status == "complete"]
     focus = next(info for info in reversed(complete) if info.tag == tag)
     until_focus = complete[: complete.index(focus) + 1]
-    history = _read_history(until_focus, options)
+    history, unread = _read_history(until_focus, options)
     shown = sample_evenly(checkpoints, options.limit(_MAX_CHECKPOINTS))
     inspected = inspect_exact_path(focus.path)
     findings = [
         *judge_checkpoints(checkpoints, leftovers),
+        *journal_findings,
         *judge_saves(journal),
         *judge_verification(options.verified),
+        *unread,
         *judge_values(history),
     ]
     return {
@@ -76,9 +83,8 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
 def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
     """Return the data of the report of one checkpoint of any format."""
     inspected = inspect_exact_path(path)
-    statistics = options.read_statistics(inspected)
-    history = [] if statistics is None else [(path.name, statistics)]
-    findings = [*judge_verification(options.verified), *judge_values(history)]
+    history, unread = _collect_statistics([(path.name, lambda: inspected)], options)
+    findings = [*judge_verification(options.verified), *unread, *judge_values(history)]
     return {
         **_describe_page("checkpoint", path, inspected, findings, options),
         "focus": path.name,
@@ -100,14 +106,14 @@ def _describe_page(
         "step": manifest.step if manifest else None,
         "saved": manifest.time if manifest else None,
         "world_size": manifest.provenance.world_size if manifest else 0,
-        "findings": list(findings),
+        "findings": list(dict.fromkeys(findings)),  # a verification and statistics find the same
         "notes": list(inspected.notes),
         "verified": {tag: dict(result) for tag, result in options.verified.items()},
     }
 
 
 def _describe_tensors(
-    inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: Sequence[tuple[str, Statistics]]
+    inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: History
 ) -> dict[str, Any]:
     tensors = list_tensors(inspected)
     sharing = "" if before is None else _compare_with(tensors, inspected, before)
@@ -133,12 +139,42 @@ def _find_before(until_focus: Sequence[CheckpointInfo]) -> CheckpointInfo | None
     return next((info for info in reversed(until_focus[:-1]) if info.run == focus.run), None)
 
 
-def _read_history(infos: Sequence[CheckpointInfo], options: ReportOptions) -> list[tuple[str, Statistics]]:
+def _read_journal(run: Path) -> tuple[list[JournalEntry], list[Finding]]:
+    """Return the journal, or a finding if it cannot be read."""
+    try:
+        return read_journal(run), []
+    except StorageError as error:
+        return [], [("note", f"The journal of saves is not shown: {error}")]
+
+
+def _read_history(infos: Sequence[CheckpointInfo], options: ReportOptions) -> tuple[History, list[Finding]]:
     """Return the statistics of checkpoints of the run of the last one, which are sampled if there are many."""
     same_run = [info for info in infos if info.run == infos[-1].run]
     sampled = sample_evenly(same_run, options.limit(_MAX_STATISTICS))
-    read = ((info.tag, options.read_statistics(inspect_exact_path(info.path))) for info in sampled)
-    return [(tag, statistics) for tag, statistics in read if statistics is not None]
+    return _collect_statistics([(info.tag, partial(inspect_exact_path, info.path)) for info in sampled], options)
+
+
+def _collect_statistics(
+    checkpoints: Sequence[tuple[str, Callable[[], InspectedCheckpoint]]], options: ReportOptions
+) -> tuple[History, list[Finding]]:
+    """Return the statistics of checkpoints that have some, and a finding for each that cannot be read.
+
+    ``checkpoints`` are tags, and functions that inspect the checkpoints. Those that were removed or replaced meanwhile
+    are left out: a training may be running.
+    """
+    history: list[tuple[str, Statistics]] = []
+    findings: list[Finding] = []
+    for tag, inspect in checkpoints:
+        try:
+            statistics = options.read_statistics(inspect())
+        except NoCheckpointError:
+            continue
+        except (CorruptCheckpointError, StorageError) as error:
+            findings.append(("bad", f"{tag}: {error}"))
+            continue
+        if statistics is not None:
+            history.append((tag, statistics))
+    return history, findings
 
 
 def _checkpoint_rows(run: Path, infos: Sequence[CheckpointInfo]) -> list[list[Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.report.compaction import sample_evenly
-from holdfast.run.journal import JournalEntry
+from holdfast.run.journal import MAX_PLACEMENT, JournalEntry, Placement
 from holdfast.run.scan import CheckpointInfo
 
 
@@ -20,7 +20,8 @@ class Timeline:
     is_journalled: bool
 
     def as_record(self) -> dict[str, Any]:
-        """Return the timeline as JSON: a list for each entry."""
+        """Return the timeline as JSON: a list for each entry. Entries share placements by number."""
+        placements = {placement: number for number, placement in enumerate(dict.fromkeys(map(_cut, self.entries)))}
         rows = [
             [
                 entry.kind,
@@ -34,10 +35,21 @@ class Timeline:
                 entry.nbytes,
                 entry.shared_nbytes,
                 entry.error,
+                placements[_cut(entry)],
             ]
             for entry in self.entries
         ]
-        return {"entries": rows, "omitted": self.omitted, "journalled": self.is_journalled}
+        return {
+            "entries": rows,
+            "placements": list(placements),
+            "omitted": self.omitted,
+            "journalled": self.is_journalled,
+        }
+
+
+def _cut(entry: JournalEntry) -> Placement:
+    """Return the placement of an entry, with no more hosts than holdfast writes."""
+    return entry.placement[:MAX_PLACEMENT]
 
 
 def build_timeline(checkpoints: Sequence[CheckpointInfo], journal: Sequence[JournalEntry], limit: int) -> Timeline:

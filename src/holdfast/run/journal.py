@@ -8,9 +8,11 @@ nothing. An object store has no journal, because objects cannot be appended to.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -31,6 +33,16 @@ _MAX_LINE = 4096
 
 #: The most characters of an error's message in a line: escaped, each takes up to six bytes.
 _MAX_ERROR = 400
+
+#: The most hosts of consecutive ranks in a line.
+MAX_PLACEMENT = 8
+
+#: Numbers that an entry may have: others cannot be shown, and the line is skipped.
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+#: The hosts of consecutive ranks: the name of a host, and the number of ranks on it.
+Placement = tuple[tuple[str, _Count], ...]
 
 _log = logging.getLogger("holdfast")
 
@@ -55,20 +67,22 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         nbytes: The size of the checkpoint.
         shared_nbytes: How much of it was not written, because the checkpoint before has it.
         error: Why the save failed.
+        placement: The hosts of its ranks, from rank 0 on, as far as there is room for them.
     """
 
     kind: Literal["saved", "failed", "resumed", "removed"]
-    time: float
+    time: _Seconds
     tag: str
     step: float | None = None
     run: str = ""
-    world_size: int = 0
-    hosts: int = 0
-    blocking_seconds: float = 0.0
-    seconds: float = 0.0
-    nbytes: int = 0
-    shared_nbytes: int = 0
+    world_size: _Count = 0
+    hosts: _Count = 0
+    blocking_seconds: _Seconds = 0.0
+    seconds: _Seconds = 0.0
+    nbytes: _Count = 0
+    shared_nbytes: _Count = 0
     error: str = ""
+    placement: Placement = ()
 
 
 def describe_event(event: Event, time: float) -> JournalEntry | None:
@@ -89,6 +103,12 @@ def describe_event(event: Event, time: float) -> JournalEntry | None:
     if isinstance(event, SaveFailed | DrainFailed):
         return JournalEntry("failed", time, event.path.name, error=str(event.error)[:_MAX_ERROR])
     return None
+
+
+def describe_placement(host_of: Sequence[int], names: Mapping[int, str]) -> Placement:
+    """Return the hosts of the first ranks. ``host_of`` is the number of the host of each rank."""
+    runs = itertools.groupby(host_of)
+    return tuple((names.get(host, ""), len(list(ranks))) for host, ranks in itertools.islice(runs, MAX_PLACEMENT))
 
 
 def append_entry(run: Path, entry: JournalEntry) -> None:
@@ -117,7 +137,7 @@ def read_journal(run: Path) -> list[JournalEntry]:
     if isinstance(run, ObjectPath):
         return []
     lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
-    entries = (_parse_line(line) for line in lines if line)
+    entries = (_parse_line(line) for line in lines if 0 < len(line) < _MAX_LINE)
     return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.time)
 
 

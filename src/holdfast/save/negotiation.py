@@ -1,7 +1,7 @@
 """The negotiation before a save: ranks check that their calls agree, and exchange tensor specs and values.
 
-Each rank posts an announcement of 80 bytes, mostly digests. Only new or differing specs and values are sent in full,
-each distinct one once.
+Each rank posts an announcement of 80 bytes, mostly digests; in its first save, the name of its host follows. Only new
+or differing specs and values are sent in full, each distinct one once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.state.capture import (
     merge_values,
 )
 from holdfast.state.training import TrainingObjects
-from holdfast.storage.posix import host_id
+from holdfast.storage.posix import host_id, host_name
 
 #: The sizes in bytes of a plan's key, and of the digests of the values and of the host name.
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
@@ -38,6 +38,9 @@ _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 #: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
 #: host name, and the size of its per-rank values.
 _ANNOUNCEMENT = struct.Struct(f"{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQ")
+
+#: The most bytes of the name of a host.
+_MAX_NAME = 64
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -92,7 +95,7 @@ class SaveAgreement:
 
     ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
     ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``host_of`` is the number of
-    the host of each rank.
+    the host of each rank. ``host_names`` are, on rank 0, the names of hosts that were announced in this save.
     """
 
     captured: Capture
@@ -100,6 +103,7 @@ class SaveAgreement:
     global_spec: GlobalSpec | None
     merged_values: Mapping[str, Any]
     host_of: Sequence[int]
+    host_names: Mapping[int, str]
 
 
 def negotiate_save(
@@ -107,6 +111,7 @@ def negotiate_save(
 ) -> SaveAgreement:
     """Capture the training state and negotiate the save. ``cached_key`` is the key of the plan in this rank's cache."""
     captured = Capture()
+    host_names: Mapping[int, str] = {}
 
     def capture_and_announce() -> bytes:
         nonlocal captured
@@ -119,21 +124,28 @@ def negotiate_save(
         check_rank_state(captured, merged)
         host = digest_bytes(host_id().encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
-        return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values))
+        name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
+        return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values)) + name
+
+    def decide(posted: Sequence[bytes]) -> bytes:
+        nonlocal host_names
+        decision = _decide_globally(request, [raw[: _ANNOUNCEMENT.size] for raw in posted])
+        host_names = _name_hosts(_list_host_of(decision), [raw[_ANNOUNCEMENT.size :] for raw in posted])
+        return _encode(decision)
 
     raw = vote_same_call(
         session,
         "looking at what to save",
         request.describe_call(),
         capture_and_announce,
-        lambda posted: _encode(_decide_globally(request, posted)),
+        decide,
     )
     decision = msgspec.msgpack.decode(raw, type=_GlobalDecision)
     encoded_specs, merged_values = _exchange_specs(session, captured, decision)
     directory = decision.spec_directory
     global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
-    host_of = [host for host, count in decision.host_runs for _ in range(count)]
-    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of)
+    host_of = _list_host_of(decision)
+    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names)
 
 
 def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _GlobalDecision:
@@ -148,6 +160,16 @@ def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _
     host_of, _ = deduplicate(hosts)
     host_runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(host_of)]
     return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs)
+
+
+def _list_host_of(decision: _GlobalDecision) -> list[int]:
+    """Return the number of the host of each rank."""
+    return [host for host, count in decision.host_runs for _ in range(count)]
+
+
+def _name_hosts(host_of: Sequence[int], names: Sequence[bytes]) -> dict[int, str]:
+    """Return the names of hosts by number, as their ranks announced them."""
+    return {host: name.decode() for host, name in zip(host_of, names, strict=True) if name}
 
 
 def _exchange_specs(

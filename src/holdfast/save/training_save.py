@@ -22,7 +22,7 @@ from holdfast.observe.events import Event
 from holdfast.observe.reporter import EventReporter
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import CheckpointIdentity, next_identity
-from holdfast.run.journal import append_entry, describe_event
+from holdfast.run.journal import Placement, append_entry, describe_event, describe_placement
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.build_manifest import CheckpointLabel, build_manifest
 from holdfast.save.negotiation import SaveAgreement, negotiate_save
@@ -38,14 +38,16 @@ class SavePlanCache:
     """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
-    is not on rank 0's host, if there is one. ``sharing`` is what is known about the file system, and
-    ``has_checked_store`` whether an object store was asked if it honours conditions.
+    is not on rank 0's host, if there is one. ``host_names`` are, on rank 0, the names of hosts by number.
+    ``sharing`` is what is known about the file system, and ``has_checked_store`` whether an object store was asked if
+    it honours conditions.
     """
 
     key: bytes = b""
     plan: SavePlan = EMPTY_PLAN
     saves: int = 0
     witness: int | None = None
+    host_names: Mapping[int, str] = field(default_factory=dict)
     sharing: Sharing = field(default_factory=Sharing)
     has_checked_store: bool = False
 
@@ -58,6 +60,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         self._request, self._cache = request, cache
         self._merged_values: Mapping[str, Any] = {}
         self._identity, self._started_at, self._hosts = CheckpointIdentity(0, "", ""), 0.0, 0
+        self._placement: Placement = ()
         #: Whether old checkpoints may be removed or hidden after the commit.
         self._removes_old = False
         self._reporter = EventReporter(
@@ -68,7 +71,9 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         """Capture the training state, plan the save, and open its output."""
         agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
         self._captured, self._merged_values = agreement.captured, agreement.merged_values
+        self._cache.host_names = agreement.host_names or self._cache.host_names
         self._hosts = len(set(agreement.host_of))
+        self._placement = describe_placement(agreement.host_of, self._cache.host_names)
         self._plan_and_open(agreement)
 
     @abstractmethod
@@ -126,6 +131,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
                     run=self._identity.run,
                     world_size=self._session.size,
                     hosts=self._hosts,
+                    placement=self._placement,
                 ),
             )
         self._request.on_event(event)

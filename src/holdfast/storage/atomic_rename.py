@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.errors import StorageError, TagExistsError
+from holdfast.errors import InvalidArgumentError, StorageError, TagExistsError
 from holdfast.storage.posix import fsync_directory, remove_file, wrap_os_errors, write_small
 
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -88,6 +88,18 @@ def replace_small(path: Path, data: bytes) -> None:
         with suppress(StorageError):
             remove_file(draft)
         raise
+
+
+def replace_output(path: Path, data: bytes) -> None:
+    """Write a file that a user has named, in place of the regular file that is there, if any. Links are followed.
+
+    Raises ``InvalidArgumentError`` if something else is there: a rename would remove a device such as ``/dev/null``.
+    """
+    with wrap_os_errors("write", path):
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            raise InvalidArgumentError(f"{path} is not a regular file, and cannot be replaced: pass another name")
+    replace_small(target, data)
 
 
 def create_small(path: Path, data: bytes) -> bool:

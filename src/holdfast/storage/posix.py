@@ -58,13 +58,22 @@ def _stale_as_missing() -> Iterator[None]:
 
 
 def local_path(path: str | PathLike[str]) -> Path:
-    """Return an absolute path. Raises ``InvalidArgumentError`` for the URL of an object store or an empty text."""
+    """Return an absolute path.
+
+    Raises ``InvalidArgumentError`` for the URL of an object store, and for a text that no file can have as its path.
+    """
     if path == "":
         raise InvalidArgumentError('the path is empty: pass "." for the current folder')
     if "://" in str(path):
         raise InvalidArgumentError(
             f"{path} is not a path of a file system; object stores are not supported here: use a local or shared folder"
         )
+    try:
+        is_possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_possible = False
+    if not is_possible:
+        raise InvalidArgumentError(f"{str(path)!r} cannot be a path: it has a NUL or a lone surrogate")
     return Path(path).absolute()
 
 
@@ -427,6 +436,11 @@ def host_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
+
+
+def host_name() -> str:
+    """Return the name of the host, for people to read, in printable ASCII. Several hosts may have the same."""
+    return "".join(character if "!" <= character <= "~" else "?" for character in platform.node())
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -1,7 +1,9 @@
 """Tests ``holdfast report``: which page it writes, and what it refuses."""
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.errors import StorageError
+from holdfast.report import run_report
 from tests.helpers.commands import invoke, run_command
 
 
@@ -35,6 +39,26 @@ def test_a_run(run: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [page]
 
 
+def test_only_a_file_is_replaced(run: Path, tmp_path: Path) -> None:
+    """A rename to a device such as /dev/null, or to a pipe, would remove it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "to_pipe").symlink_to(pipe)
+    for output in (pipe, tmp_path / "to_pipe", tmp_path):
+        assert "is not a regular file" in invoke("report", run, "-o", output, code=2).stderr.replace("\n", " ")
+    assert pipe.is_fifo()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_link_to_a_file_stays_one(run: Path, tmp_path: Path) -> None:
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    page.write_text("old")
+    link.symlink_to(page)
+    invoke("report", run, "-o", link)
+    assert link.is_symlink()
+    assert read_data(page)["kind"] == "run"
+
+
 def test_a_checkpoint_of_a_run_by_its_path_or_tag(run: Path, tmp_path: Path) -> None:
     for arguments in ((run / "step_1",), (run, "--tag", "step_1")):
         invoke("report", *arguments, "-o", tmp_path / "a.html")
@@ -47,6 +71,79 @@ def test_statistics_are_computed_if_asked_for(run: Path, tmp_path: Path) -> None
     statistics = read_data(tmp_path / "a.html")["statistics"]
     assert statistics["tags"] == ["step_1", "step_2"]
     assert 4.0 in statistics["norm"]  # four times two
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "model").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink()  # another checkpoint may share it
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("corrupt", ["step_1", "step_2"])
+def test_a_corrupt_checkpoint_does_not_hide_the_run(run: Path, tmp_path: Path, corrupt: str) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    flip_a_bit(copy / corrupt)
+    invoke("report", copy, "--stats", "-o", tmp_path / "a.html")
+    data = read_data(tmp_path / "a.html")
+    assert data["statistics"]["tags"] == [tag for tag in ("step_1", "step_2") if tag != corrupt]
+    ((level, text),) = data["findings"]
+    assert level == "bad"
+    assert text.startswith(f"{corrupt}: ")
+    assert "'w'" in text
+
+
+def test_a_corrupt_checkpoint_that_is_alone_has_a_page(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run / "step_1", tmp_path / "alone")
+    flip_a_bit(copy)
+    invoke("report", copy, "--stats", "--verify", "-o", tmp_path / "a.html")
+    data = read_data(tmp_path / "a.html")
+    assert data["statistics"] is None
+    assert {level for level, _ in data["findings"]} == {"bad"}
+
+
+def test_checkpoints_may_be_removed_meanwhile(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As retention of a running training does."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    read_journal = run_report._read_journal
+
+    def remove_and_read(path: Path) -> Any:
+        shutil.rmtree(path / "step_1")
+        return read_journal(path)
+
+    monkeypatch.setattr(run_report, "_read_journal", remove_and_read)
+    invoke("report", copy, "--stats", "-o", tmp_path / "a.html")
+    data = read_data(tmp_path / "a.html")
+    assert data["statistics"]["tags"] == ["step_2"]
+    assert data["findings"] == []
+
+
+def test_the_latest_checkpoint_may_be_removed_meanwhile(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    inspect = run_report.inspect_exact_path
+
+    def remove_and_inspect(path: Path) -> Any:
+        if (copy / "step_2").exists():
+            shutil.rmtree(copy / "step_2")
+        return inspect(path)
+
+    monkeypatch.setattr(run_report, "inspect_exact_path", remove_and_inspect)
+    invoke("report", copy, "-o", tmp_path / "a.html")
+    assert read_data(tmp_path / "a.html")["focus"] == "step_1"
+
+
+def test_a_journal_that_cannot_be_read_is_a_note(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise StorageError(13, f"could not read {path}: Permission denied")
+
+    monkeypatch.setattr(run_report, "read_journal", refuse)
+    invoke("report", run, "-o", tmp_path / "a.html")
+    data = read_data(tmp_path / "a.html")
+    assert [level for level, _ in data["findings"]] == ["note"]
+    assert "Permission denied" in data["findings"][0][1]
 
 
 def test_a_verification_is_reported(run: Path, tmp_path: Path) -> None:

@@ -140,6 +140,14 @@ def test_the_journal_tells_what_saves_cost(tmp_path: Path) -> None:
     assert "speed" not in first_view(tmp_path)
 
 
+@pytest.mark.parametrize("seconds", ["1e-320", "1e308", "-1", "0"])
+def test_a_corrupt_journal_breaks_no_view(tmp_path: Path, seconds: str) -> None:
+    save(tmp_path, 1)
+    line = f'{{"kind":"saved","tag":"s","time":1e10,"nbytes":{2**53},"seconds":{seconds},"blocking_seconds":1e10}}\n'
+    (tmp_path / ".journal.jsonl").write_text(line)
+    assert "speed" not in first_view(tmp_path)
+
+
 def test_the_local_tier_of_the_host_is_shown(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     local = holdfast.LocalTier(tmp_path / "tier", drain_every=10**6, copies=0)

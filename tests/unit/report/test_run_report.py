@@ -1,6 +1,5 @@
 """Tests the data of reports against the runs that they are of."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,16 @@ import torch
 import holdfast
 from holdfast.inspection.compare import compare_metadata, compare_suspects
 from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_path
-from holdfast.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, TensorStatistics
+from holdfast.inspection.tensor_statistics import TensorStatistics
 from holdfast.ondisk.files import TensorInfo
 from holdfast.report.difference_report import describe_difference
-from holdfast.report.page import render_page
 from holdfast.report.run_report import ReportOptions, describe_checkpoint, describe_run
 from holdfast.report.statistics import statistics_columns
-from holdfast.report.tensors import NamedTensor, tensor_columns
+from holdfast.report.tensors import NamedTensor
 from holdfast.report.timeline import build_timeline
 from holdfast.run.journal import NAME, JournalEntry
-from holdfast.run.scan import CheckpointInfo
 from tests.helpers.front_coded import decode_names
+from tests.helpers.large_pages import make_large_page, measure
 
 
 class Net(torch.nn.Module):
@@ -129,22 +127,6 @@ def test_a_corrupt_checkpoint_needs_attention(tmp_path: Path) -> None:
     assert [(level, text.split(":")[0]) for level, text in findings] == [("bad", "step_1 is damaged")]
 
 
-def measure(values: np.ndarray) -> TensorStatistics:
-    """Statistics of a few numbers, by hand."""
-    finite = values[np.isfinite(values)]
-    counts = [0] * BUCKETS
-    for value in finite:
-        if value:
-            counts[ZERO_BUCKET + int(math.copysign(math.floor(math.log2(abs(value))) + 65, value))] += 1
-        else:
-            counts[ZERO_BUCKET] += 1
-    nans = int(np.isnan(values).sum())
-    infinities = int(np.isinf(values).sum())
-    norm = float(np.sqrt((finite**2).sum()))
-    low, high = (float(finite.min()), float(finite.max()))
-    return TensorStatistics(len(values), nans, infinities, 0, 0, low, high, 0.0, norm, 0.0, tuple(counts))
-
-
 def test_values_that_are_not_finite_need_attention(run: Path) -> None:
     good, bad = measure(np.array([1.0, -2.0])), measure(np.array([1.0, np.nan]))
 
@@ -173,34 +155,7 @@ def test_a_small_histogram_has_bars_for_both_signs() -> None:
 
 @pytest.mark.parametrize("checkpoints", [20, 1000])
 def test_a_page_of_20_000_tensors_has_at_most_2_mb(checkpoints: int) -> None:
-    numbers = np.random.default_rng(0)
-    names = [f"model.layers.{i // 128}.mlp.experts.{i // 4 % 32}.{'abcd'[i % 4]}_proj.weight" for i in range(20_000)]
-    tensors = [NamedTensor("model", name, TensorInfo("BF16", (4096, 64 * (i % 9 + 1)))) for i, name in enumerate(names)]
-    pool = [measure(numbers.normal(size=300) * 10 ** numbers.uniform(-4, 2)) for _ in range(300)]
-    history = [
-        (f"step_{step}", {f"model/{name}": pool[(i * 7 + step) % 300] for i, name in enumerate(names)})
-        for step in range(20)
-    ]
-    infos = [
-        CheckpointInfo(f"step_{i * 1000}", Path(f"/runs/a/step_{i}"), step=i, time=1.7e9 + i, run="0" * 16, id="1" * 16)
-        for i in range(checkpoints)
-    ]
-    journal = [
-        JournalEntry("saved", info.time, info.tag, info.step, info.run, 64, 8, 0.123456, 12.345678, 10**11, 10**10)
-        for info in infos
-    ]
-    rows = [[i.tag, i.status, i.step, i.time, 64, i.run, 10**11, 10**11, [], {"loss": 0.1}, ""] for i in infos[:300]]
-    page = render_page(
-        "a",
-        {
-            "checkpoints": rows,
-            "timeline": build_timeline(infos, journal, 1000).as_record(),
-            "tensors": tensor_columns(tensors),
-            "sharing": "c" * len(tensors),
-            "statistics": statistics_columns(tensors, history),
-        },
-    )
-    assert len(page) <= 2_000_000
+    assert len(make_large_page(checkpoints)) <= 2_000_000
 
 
 def test_what_differs_between_two_checkpoints(tmp_path: Path) -> None:

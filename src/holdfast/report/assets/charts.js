@@ -3,10 +3,10 @@
 function makeSpark(norms, width = 110, height = 22) {
   const known = norms.filter((norm) => Number.isFinite(norm));
   if (norms.length < 2) return document.createTextNode('–');
-  const low = Math.min(...known), high = Math.max(...known);
+  const unit = Math.max(...known) || 1, low = Math.min(...known) / unit, high = Math.max(...known) / unit; // the sum of two may be infinite
   const x = (place) => 3 + place * (width - 6) / (norms.length - 1);
   const span = Math.max(high - low, 0.1 * high) || 1, bottom = (high + low - span) / 2; // noise must not look like a trend
-  const y = (norm) => height - 4 - (norm - bottom) / span * (height - 8);
+  const y = (norm) => height - 4 - (norm / unit - bottom) / span * (height - 8);
   const points = norms.map((norm, place) => (Number.isFinite(norm) ? `${x(place).toFixed(1)},${y(norm).toFixed(1)}` : null)).filter(Boolean);
   const bad = norms.map((norm, place) => (Number.isNaN(norm) ? make('circle', { cx: x(place), cy: height / 2, r: 3, class: 'bad' }) : null));
   const last = Number.isFinite(norms.at(-1)) ? make('circle', { cx: x(norms.length - 1), cy: y(norms.at(-1)), r: 2.2 }) : null;
@@ -56,7 +56,7 @@ function makeDetail(data, tensor) {
     tensor.share ? ['largest difference', `${formatNumber(tensor.absolute)} (relative ${formatNumber(tensor.relative)})`] : null,
   ]);
   const parts = [facts];
-  if (statistics && tensor.norm !== null) {
+  if (statistics && tensor.measured) {
     parts.push(defineTerms([
       ['values of', statistics.tags.at(-1)], ['norm', formatNumber(tensor.norm)], ['smallest', formatNumber(tensor.min)], ['largest', formatNumber(tensor.max)],
       ['NaN', tensor.nans.toLocaleString('en')], ['infinite', tensor.infs.toLocaleString('en')],
@@ -64,7 +64,7 @@ function makeDetail(data, tensor) {
     const histogram = decodeHistogram(tensor.histogram);
     if (histogram) {
       parts.push(make('div', {}, make('h3', {}, 'Elements by power of two'), makeBars(tensor.histogram, 300, 90),
-        make('p', { class: 'muted' }, `from −2^${histogram.top} over 0 (grey) to 2^${histogram.top}; a bar is a factor of 4`)));
+        make('p', { class: 'muted' }, `from −${formatPower(histogram.top)} over 0 (grey) to ${formatPower(histogram.top)}; a bar is a factor of 4`)));
     }
     if (tensor.norms.length > 1) {
       parts.push(make('div', {}, make('h3', {}, 'Norm in the checkpoints'), makeSpark(tensor.norms, 300, 90),

@@ -33,6 +33,7 @@ function decodeTensors(data) {
         nans: nans.get(row) ?? 0, infs: infs.get(row) ?? 0, histogram: statistics.histograms[row],
         ...decodeNorms(statistics.norms[row], statistics.scale),
       });
+      tensor.measured = tensor.norm !== null || tensor.histogram !== '' || tensor.nans + tensor.infs > 0;
     }
     if (data.states) {
       const [share, absolute, relative] = differences.get(row) ?? [0, 0, 0];
@@ -45,7 +46,7 @@ function decodeTensors(data) {
 // Return the norm in each checkpoint, where it is not finite, and by what factor it moved from the first to the last.
 function decodeNorms(code, [low, high]) {
   if (!code) return { norms: [], moved: null };
-  const at = (first) => Math.exp(low + (high - low) * (LEVELS.get(code[first]) * 64 + LEVELS.get(code[first + 1])) / 4095);
+  const at = (first) => Math.min(Number.MAX_VALUE, Math.exp(low + (high - low) * (LEVELS.get(code[first]) * 64 + LEVELS.get(code[first + 1])) / 4095));
   const least = at(0), most = at(2);
   const norms = [...code.slice(4)].map((digit) => (LEVELS.has(digit) ? least + (most - least) * LEVELS.get(digit) / 63 : digit === '!' ? NaN : null));
   const known = norms.filter((norm) => norm !== null && !Number.isNaN(norm));

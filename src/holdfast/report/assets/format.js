@@ -16,9 +16,13 @@ function formatSeconds(seconds) {
 function formatNumber(number) {
   if (number === null || number === undefined) return '–';
   if (number === 0) return '0';
+  if (!Number.isFinite(number)) return '∞';
   const size = Math.abs(number);
   return size >= 1e5 || size < 1e-3 ? number.toExponential(2) : String(+number.toPrecision(4));
 }
+
+// Return a power of two, with a raised exponent.
+const formatPower = (exponent) => `2${[...String(exponent)].map((digit) => (digit === '-' ? '⁻' : '⁰¹²³⁴⁵⁶⁷⁸⁹'[digit])).join('')}`;
 
 const formatCount = (count, noun) => `${count.toLocaleString('en')} ${noun}${count === 1 ? '' : 's'}`;
 

@@ -11,6 +11,7 @@ function main() {
   if (data.kind === 'difference') views.push(makeSides(data, tensors));
   else views.push(makeHealth(data), makeCards(data, tensors));
   views.push(data.timeline ? make('div', { class: 'pair' }, makeTimeline(data), map.view) : map.view);
+  if (data.timeline) views.push(makeEvents(data));
   views.push(table.view);
   if (data.checkpoints) views.push(makeCheckpoints(data));
   if (data.values?.length) views.push(makeValues(data));

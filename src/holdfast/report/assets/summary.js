@@ -20,7 +20,7 @@ function makeCards(data, tensors) {
   const cards = [makeCard(data.kind === 'run' ? 'Latest in this report' : 'Saved', data.step === null ? data.focus : `step ${formatStep(data.step)}`,
     [data.saved ? formatTime(data.saved) : data.format, data.world_size ? formatCount(data.world_size, 'rank') : ''].filter(Boolean).join(' · '))];
   if (data.timeline) {
-    const timed = data.timeline.entries.map(readEntry).filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
+    const timed = readEntries(data.timeline).filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
     const stalls = timed.map((entry) => entry.stall), seconds = timed.map((entry) => entry.seconds);
     cards.push(timed.length
       ? makeCard('A save stops training for', formatSeconds(median(stalls)), `median of ${formatCount(timed.length, 'save')} · at most ${formatSeconds(Math.max(...stalls))}`)
@@ -54,7 +54,7 @@ function makeSides(data, tensors) {
 
 function makeCheckpoints(data) {
   const rows = [...data.checkpoints].reverse();
-  const columns = [['tag', 'text'], ['step', 'right'], ['saved', 'nowrap'], ['ranks', 'right'], ['run', ''], ['size', 'right'], ['own disk', 'right'], ['status', ''], ['metrics', 'text']];
+  const columns = [['tag', 'text'], ['step', 'right'], ['saved', 'nowrap'], ['ranks', 'right'], ['run', 'nowrap'], ['size', 'right'], ['own disk', 'right'], ['status', 'text'], ['metrics', 'text']];
   const cells = rows.map(([tag, status, step, time, ranks, run, bytes, own, aliases, metrics, problem]) => [
     aliases.length ? `${tag} (${aliases.join(', ')})` : tag, formatStep(step), formatTime(time), ranks ? String(ranks) : '–', run.slice(0, 6),
     formatBytes(bytes), formatBytes(own), describeStatus(data, tag, status, problem),
@@ -64,7 +64,7 @@ function makeCheckpoints(data) {
 }
 
 function describeStatus(data, tag, status, problem) {
-  const verified = data.verified[tag];
+  const verified = Object.hasOwn(data.verified, tag) ? data.verified[tag] : null;
   if (status !== 'complete') return `${status}: ${problem}`;
   return verified ? `${status}, ${verified.status}` : status;
 }

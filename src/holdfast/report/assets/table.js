@@ -16,7 +16,7 @@ function listColumns(data, narrow) {
     { title: 'tensor', width: 'minmax(150px, 1fr)', key: (tensor) => tensor.row, kind: 'name', narrow: true },
     { title: 'kind', width: '88px', cell: (tensor) => text(tensor.kind), key: (tensor) => tensor.kind },
     { title: 'dtype, shape', width: narrow ? 'minmax(0, 1fr)' : '148px', narrow: true, cell: (tensor) => text(`${tensor.dtype} [${tensor.shape.join(', ')}]`), key: (tensor) => `${tensor.dtype} ${String(tensor.elements).padStart(16, '0')}` },
-    { title: 'size', width: '74px', cell: (tensor) => text(formatBytes(tensor.bytes)), key: (tensor) => -tensor.bytes, kind: 'right', narrow: true },
+    { title: 'size', width: '74px', cell: (tensor) => text(formatBytes(tensor.bytes)), key: (tensor) => -tensor.bytes, kind: 'right', narrow: !data.states },
   ];
   if (data.statistics) {
     const several = data.statistics.tags.length > 1;
@@ -32,14 +32,15 @@ function listColumns(data, narrow) {
   if (data.states) {
     columns.push(
       { title: 'A and B', width: '130px', cell: (tensor) => text(STATES[tensor.state]), key: (tensor) => '=dx-+'.indexOf(tensor.state) * -1 },
-      { title: 'differ', width: '110px', cell: makeMeter, key: (tensor) => -tensor.share, narrow: true },
-      { title: 'max abs', width: '84px', cell: (tensor) => text(tensor.share ? formatNumber(tensor.absolute) : ''), key: (tensor) => (isCounter(tensor) ? 0 : -tensor.absolute), kind: 'right' },
+      { title: 'differ', width: narrow ? '76px' : '110px', cell: makeMeter, key: (tensor) => -tensor.share, narrow: true },
+      { title: 'max abs', width: '84px', cell: (tensor) => text(tensor.share ? formatNumber(tensor.absolute) : ''), key: (tensor) => (isCounter(tensor) ? 0 : -tensor.absolute), kind: 'right', narrow: true },
       { title: 'max rel', width: '84px', cell: (tensor) => text(tensor.share ? formatNumber(tensor.relative) : ''), key: (tensor) => -tensor.relative, kind: 'right' });
   }
   return columns;
 }
 
 function makeBad(tensor) {
+  if (!tensor.measured) return document.createTextNode('–');
   return tensor.nans + tensor.infs ? make('span', { class: 'badge bad' }, (tensor.nans + tensor.infs).toLocaleString('en')) : document.createTextNode('0');
 }
 
@@ -123,8 +124,9 @@ function makeTensorTable(data, tensors, onModule) {
   }
 
   function makeName(tensor, number) {
+    const name = tensor.name || tensor.path;
     return make('button', { type: 'button', title: tensor.path, 'aria-label': tensor.path, 'aria-pressed': String(tensor === state.selected), onclick: () => { state.active = number; select(tensor); }, onfocus: () => { state.active = number; } },
-      make('span', { class: 'start' }, tensor.name.slice(0, -TAIL)), make('span', { class: 'end' }, tensor.name.slice(-TAIL)));
+      make('span', { class: 'start' }, name.slice(0, -TAIL)), make('span', { class: 'end' }, name.slice(-TAIL)));
   }
 
   function select(tensor) {
@@ -175,7 +177,7 @@ function makeTensorTable(data, tensors, onModule) {
     focusRow(Math.min(last, Math.max(0, target)));
   });
   chooseColumns();
-  if (data.states) state.sorted = columns.find((column) => column.title === 'max abs') ?? columns.find((column) => column.title === 'differ');
+  if (data.states) state.sorted = columns.find((column) => column.title === 'max abs');
   chooseColumns();
   refresh();
   return { view, showModule: (module) => { state.module = module; refresh(); const exact = state.rows.find((tensor) => tensor.parameter === module); if (exact) select(exact); } };

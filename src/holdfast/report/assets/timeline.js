@@ -1,7 +1,20 @@
 // The timeline of saves: three charts with one axis, and all events as a table.
 
-function readEntry([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error]) {
-  return { kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, rate: seconds ? (bytes - shared) / seconds : 0 };
+function readEntries({ entries, placements }) {
+  return entries.map(([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement]) => ({
+    kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement: placements[placement], rate: seconds ? (bytes - shared) / seconds : 0 }));
+}
+
+// Which ranks ran on which hosts, such as "node-1: ranks 0–3, node-2: rank 4".
+function describeHosts({ hosts, ranks, placement }) {
+  let first = 0;
+  const texts = placement.map(([name, count]) => {
+    const text = `${name || 'a host'}: ${count > 1 ? `ranks ${first}–${first + count - 1}` : `rank ${first}`}`;
+    first += count;
+    return text;
+  });
+  if (!texts.length) return hosts ? formatCount(hosts, 'host') : '';
+  return first < ranks ? `${formatCount(hosts, 'host')}, ${texts.join(', ')}, …` : texts.join(', ');
 }
 
 const describeEntry = (entry) => ({
@@ -11,22 +24,22 @@ const describeEntry = (entry) => ({
 
 function describeDetails(entry) {
   return [formatTime(entry.time), entry.step === null ? '' : `step ${formatStep(entry.step)}`, describeEntry(entry),
-    entry.ranks ? formatCount(entry.ranks, 'rank') : '',
+    entry.ranks ? formatCount(entry.ranks, 'rank') : '', entry.hosts ? formatCount(entry.hosts, 'host') : '',
     entry.kind === 'saved' && entry.seconds ? `stopped training for ${formatSeconds(entry.stall)}, durable after ${formatSeconds(entry.seconds)}, ${formatBytes(entry.rate)}/s` : '',
     entry.error].filter(Boolean).join(' · ');
 }
 
 function makeTimeline(data) {
-  const entries = data.timeline.entries.map(readEntry);
+  const entries = readEntries(data.timeline);
   const events = entries.filter((entry) => entry.kind !== 'removed');
   const timed = events.filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
-  const readout = make('p', { class: 'readout muted' }, 'Point at a save to read it; the table below has all events.');
+  const readout = make('p', { class: 'readout muted' }, 'Point at a save to read it; the table of events has all of them.');
   const charts = make('div', { role: 'img', 'aria-label': summarizeTimeline(entries, timed) });
   const omitted = data.timeline.omitted;
   const note = omitted ? `${entries.length} of ${(entries.length + omitted).toLocaleString('en')} events, sampled; --full shows all` : `${formatCount(timed.length, 'timed save')}, in their order`;
   const body = timed.length ? [charts, makeTimelineLegend(entries), readout]
     : [make('p', {}, 'How long saves took is not known: the run has no journal. It was saved into an object store, by an older version, or only by conversions.')];
-  const view = panel('saves', 'Saves', note, ...body, makeEvents(entries));
+  const view = panel('saves', 'Saves', note, ...body);
   if (timed.length) {
     drawWhenSized(charts, (width) => drawTimeline(charts, events, width, (entry) => { readout.textContent = describeDetails(entry); }));
   }
@@ -45,18 +58,20 @@ function makeTimelineLegend(entries) {
   return make('ul', { class: 'legend', 'aria-hidden': 'true' }, ...items.map(([kind, text]) => make('li', {}, make('span', { class: `swatch ${kind}` }), text)));
 }
 
-function makeEvents(entries) {
-  const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'right'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
-  const details = make('details', {}, make('summary', {}, `All ${entries.length.toLocaleString('en')} events as a table`));
+// The events have a panel of their own: beside a chart their columns would not fit.
+function makeEvents(data) {
+  const entries = readEntries(data.timeline);
+  const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'text'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
+  const details = make('details', {}, make('summary', {}, `${formatCount(entries.length, 'event')} as a table`));
   details.addEventListener('toggle', () => {
     if (details.childElementCount > 1) return;
     const rows = [...entries].reverse();
     details.append(makeTable('Events, newest first', columns, rows.map((entry) => [
-      formatTime(entry.time), describeEntry(entry), formatStep(entry.step), entry.ranks ? String(entry.ranks) : '', entry.hosts ? String(entry.hosts) : '',
+      formatTime(entry.time), describeEntry(entry), formatStep(entry.step), entry.ranks ? String(entry.ranks) : '', describeHosts(entry),
       entry.kind === 'saved' && entry.seconds ? formatSeconds(entry.stall) : '', entry.seconds ? formatSeconds(entry.seconds) : '',
       entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : null)));
   });
-  return details;
+  return panel('events', 'Events', 'saves, failures, resumes and removals, with the hosts of ranks', details);
 }
 
 // Draw now and whenever the width or the theme changes.

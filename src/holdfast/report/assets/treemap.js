@@ -4,8 +4,11 @@ const SHARING = { s: 'shared with the checkpoint before', u: 'unchanged, but wri
 const TRAINED = { t: 'trained, with its moments', f: 'frozen weights', '?': 'other' };
 const STATES = { '=': 'equal', d: 'differs', x: 'other shape or dtype', '-': 'only in A', '+': 'only in B' };
 
-// About the width of a character of a label.
-const CHARACTER = 7;
+// The fonts of a name and of a part, as in style.css.
+const NAME_FONT = '600 12px', PART_FONT = '12px';
+
+// What a frame has beside its name, and a tile beside its text.
+const FRAME_MARGIN = 12, TILE_MARGIN = 9;
 
 // The ways to divide bytes: the title, the category of a tensor, the order of categories if it is fixed, and whether
 // their colours are steps.
@@ -73,8 +76,9 @@ function makeTreemap(data, tree, onSelect) {
   function draw() {
     const categories = colorCategories(tree.tensors, division[1], division[2]);
     drawCrumbs(crumbs, node, onSelect);
-    legend.replaceChildren(...[...categories].map(([name, { number, bytes }]) => make('li', {}, make('span', { class: `swatch ${division[3] ? 's' : 'k'}${number}` }), `${name} ${formatBytes(bytes)}`)));
-    if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division, onSelect)));
+    legend.replaceChildren(...[...categories].map(([name, { number, bytes }]) => make('li', {}, make('span', { class: `swatch ${division[3] ? 's' : 'k'}${number}` }), `${name} · ${formatBytes(bytes)}`)));
+    if (!node.bytes) map.replaceChildren(make('li', { class: 'muted' }, 'no bytes'));
+    else if (width) map.replaceChildren(...layOut(node, width, map.clientHeight).map((frame) => drawFrame(frame, node, categories, division, onSelect)));
   }
   new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; requestAnimationFrame(draw); } }).observe(map);
   return { view, select: (module) => { node = module; draw(); } };
@@ -87,10 +91,18 @@ function layOut(node, width, height) {
   return d3.treemap().size([width, height]).paddingInner(2).round(true)(root).leaves().map((leaf) => ({ ...leaf.data, x: leaf.x0, y: leaf.y0, width: leaf.x1 - leaf.x0, height: leaf.y1 - leaf.y0 }));
 }
 
+// Return the width of a text. Fonts differ much between systems, so no average would do.
+const canvas = document.createElement('canvas').getContext('2d');
+
+function measureText(text, font) {
+  canvas.font = `${font} ${getComputedStyle(document.body).fontFamily}`;
+  return canvas.measureText(text).width;
+}
+
 // Return what fits of a path below a module: all of it, or its last parts.
 function shortenPath(path, below, width) {
   const parts = path.slice(below ? below.length + 1 : 0).split('.');
-  while (parts.length > 1 && parts.join('.').length * CHARACTER > width) parts.shift();
+  while (parts.length > 1 && measureText(parts.join('.'), NAME_FONT) > width) parts.shift();
   return parts.join('.');
 }
 
@@ -108,19 +120,19 @@ function drawFrame({ frame, x, y, width, height }, node, categories, [, category
   const sizes = new Map();
   for (const tensor of frame.tensors) sizes.set(categoryOf(tensor), (sizes.get(categoryOf(tensor)) ?? 0) + tensor.bytes);
   const parts = [...sizes].sort((a, b) => b[1] - a[1]);
-  const name = frame.path === null ? frame.name : shortenPath(frame.path, node.path, width - 8);
+  const name = frame.path === null ? frame.name : shortenPath(frame.path, node.path, width - FRAME_MARGIN);
   const share = formatShare(frame.bytes, node.bytes);
   const title = `${name} · ${formatBytes(frame.bytes)}`;
   const header = width > 34 && height > 34 ? 18 : 0;
   const label = `${title}, ${share}: ${frame.path ?? ''} ${parts.map(([part, bytes]) => `${part} ${formatBytes(bytes)}`).join(', ')}`;
   const button = frame.path === null ? make('span', { class: 'frame', role: 'img', 'aria-label': label, title: label })
     : make('button', { class: 'frame', type: 'button', 'aria-label': label, title: label, onclick: () => onSelect(frame.path) });
-  if (header) button.append(make('b', {}, title.length * CHARACTER < width ? title : name));
+  if (header) button.append(make('b', {}, measureText(title, NAME_FONT) < width - FRAME_MARGIN ? title : name));
   const area = { width: width - 2, height: height - 2 - header };
   const root = d3.hierarchy({ children: parts.map(([part, bytes]) => ({ part, value: bytes })) }).sum((item) => item.value ?? 0);
   for (const leaf of d3.treemap().tile(d3.treemapSliceDice).size([area.width, Math.max(0, area.height)]).round(true)(root).leaves()) {
     const size = [leaf.x1 - leaf.x0, leaf.y1 - leaf.y0];
-    const text = size[0] > leaf.data.part.length * CHARACTER && size[1] > 16 ? leaf.data.part : '';
+    const text = size[1] > 16 && measureText(leaf.data.part, PART_FONT) < size[0] - TILE_MARGIN ? leaf.data.part : '';
     button.append(place(make('span', { class: `tile ${isStepped ? 's' : 'k'}${categories.get(leaf.data.part).number}`, 'data-text': text }), {
       left: `${leaf.x0}px`, top: `${leaf.y0 + header}px`, width: `${size[0]}px`, height: `${size[1]}px` }));
   }
