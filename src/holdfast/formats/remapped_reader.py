@@ -139,10 +139,9 @@ def find_mappings(reader: Reader, keys: Iterable[tuple[str, str]]) -> dict[tuple
     if isinstance(reader, RemappedReader):
         mappings = {key: reader.table.get(key[0], {}).get(key[1]) for key in keys}
         return {key: mapping for key, mapping in mappings.items() if mapping is not None}
-    infos = {key: reader.groups.get(key[0], {}).get(key[1]) for key in keys}
-    return {
-        key: TensorMapping(info, (full_range(key[1], info),)) for key, info in infos.items() if info is not None
-    }
+    groups = reader.groups
+    infos = ((key, groups.get(key[0], {}).get(key[1])) for key in keys)
+    return {key: TensorMapping(info, (TensorRange(key[1], 0, info.nbytes),)) for key, info in infos if info is not None}
 
 
 def identity_mapping(names: Mapping[str, TensorInfo]) -> dict[str, TensorMapping]:

@@ -39,23 +39,21 @@ _Key = tuple[str, str]
 class _FileIndex:
     """An index from tensor numbers to file ranges. A joined tensor has the number of its first stored tensor."""
 
-    def __init__(self, reader: Reader, number: Mapping[_Key, int], requested: Collection[_Key]) -> None:
-        """Index the tensors that any rank requests. ``number`` has the numbers of the stored tensors, in order.
+    def __init__(self, reader: Reader, numbering: Mapping[_Key, int], readable: Collection[int]) -> None:
+        """Index the stored tensors that any rank may read. ``numbering`` has the numbers of all, in order.
 
-        Files have equal numbers on all ranks, because ``requested`` is equal on all ranks.
+        Files have equal numbers on all ranks, because ``readable`` is equal on all ranks.
         """
         stored = self._stored = underlying_reader(reader)
-        self._number = number
+        self._numbering, self._keys = numbering, list(numbering)
         self.numbers: dict[Source, int] = {}
-        self._whole = {
-            (group, name): self._number_files(
-                tensor, 0, stored.find_extents(group, name, 0, stored.groups[group][name].nbytes)
-            )
-            for (group, name), tensor in number.items()
-            if (group, name) in requested
-        }
+        self._whole: dict[int, Sequence[FileRange]] = {}
+        for tensor in sorted(readable):
+            group, name = self._keys[tensor]
+            extents = stored.find_extents(group, name, 0, stored.groups[group][name].nbytes)
+            self._whole[tensor] = self._number_files(tensor, 0, extents)
 
-    def _number_files(self, tensor: int, start: int, extents: Iterable[FileExtent]) -> list[FileRange]:
+    def _number_files(self, tensor: int, start: int, extents: Iterable[FileExtent]) -> Sequence[FileRange]:
         """Return the file ranges of a tensor's bytes from ``start`` on."""
         numbers = self.numbers
         return [
@@ -63,16 +61,12 @@ class _FileIndex:
             for file, offset, first, last in extents
         ]
 
-    def locate_tensor(self, group: str, name: str) -> Locate:
-        """Return a function that maps byte ranges of a stored tensor to file ranges."""
-        return partial(self._locate_bytes, group, name)
-
-    def _locate_bytes(self, group: str, name: str, start: int, stop: int) -> Sequence[FileRange]:
-        whole = self._whole[group, name]
+    def _locate_bytes(self, tensor: int, start: int, stop: int) -> Sequence[FileRange]:
+        """Return the file ranges of bytes of a stored tensor."""
+        whole = self._whole[tensor]
         if whole and start == 0 and stop == whole[-1].stop:
             return whole
-        extents = self._stored.find_extents(group, name, start, stop)
-        return self._number_files(self._number[group, name], start, extents)
+        return self._number_files(tensor, start, self._stored.find_extents(*self._keys[tensor], start, stop))
 
     def locate_mapping(self, group: str, mapping: TensorMapping) -> Locate:
         """Return a function that maps byte ranges of a joined tensor to file ranges of its stored tensors.
@@ -80,13 +74,13 @@ class _FileIndex:
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
         if len(mapping.ranges) == 1:
-            return self.locate_tensor(group, mapping.ranges[0].name)
+            return partial(self._locate_bytes, self._numbering[group, mapping.ranges[0].name])
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
                 file_range._replace(local=file_range.local + at - start)
                 for at, (name, first, last) in mapping.find_ranges(start, stop)
-                for file_range in self._locate_bytes(group, name, first, last)
+                for file_range in self._locate_bytes(self._numbering[group, name], first, last)
             ]
 
         return find_file_ranges
@@ -120,14 +114,12 @@ class ReadPlan:
         groups = underlying_reader(reader).groups
         numbered = sorted((group, name) for group, names in groups.items() for name in names)
         number = {key: i for i, key in enumerate(numbered)}
+        keys = [(tensor.group, tensor.name) for tensor in tensors]
         # Another rank may request a tensor joined from stored tensors that this rank does not know to belong together.
-        mappings = find_mappings(reader, [(tensor.group, tensor.name) for tensor in tensors])
-        requested: dict[int, GlobalTensor] = {}
-        for tensor in tensors:
-            mapping = mappings.get((tensor.group, tensor.name))
-            if mapping is not None:
-                requested[number[tensor.group, mapping.ranges[0].name]] = tensor
-        files = _FileIndex(reader, number, _find_readable(tensors, number, mappings))
+        mappings = find_mappings(reader, keys)
+        first_parts = {key: number[key[0], mapping.ranges[0].name] for key, mapping in mappings.items()}
+        requested = {first_parts[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in first_parts}
+        files = _FileIndex(reader, number, _find_readable(keys, number, mappings))
 
         def locate_requested(number: int) -> Locate:
             tensor = requested[number]
@@ -229,16 +221,22 @@ class _Moves(NamedTuple):
 
 
 def _find_readable(
-    tensors: Sequence[GlobalTensor],
-    stored: Mapping[_Key, int],
-    mappings: Mapping[_Key, TensorMapping],
-) -> set[_Key]:
+    keys: Iterable[_Key], numbering: Mapping[_Key, int], mappings: Mapping[_Key, TensorMapping]
+) -> set[int]:
     """Return the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
-    keys = {(tensor.group, tensor.name) for tensor in tensors}
-    joined_groups = {group for group, _ in keys - stored.keys()}
-    joined = {key for key in stored if key[0] in joined_groups} if joined_groups else set()
-    own = {(group, part.name) for (group, _), mapping in mappings.items() for part in mapping.ranges}
-    return keys & stored.keys() | joined | own
+    readable: set[int] = set()
+    joined_groups: set[str] = set()
+    for key in keys:
+        number = numbering.get(key)
+        if number is None:
+            joined_groups.add(key[0])
+        else:
+            readable.add(number)
+    if joined_groups:
+        readable |= {number for (group, _), number in numbering.items() if group in joined_groups}
+    for (group, _), mapping in mappings.items():
+        readable.update(numbering[group, part.name] for part in mapping.ranges)
+    return readable
 
 
 def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:
