@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,12 +134,14 @@ def underlying_reader(reader: Reader) -> Reader:
     return reader.inner if isinstance(reader, RemappedReader) else reader
 
 
-def mapping_of(reader: Reader, group: str, name: str) -> TensorMapping:
-    """Return the ranges of stored tensors that a tensor consists of."""
+def find_mappings(reader: Reader, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], TensorMapping]:
+    """Return the ranges of stored tensors that each tensor consists of, without those that the reader does not have."""
     if isinstance(reader, RemappedReader):
-        return reader.table[group][name]
-    info = reader.groups[group][name]
-    return TensorMapping(info, (full_range(name, info),))
+        mappings = {key: reader.table.get(key[0], {}).get(key[1]) for key in keys}
+        return {key: mapping for key, mapping in mappings.items() if mapping is not None}
+    groups = reader.groups
+    infos = ((key, groups.get(key[0], {}).get(key[1])) for key in keys)
+    return {key: TensorMapping(info, (TensorRange(key[1], 0, info.nbytes),)) for key, info in infos if info is not None}
 
 
 def identity_mapping(names: Mapping[str, TensorInfo]) -> dict[str, TensorMapping]:

@@ -105,10 +105,13 @@ class SafetensorsFiles:
 
     def __init__(self, files: list[SafetensorsFile]) -> None:
         self.files = files
-        self._file_by_name = {name: file for file in files for name in file.tensors}
-        if len(self._file_by_name) != sum(len(file.tensors) for file in files):
+        self._file_by_name: dict[str, SafetensorsFile] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            self._file_by_name |= dict.fromkeys(file.tensors, file)
+            self.tensors |= file.tensors
+        if len(self.tensors) != sum(len(file.tensors) for file in files):
             raise CorruptCheckpointError(f"two files of the group of {files[0].path} hold a tensor of the same name")
-        self.tensors = {name: file.tensors[name] for name, file in self._file_by_name.items()}
         self.tied = {alias: name for file in files for alias, name in file.tied.items()}
         if len(self.tied) != sum(len(file.tied) for file in files) or self.tied.keys() & self._file_by_name.keys():
             raise CorruptCheckpointError(

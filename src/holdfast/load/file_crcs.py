@@ -12,7 +12,6 @@ from holdfast.engine.integrity.read_crcs import Piece, ReadCrcs, tile_range
 from holdfast.engine.io.sources import paths_of
 from holdfast.formats.dcp.folder import is_dcp
 from holdfast.formats.file_checksums import find_file_checksums
-from holdfast.formats.reader import Reader
 from holdfast.load.read_plan import ReadPlan
 from holdfast.observe.spans import traced
 from holdfast.ondisk.range_checksums import RangeChecksum
@@ -36,14 +35,12 @@ class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
         return RangeChecksum(Path(self.file), self.start, self.stop, self.crc, "CRC-32", self.name)
 
 
-def find_read_crcs(reader: Reader, plan: ReadPlan) -> ReadCrcs:
+def find_read_crcs(plan: ReadPlan) -> ReadCrcs:
     """Return the checksums of the files that this rank may read, to which the CRCs of what this rank reads are added.
 
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
     distributed checkpoints, of which there may be very many.
     """
-    if all(reader.block_crcs(*key) is not None for key in plan.number):
-        return ReadCrcs([])
     own = [plan.files[number] for number in sorted(plan.find_read_files())]
     paths = {path for path in paths_of(own) if not isinstance(path, ObjectPath)}
     plain = {folder for folder in {path.parent for path in paths} if not is_dcp(folder)}

@@ -332,7 +332,8 @@ class LoadOperation:
         def fill_targets() -> RankCrcs:
             targets.materialize_models()
             targets.count_changes()
-            crcs = find_read_crcs(underlying_reader(reader), plan) if verifier else ReadCrcs([])
+            lacks_crcs = verifier is not None and not verifier.has_every_crc
+            crcs = find_read_crcs(plan) if lacks_crcs else ReadCrcs([])
             make_readers = partial(HashingReaderPool, crcs=crcs) if crcs.checksums else ReaderPool
             fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
             partly_read = verifier.verify_local(fragments) if verifier else {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from holdfast.engine.plan.global_spec import GlobalTensor
 from holdfast.engine.plan.load_plan import BroadcastChunk, LoadPlan, plan_load
 from holdfast.engine.plan.routes import Locate, contiguous_requests
 from holdfast.engine.plan.shards import local_shard
-from holdfast.formats.reader import Reader
-from holdfast.formats.remapped_reader import TensorMapping, mapping_of, underlying_reader
+from holdfast.formats.reader import FileExtent, Reader
+from holdfast.formats.remapped_reader import TensorMapping, find_mappings, underlying_reader
 from holdfast.observe.spans import traced
 from holdfast.ondisk.files import TensorInfo
 from holdfast.state.restore import LoadTargets
@@ -38,33 +39,34 @@ _Key = tuple[str, str]
 class _FileIndex:
     """An index from tensor numbers to file ranges. A joined tensor has the number of its first stored tensor."""
 
-    def __init__(self, reader: Reader, number: Mapping[_Key, int], requested: Iterable[_Key]) -> None:
-        """Index the tensors that any rank requests. ``number`` has the numbers of the stored tensors.
+    def __init__(self, reader: Reader, numbering: Mapping[_Key, int], readable: Collection[int]) -> None:
+        """Index the stored tensors that any rank may read. ``numbering`` has the numbers of all, in order.
 
-        Files have equal numbers on all ranks, because ``requested`` is equal on all ranks.
+        Files have equal numbers on all ranks, because ``readable`` is equal on all ranks.
         """
         stored = self._stored = underlying_reader(reader)
-        self._number = number
-        self._extents = {
-            (group, name): stored.find_extents(group, name, 0, stored.groups[group][name].nbytes)
-            for group, name in sorted(requested)
-        }
-        files = dict.fromkeys(extent.file for extents in self._extents.values() for extent in extents)
-        self.numbers = {file: number for number, file in enumerate(files)}
+        self._numbering, self._keys = numbering, list(numbering)
+        self.numbers: dict[Source, int] = {}
+        self._whole: dict[int, Sequence[FileRange]] = {}
+        for tensor in sorted(readable):
+            group, name = self._keys[tensor]
+            extents = stored.find_extents(group, name, 0, stored.groups[group][name].nbytes)
+            self._whole[tensor] = self._number_files(tensor, 0, extents)
 
-    def locate_tensor(self, group: str, name: str) -> Locate:
-        """Return a function that maps byte ranges of a stored tensor to file ranges."""
-        tensor, all_extents = self._number[group, name], self._extents[group, name]
+    def _number_files(self, tensor: int, start: int, extents: Iterable[FileExtent]) -> Sequence[FileRange]:
+        """Return the file ranges of a tensor's bytes from ``start`` on."""
+        numbers = self.numbers
+        return [
+            FileRange(tensor, first, last, first - start, numbers.setdefault(file, len(numbers)), offset)
+            for file, offset, first, last in extents
+        ]
 
-        def find_file_ranges(start: int, stop: int) -> list[FileRange]:
-            is_whole = all_extents and start == all_extents[0].start and stop == all_extents[-1].stop
-            extents = all_extents if is_whole else self._stored.find_extents(group, name, start, stop)
-            return [
-                FileRange(tensor, first, last, first - start, self.numbers[file], offset)
-                for file, offset, first, last in extents
-            ]
-
-        return find_file_ranges
+    def _locate_bytes(self, tensor: int, start: int, stop: int) -> Sequence[FileRange]:
+        """Return the file ranges of bytes of a stored tensor."""
+        whole = self._whole[tensor]
+        if whole and start == 0 and stop == whole[-1].stop:
+            return whole
+        return self._number_files(tensor, start, self._stored.find_extents(*self._keys[tensor], start, stop))
 
     def locate_mapping(self, group: str, mapping: TensorMapping) -> Locate:
         """Return a function that maps byte ranges of a joined tensor to file ranges of its stored tensors.
@@ -72,14 +74,13 @@ class _FileIndex:
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
         if len(mapping.ranges) == 1:
-            return self.locate_tensor(group, mapping.ranges[0].name)
-        locate_stored = {name: self.locate_tensor(group, name) for name in mapping.names}
+            return partial(self._locate_bytes, self._numbering[group, mapping.ranges[0].name])
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
                 file_range._replace(local=file_range.local + at - start)
                 for at, (name, first, last) in mapping.find_ranges(start, stop)
-                for file_range in locate_stored[name](first, last)
+                for file_range in self._locate_bytes(self._numbering[group, name], first, last)
             ]
 
         return find_file_ranges
@@ -113,18 +114,12 @@ class ReadPlan:
         groups = underlying_reader(reader).groups
         numbered = sorted((group, name) for group, names in groups.items() for name in names)
         number = {key: i for i, key in enumerate(numbered)}
+        keys = [(tensor.group, tensor.name) for tensor in tensors]
         # Another rank may request a tensor joined from stored tensors that this rank does not know to belong together.
-        mappings = {
-            (tensor.group, tensor.name): mapping_of(reader, tensor.group, tensor.name)
-            for tensor in tensors
-            if tensor.name in reader.groups.get(tensor.group, ())
-        }
-        requested = {
-            number[tensor.group, mapping.ranges[0].name]: tensor
-            for tensor in tensors
-            if (mapping := mappings.get((tensor.group, tensor.name)))
-        }
-        files = _FileIndex(reader, number, _find_readable(tensors, numbered, mappings))
+        mappings = find_mappings(reader, keys)
+        first_parts = {key: number[key[0], mapping.ranges[0].name] for key, mapping in mappings.items()}
+        requested = {first_parts[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in first_parts}
+        files = _FileIndex(reader, number, _find_readable(keys, number, mappings))
 
         def locate_requested(number: int) -> Locate:
             tensor = requested[number]
@@ -143,7 +138,7 @@ class ReadPlan:
             exchange=exchange,
         )
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The number of bytes that this rank reads."""
         return self.plan.nbytes + sum(map(count_bytes, self.alias_ranges))
@@ -198,8 +193,8 @@ class ReadPlan:
         for key, target in targets.targets.items():
             mapping = self.mappings[key]
             sink = _target_bytes(target, mapping.info)
-            for name in mapping.names:
-                sinks[self.number[key[0], name]] = sink
+            for part in mapping.ranges:
+                sinks[self.number[key[0], part.name]] = sink
         sink_of = sinks.__getitem__
         fragments: Fragments = {}
         read_options: dict[str, Any] = {"on_moved": moves.on_moved, "make_readers": moves.make_readers}
@@ -226,16 +221,22 @@ class _Moves(NamedTuple):
 
 
 def _find_readable(
-    tensors: Sequence[GlobalTensor],
-    stored: Iterable[_Key],
-    mappings: Mapping[_Key, TensorMapping],
-) -> set[_Key]:
+    keys: Iterable[_Key], numbering: Mapping[_Key, int], mappings: Mapping[_Key, TensorMapping]
+) -> set[int]:
     """Return the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
-    keys, known = {(tensor.group, tensor.name) for tensor in tensors}, set(stored)
-    joined_groups = {group for group, _ in keys - known}
-    joined = {key for key in known if key[0] in joined_groups} if joined_groups else set()
-    own = {(group, name) for (group, _), mapping in mappings.items() for name in mapping.names}
-    return keys & known | joined | own
+    readable: set[int] = set()
+    joined_groups: set[str] = set()
+    for key in keys:
+        number = numbering.get(key)
+        if number is None:
+            joined_groups.add(key[0])
+        else:
+            readable.add(number)
+    if joined_groups:
+        readable |= {number for (group, _), number in numbering.items() if group in joined_groups}
+    for (group, _), mapping in mappings.items():
+        readable.update(numbering[group, part.name] for part in mapping.ranges)
+    return readable
 
 
 def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:

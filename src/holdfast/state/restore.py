@@ -292,9 +292,7 @@ class LoadTargets:
 
     def count_changes(self) -> None:
         """Make torch count a change of each tensor that is filled: their bytes are not written through torch."""
-        for target in self.targets.values():
-            if not target.local.is_inference():
-                increment_version(target.local)
+        increment_version([target.local for target in self.targets.values() if not target.local.is_inference()])
 
     def explain_adapters(self, files: Mapping[str, bytes]) -> Iterator[str]:
         """Yield how the model's PEFT adapters are configured in another way than in the checkpoint.
@@ -392,8 +390,10 @@ class LoadTargets:
             if source is None:
                 self.report.add_missing(_component_of(slot), name)
                 continue
-            target = self._resize_buffer(slot, name, tensor, stored[source]) or tensor
-            if self._check_tensor(slot, name, target, stored[source]):
+            target, info = tensor, stored[source]
+            if tensor.shape != info.shape:
+                target = self._resize_buffer(slot, name, tensor, info) or tensor
+            if self._check_tensor(slot, name, target, info):
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
         self._check_wrappers(slot, view)
@@ -413,10 +413,13 @@ class LoadTargets:
                 self.report.different.append(f"{name}: {explain_difference(saved[name], None)}")
 
     def _resize_buffer(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> TensorView | None:
-        """Return a new buffer of the checkpoint's shape, to be filled, if code of the module may resize the buffer."""
+        """Return a new buffer of the checkpoint's shape, to be filled, if code of the module may resize the buffer.
+
+        The buffer has another shape.
+        """
         view = self._views[slot]
         is_plain = name in view.buffers and tensor.layout is None and not tensor.local.is_meta
-        if tensor.shape == info.shape or not is_plain or not any(loader.may_resize(name) for loader in view.loaders):
+        if not is_plain or not any(loader.may_resize(name) for loader in view.loaders):
             return None
         buffer = self._resized_buffers.setdefault(slot, {})[name] = tensor.local.new_empty(info.shape)
         return view_of(buffer, f"model tensor {name!r}")
@@ -454,7 +457,8 @@ class LoadTargets:
                 "created; a state dict, or a model under FSDP1, needs memory first"
             )
         else:
-            self.report.cast |= {_component_of(slot)} if tensor.dtype != info.dtype else set()
+            if tensor.dtype != info.dtype:
+                self.report.cast.add(_component_of(slot))
             return True
         return False
 

@@ -72,13 +72,22 @@ def check_present(tensor: TensorView, subject: str) -> None:
         raise UnsupportedTensorError(f"{subject} is on the meta device and has no data; materialize the model first")
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a plain one, made of elements in memory."""
+    return (
+        type(tensor) in PLAIN_CLASSES
+        and not (tensor.is_nested or tensor.is_quantized)
+        and tensor.layout == torch.strided
+    )
+
+
 def check_kind(tensor: torch.Tensor, subject: str) -> None:
     """Raise ``UnsupportedTensorError``, which names ``subject``, if a tensor is not made of elements in memory.
 
     Call this before reading the tensor's shape or address: for some kinds of tensors torch raises an error there.
     """
     local = local_tensor(tensor)
-    if type(local) in PLAIN_CLASSES and not (local.is_nested or local.is_quantized) and local.layout == torch.strided:
+    if is_plain(local):
         return
     if is_lazy(local):
         raise UnsupportedTensorError(
@@ -164,20 +173,24 @@ def find_shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     Tied are one parameter under two names and, among tensors of a state dict, views of the same memory with equal
     layout.
     """
+    first_names: dict[int, str] = {}
     by_address: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         address = id(tensor) if type(tensor) is nn.Parameter else _memory_address(tensor)
-        by_address.setdefault(address, []).append(name)
+        first_name = first_names.setdefault(address, name)
+        if first_name is not name:
+            by_address.setdefault(address, [first_name]).append(name)
     for names in by_address.values():
-        if len(names) > 1:
-            same: dict[object, list[str]] = {}
-            for name in names:
-                same.setdefault(_tensor_identity(tensors[name]), []).append(name)
-            yield from (group for group in same.values() if len(group) > 1)
+        same: dict[object, list[str]] = {}
+        for name in names:
+            same.setdefault(_tensor_identity(tensors[name]), []).append(name)
+        yield from (group for group in same.values() if len(group) > 1)
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Return whether several elements of a tensor share one memory location, as in an expanded view."""
+    if tensor.is_contiguous():
+        return False
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in axes)
 

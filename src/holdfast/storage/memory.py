@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 import threading
@@ -20,6 +21,22 @@ _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 #: Linux's ``MADV_WIPEONFORK``, which Python's ``mmap`` lacks.
 _WIPEONFORK = 18 if sys.platform == "linux" else None
+
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+#: ``PyMemoryView_FromMemory``, called with the GIL held.
+_view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
+
+def memory_at(address: int, size: int) -> memoryview:
+    """Return ``size`` writable bytes of memory. The caller keeps their owner alive.
+
+    It takes a quarter of the time of a view of the owner's bytes by torch and NumPy, which small tensors notice.
+    """
+    view: memoryview = _view_memory(address, size, _WRITABLE)
+    return view
 
 
 def aligned_buffer(size: int) -> Bytes:

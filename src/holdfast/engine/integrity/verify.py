@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from holdfast.engine.io.requests import Fragments
@@ -58,10 +59,11 @@ class ChecksumVerifier:
                 continue
             nbytes = self._tensor_bytes(tensor)
             for fragment in fragments:
-                block = fragment.start // BLOCK_BYTES
-                if (fragment.start, fragment.stop) != block_range(block, nbytes):
+                start, stop, crc = fragment
+                block = start // BLOCK_BYTES
+                if (start, stop) != block_range(block, nbytes):
                     partial.setdefault(tensor, []).append(fragment)
-                elif fragment.crc != crcs[block]:
+                elif crc != crcs[block]:
                     yield tensor, self._corrupt_error(tensor, block)
 
     @traced("verify across ranks", "verify")
@@ -88,9 +90,14 @@ class ChecksumVerifier:
         if expected is not None and expected[block] != self._crc_from_storage(tensor, block):
             raise self._corrupt_error(tensor, block)
 
+    @cached_property
+    def has_every_crc(self) -> bool:
+        """Whether all tensors of the checkpoint have CRCs."""
+        return all(self._source.block_crcs(group, name) is not None for group, name in self._numbered)
+
     def has_all_crcs(self, keys: Iterable[tuple[str, str]]) -> bool:
         """Return whether all of these tensors have CRCs."""
-        return all(self._source.block_crcs(*key) is not None for key in keys)
+        return self.has_every_crc or all(self._source.block_crcs(*key) is not None for key in keys)
 
     def _expected_crcs(self, tensor: int) -> Sequence[int] | None:
         return self._source.block_crcs(*self._numbered[tensor])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -54,9 +55,11 @@ def make_fragment(file_range: FileRange, crc: int) -> tuple[int, Fragment]:
 def merge_fragments(results: Iterable[Iterable[tuple[int, Fragment]]]) -> Fragments:
     """Group fragments by tensor, and combine adjacent ones of one block."""
     result: Fragments = {}
-    for tensor, fragment in sorted(item for items in results for item in items):
-        tensor_fragments = result.setdefault(tensor, [])
-        if tensor_fragments and tensor_fragments[-1].stop == fragment.start and fragment.start % BLOCK_BYTES:
+    for tensor, fragment in sorted(itertools.chain.from_iterable(results)):
+        tensor_fragments = result.get(tensor)
+        if tensor_fragments is None:
+            result[tensor] = [fragment]
+        elif tensor_fragments[-1].stop == fragment.start and fragment.start % BLOCK_BYTES:
             last = tensor_fragments[-1]
             tensor_fragments[-1] = Fragment(
                 last.start, fragment.stop, combine(last.crc, fragment.crc, fragment.stop - fragment.start)

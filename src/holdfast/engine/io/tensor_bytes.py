@@ -10,9 +10,9 @@ import torch
 
 from holdfast.engine.plan.ranges import boxes_of_range
 from holdfast.ondisk.block_crcs import crc64
-from holdfast.storage.memory import Bytes
+from holdfast.storage.memory import Bytes, memory_at
 
-#: Up to this size in bytes, releasing the GIL, as NumPy does, takes longer than the copy.
+#: Up to this size in bytes, a view of the tensor, and releasing the GIL, as NumPy does, take longer than the copy.
 _SMALL = 64 * 2**10
 
 
@@ -52,15 +52,16 @@ class TensorBytes:
     Only a contiguous CPU tensor is accessed in place; of any other, the requested bytes are copied.
     """
 
-    __slots__ = ("_cast", "_flat", "_tensor")
+    __slots__ = ("_cast", "_flat", "_in_place", "_tensor")
 
     #: A slice is hashed while it is still in the processor's nearest cache.
     slice_bytes = 256 * 2**10
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._tensor = tensor
         self._cast = None if dtype is None or dtype == tensor.dtype else dtype
-        self._flat = None if self._cast is not None else _flat_bytes(self._tensor)
+        self._in_place = self._cast is None and tensor.is_cpu and _is_plain(tensor)
+        self._flat: Bytes | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,18 +100,26 @@ class TensorBytes:
 
     def view(self, start: int, stop: int) -> Bytes | None:
         """Return bytes ``[start, stop)`` in place, or ``None`` if they cannot be accessed in place."""
-        return None if self._flat is None else self._flat[start:stop]
+        if not self._in_place:
+            return None
+        if self._flat is None:
+            self._flat = _as_flat(self._tensor.detach()).view(torch.uint8).numpy().reshape(-1)
+        return self._flat[start:stop]
 
     def view_on_device(self, start: int, stop: int) -> torch.Tensor | None:
         """Return bytes ``[start, stop)`` in the memory of an accelerator; ``None`` if they are not contiguous there."""
         if self._tensor.is_cpu or self._cast is not None or not _is_plain(self._tensor):
             return None
-        return _as_flat(self._tensor).view(torch.uint8).reshape(-1)[start:stop]
+        return _as_flat(self._tensor.detach()).view(torch.uint8).reshape(-1)[start:stop]
 
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
-        if self._flat is not None:
-            _copy_bytes(into, self._flat[start : start + len(into)])
+        if self._in_place and len(into) <= _SMALL:
+            into.data[:] = memory_at(self._tensor.data_ptr() + start, len(into))
+            return
+        memory = self.view(start, start + len(into))
+        if memory is not None:
+            np.copyto(into, memory)
             return
         for box_view, values in self._iter_boxes(start, into):
             values.copy_(box_view)
@@ -125,36 +134,27 @@ class TensorBytes:
 
     def write(self, start: int, data: Bytes) -> None:
         """Replace the bytes from ``start`` on. ``start`` and the length are whole elements."""
-        if self._flat is not None:
-            _copy_bytes(self._flat[start : start + len(data)], data)
+        if self._in_place and len(data) <= _SMALL:
+            memory_at(self._tensor.data_ptr() + start, len(data))[:] = data.data
+            return
+        memory = self.view(start, start + len(data))
+        if memory is not None:
+            np.copyto(memory, data)
             return
         for box_view, values in self._iter_boxes(start, data):
             box_view.copy_(values)
 
     def _iter_boxes(self, start: int, data: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the boxes of the tensor that contain the bytes from ``start`` on, each with its part of ``data``."""
-        width = self.dtype.itemsize
+        tensor, width = self._tensor.detach(), self.dtype.itemsize
         done = 0
-        for box in boxes_of_range(tuple(self._tensor.shape), start // width, (start + len(data)) // width):
-            box_view = self._tensor[
+        for box in boxes_of_range(tuple(tensor.shape), start // width, (start + len(data)) // width):
+            box_view = tensor[
                 tuple(slice(first, first + size) for first, size in zip(box.offset, box.shape, strict=True))
             ]
             size = box_view.numel() * width
             yield box_view, torch.from_numpy(data[done : done + size]).view(self.dtype).view(box_view.shape)
             done += size
-
-
-def _copy_bytes(buffer: Bytes, data: Bytes) -> None:
-    if len(data) > _SMALL:
-        np.copyto(buffer, data)
-    else:
-        buffer.data[:] = data.data
-
-
-def _flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    if not tensor.is_cpu or not _is_plain(tensor):
-        return None
-    return _as_flat(tensor).view(torch.uint8).numpy().reshape(-1)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

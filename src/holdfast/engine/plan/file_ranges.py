@@ -80,13 +80,13 @@ def _split_at_boundaries(
     for file_range in file_ranges:
         remaining = file_range
         while remaining.start < remaining.stop:
-            size = min(
-                remaining.stop - remaining.start,
-                BLOCK_BYTES - remaining.start % BLOCK_BYTES,
-                limit - position(remaining) % limit,
-            )
-            yield remaining if size == remaining.stop - remaining.start else remaining.slice_bytes(0, size)
-            remaining = remaining.slice_bytes(size, remaining.stop - remaining.start - size)
+            nbytes = remaining.stop - remaining.start
+            size = min(nbytes, BLOCK_BYTES - remaining.start % BLOCK_BYTES, limit - position(remaining) % limit)
+            if size == nbytes:
+                yield remaining
+                break
+            yield remaining.slice_bytes(0, size)
+            remaining = remaining.slice_bytes(size, nbytes - size)
 
 
 def _group_adjacent(

@@ -151,13 +151,11 @@ class GlobalSpec:
 
         Raises ``RankMismatchError`` if ranks describe a tensor differently.
         """
-        naming: dict[tuple[str, str], list[int]] = {}
-        table = [{(tensor.group, tensor.name): tensor for tensor in spec.tensors} for spec in self.specs]
-        for number, tensors in enumerate(table):
-            for key in tensors:
-                naming.setdefault(key, []).append(number)
-        for (group, name), numbers in naming.items():
-            tensor_specs = [(number, table[number][group, name]) for number in numbers]
+        naming: dict[tuple[str, str], list[tuple[int, TensorSpec]]] = {}
+        for number, spec in enumerate(self.specs):
+            for key, tensor in {(tensor.group, tensor.name): tensor for tensor in spec.tensors}.items():
+                naming.setdefault(key, []).append((number, tensor))
+        for (group, _), tensor_specs in naming.items():
             if group == OWN:
                 yield from self._per_rank_tensors(tensor_specs)
             else:
@@ -172,12 +170,13 @@ class GlobalSpec:
 
     def _merge_tensor(self, tensor_specs: Sequence[tuple[int, TensorSpec]]) -> GlobalTensor:
         tensor = tensor_specs[0][1]
-        for field_name in ("dtype", "shape", "splits") if len(tensor_specs) > 1 else ():
-            self._require_equal(
-                tensor, field_name, [(number, getattr(other, field_name)) for number, other in tensor_specs]
-            )
-        self._require_equally_frozen(tensor_specs)
-        naming = tuple((number, other.layout) for number, other in tensor_specs)
+        if len(tensor_specs) > 1:
+            for field_name in ("dtype", "shape", "splits"):
+                self._require_equal(
+                    tensor, field_name, [(number, getattr(other, field_name)) for number, other in tensor_specs]
+                )
+            self._require_equally_frozen(tensor_specs)
+        naming = tuple([(number, other.layout) for number, other in tensor_specs])
         holders = self._holder_tables.get(naming)
         if holders is None:
             holders = self._holder_tables[naming] = self._build_holder_table(tensor, naming)

@@ -27,7 +27,7 @@ from holdfast.state.model.state_dict_hooks import HookedStateDict, has_hooks, st
 from holdfast.state.model.state_dict_hooks import hooked_state_dict as hooked
 from holdfast.state.model.view import EXTRA, ModelView, ParamRef, is_extra, merge_views
 from holdfast.state.tensor_subclasses import is_wrapper, view_outside, view_wrapper
-from holdfast.state.tensors import NAMES, TensorView, check_kind, find_shared, view_of
+from holdfast.state.tensors import NAMES, TensorView, check_kind, find_shared, is_plain, view_of
 
 
 def model_components(model: object) -> dict[str, list[Any]]:
@@ -235,8 +235,9 @@ def _view_entries(
     view = ModelView(buffers=buffers)
     tensors, view.extra = _separate_tensors(state)
     wrappers = {name for name, tensor in tensors.items() if is_wrapper(tensor)}
-    for name in (name for name in tensors if name not in wrappers):
-        check_kind(tensors[name], f"model tensor {name!r}")
+    for name, tensor in tensors.items():
+        if not is_plain(tensor) and name not in wrappers:
+            check_kind(tensor, f"model tensor {name!r}")
     for tied_names in find_shared(tensors):
         # transformers lists the names that it leaves out when it saves; a checkpoint keeps the other one.
         kept = next((name for name in tied_names if name not in aliases), tied_names[0])
@@ -248,7 +249,7 @@ def _view_entries(
             viewed = view.tensors[name] = view_of(tensor, f"model tensor {name!r}")
             if name in splits:
                 view.splits[name] = splits[name]
-            if _is_frozen(tensor):
+            if type(tensor) is not torch.Tensor and _is_frozen(tensor):
                 view.frozen.add(name)
             view.refs[id(tensor)] = (ParamRef(name, viewed, splits=splits.get(name, ())),)
     return view
@@ -268,7 +269,7 @@ def _separate_tensors(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor]
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return not tensor.requires_grad and isinstance(tensor, nn.Parameter)
 
 
 def _add_wrapper(

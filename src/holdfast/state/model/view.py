@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,8 +25,7 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA
 
 
-@dataclass(frozen=True)
-class ParamRef:
+class ParamRef(msgspec.Struct, frozen=True):
     """A reference from an optimizer to a parameter: its name, and ``tensor``, whose layout its states share.
 
     ``flat`` is its place in a flat parameter of FSDP1, which an optimizer may see as one parameter for several.
@@ -41,7 +40,7 @@ class ParamRef:
     def with_prefix(self, prefix: str) -> ParamRef:
         """Return the same reference with ``prefix`` before its name, and before the names that it is stored under."""
         splits = tuple(msgspec.structs.replace(split, name=prefix + split.name) for split in self.splits)
-        return replace(self, name=prefix + self.name, splits=splits)
+        return msgspec.structs.replace(self, name=prefix + self.name, splits=splits)
 
 
 @dataclass
