@@ -134,7 +134,6 @@ class CopyOperation:
             if self._session.size > 1:
                 with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                     exchange.exchange(p2p)
-            synchronize_devices(sinks.values())
             return exchange.count_bytes()
 
         try:
