@@ -10,7 +10,7 @@ from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.cell_exchange import CellExchange
-from holdfast.engine.io.device_streams import synchronize_devices
+from holdfast.engine.io.device_streams import begin_copies
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
@@ -51,8 +51,6 @@ class ShardWriter:
 
         In save number 0 everything is hashed, in others samples of each tensor.
         """
-        replicated = (self._shard_of(shard.tensor) for shards in self._plan.replicas.values() for shard in shards)
-        synchronize_devices(replicated)
         started = time.perf_counter()
         return replicas.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
 
@@ -71,7 +69,7 @@ class ShardWriter:
         """Copy the tensors that this rank writes into ``arena``, except those that may be copied later."""
         if not self._plan.needs_exchange:
             return stage_tensors(self._plan, self._shard_of, arena, None, deferred)
-        synchronize_devices(self._tensors.values())  # stripes are sent from memory
+        begin_copies(self._tensors.values())  # of stripes
         with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
             return stage_tensors(self._plan, self._shard_of, arena, p2p, deferred)
 
@@ -88,13 +86,12 @@ class ShardWriter:
                 f"{folder}, which rank 0 created, does not exist on this rank: "
                 "all ranks must save to a shared file system"
             )
-        if staged is None:
-            synchronize_devices(self._tensors.values())
+        streams = begin_copies(self._tensors.values()) if staged is None else ()
         if self._plan.needs_exchange:
             with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
         file_ranges, shard_of = self.ranges_in_memory(staged)
-        return write_file_ranges(files, file_ranges, shard_of, on_moved)
+        return write_file_ranges(files, file_ranges, shard_of, on_moved, streams=streams)
 
     def ranges_to_upload(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
         """Return the bytes that this rank uploads or passes on, and where these are.
@@ -104,7 +101,7 @@ class ShardWriter:
         if staged is None and self._plan.stripe_tasks:
             staged = self.stage(Arena(StagingMemory()), DeferredCopies())
         elif staged is None:
-            synchronize_devices(self._tensors.values())
+            begin_copies(self._tensors.values())
         return self.ranges_in_memory(staged)
 
     def ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:

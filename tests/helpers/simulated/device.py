@@ -151,23 +151,26 @@ def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what torch asks of the device: every call of an operator with a tensor of it."""
     if op in _VIEWS:
         return op.redispatch(_CPU, *args, **kwargs)
-    if op is aten.empty.memory_format:
-        return _empty(args[0], **kwargs)
-    if op is aten.empty_strided.default:
-        return MEMORY.allocate(args[0], args[1], kwargs["dtype"] or torch.get_default_dtype())
-    if op is aten._copy_from.default:
-        return _copy(*args, **kwargs)
-    if op is aten._local_scalar_dense.default:
-        torch_stream().synchronize()
-        return MEMORY.on_host(args[0]).item()
-    if op is aten.resize_.default:
-        return _resize(args[0], torch.empty(args[1], device="meta"))
-    return _run_kernel(op, args, kwargs)
+    return _OWN[op](*args, **kwargs) if op in _OWN else _run_kernel(op, args, kwargs)
 
 
 def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-    strides = torch.empty(size, device="meta").stride()
-    return MEMORY.allocate(size, strides, dtype or torch.get_default_dtype())
+    return _empty_strided(size, torch.empty(size, device="meta").stride(), dtype=dtype)
+
+
+def _empty_strided(
+    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    return MEMORY.allocate(size, stride, dtype or torch.get_default_dtype())
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    torch_stream().synchronize()
+    return MEMORY.on_host(tensor).item()
+
+
+def _resize_to(tensor: torch.Tensor, size: Sequence[int], **_: Any) -> torch.Tensor:
+    return _resize(tensor, torch.empty(size, device="meta"))
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -253,6 +256,15 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
+
+#: Operators that are not kernels.
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.empty.memory_format: _empty,
+    aten.empty_strided.default: _empty_strided,
+    aten._copy_from.default: _copy,
+    aten._local_scalar_dense.default: _item,
+    aten.resize_.default: _resize_to,
+}
 
 _setup_privateuseone_for_python_backend("sim", Module())
 _library = torch.library.Library("_", "IMPL")

@@ -8,6 +8,7 @@ many. The scratch is kept, so that a save allocates nothing on the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from holdfast.engine.io.device_streams import SCRATCH_BYTES, CopyStream, DeviceEvent
 from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.errors import DeviceError
 from holdfast.storage.memory import Bytes
 
 #: Contiguous pieces of fewer bytes are gathered.
@@ -70,6 +72,11 @@ class DeviceCopies:
     def mark(self) -> CopyMark:
         """Return the point after all copies that are enqueued."""
         return CopyMark(self._streams)
+
+    def abandon(self) -> None:
+        """Wait until no device writes into memory any more, whatever has happened."""
+        with suppress(DeviceError):
+            self.mark().wait()
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:

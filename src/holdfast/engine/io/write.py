@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from holdfast.engine.io.device_streams import CopyStream
+from holdfast.engine.io.pinned_memory import pin_for
 from holdfast.engine.io.requests import (
     ByteProvider,
     Fragments,
@@ -32,12 +35,15 @@ def write_file_ranges(
     provider_of: ProviderOf,
     on_moved: OnBytesMoved = ignore_progress,
     open_writer: Callable[[Path], FileWriter] = DirectWriter,
+    *,
+    streams: Sequence[CopyStream] = (),
 ) -> Fragments:
     """Write this rank's file ranges into existing files, make them durable, and return the fragments that it hashed.
 
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
+    ``streams`` are those of the accelerators that hold tensors.
     """
-    buffers = BufferPool(CHUNK + SECTOR_BYTES)
+    buffers = BufferPool(CHUNK + SECTOR_BYTES, partial(pin_for, streams))
     results: list[list[tuple[int, Fragment]]] = []
     for some_ranges in _split_by_files(file_ranges):
         with ExitStack() as stack:
