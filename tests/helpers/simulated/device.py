@@ -257,6 +257,17 @@ def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    torch_stream().synchronize()
+    return torch.equal(MEMORY.on_host(one), MEMORY.on_host(other))
+
+
+def reset() -> None:
+    """Make the device as it was in the beginning, but for what it holds."""
+    SCHEDULER.reset()
+    RUNTIME.refuses, RUNTIME.pending = False, None
+
+
 #: Operators that are not kernels.
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.empty.memory_format: _empty,
@@ -264,6 +275,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten._copy_from.default: _copy,
     aten._local_scalar_dense.default: _item,
     aten.resize_.default: _resize_to,
+    aten.equal.default: _equal,
 }
 
 _setup_privateuseone_for_python_backend("sim", Module())

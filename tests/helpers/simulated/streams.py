@@ -120,6 +120,12 @@ class Scheduler:
         #: The number of entries after which the device is lost.
         self.lost_after: int | None = None
 
+    def reset(self) -> None:
+        """Forget the past: what is enqueued, and the settings of a test."""
+        for stream in self.streams:
+            stream.queue.clear()
+        self.order, self.waits, self.lost_after = needed_first, [], None
+
     def run_until(self, mark: Mark) -> None:
         """Run streams until the mark is reached. Everything that waits on the host comes here."""
         with self.lock:

@@ -1,0 +1,279 @@
+"""Tests that copies come after what the caller has enqueued, and before what it enqueues next.
+
+Each is run in several orders that a device may take. What a copy must contain is known from copies that the device
+itself makes, on the caller's stream. For each wait in ``src`` one of these tests fails if it is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from tests.helpers.device_training import Training, find_differences, read_saved
+from tests.helpers.simulated.streams import (
+    DEFAULT,
+    SCHEDULER,
+    Order,
+    Stream,
+    StreamContext,
+    at_random,
+    caller_first,
+    copies_first,
+    needed_first,
+)
+from tests.simulated.conftest import DeviceRanks
+
+ORDERS = [needed_first, caller_first, copies_first, at_random(1), at_random(2), at_random(3)]
+NAMES = ["needed first", "caller first", "copies first", "random 1", "random 2", "random 3"]
+in_every_order = pytest.mark.parametrize("order", ORDERS, ids=NAMES)
+staged_both_ways = pytest.mark.parametrize("staging", ["eager", "overlapped"])
+
+
+def change_on_another_stream(training: Training) -> None:
+    """Change everything at once, on a stream that does not wait for the caller's."""
+    with StreamContext(Stream()):
+        training.change_all(-1)
+
+
+def change_next(training: Training) -> None:
+    training.change_all(-1)
+
+
+def change_buffer_next(training: Training) -> None:
+    """Change what no step changes."""
+    training.net.statistics.fill_(-1)
+    training.net.frozen.data.fill_(-1)
+
+
+Change = Callable[[Training], None]
+
+
+def save_and_change(path: str, order: Order, options: dict[str, str], change: Change) -> list[str]:
+    """Save after changes that the device has not made yet, and go on at once."""
+    training = Training("sim")
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    for number in range(3):
+        training.change_all(number + 1)
+        expected = training.copies()
+        save = holdfast.save_checkpoint(
+            path, f"s{number}", training.net, training.optimizer, async_save=True, **options
+        )
+        change(training)
+        save.wait()
+        if different := find_differences(read_saved(Path(path) / f"s{number}"), expected):
+            return different
+    return []
+
+
+@in_every_order
+def test_an_eager_save_has_what_was_enqueued_before_it(device_ranks: DeviceRanks, tmp_path: Path, order: Order) -> None:
+    assert device_ranks(1, save_and_change, str(tmp_path), order, {"staging": "eager"}, change_next) == [[]]
+
+
+@in_every_order
+def test_after_an_eager_save_any_stream_may_change_everything(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    options = {"staging": "eager"}
+    assert device_ranks(1, save_and_change, str(tmp_path), order, options, change_on_another_stream) == [[]]
+
+
+@in_every_order
+def test_a_step_follows_the_copies_of_an_overlapped_save(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(1, save_and_change, str(tmp_path), order, {"staging": "overlapped"}, Training.step) == [[]]
+
+
+@in_every_order
+def test_what_no_step_changes_may_change_right_after_an_overlapped_save(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    options = {"staging": "overlapped"}
+    assert device_ranks(1, save_and_change, str(tmp_path), order, options, change_buffer_next) == [[]]
+
+
+@in_every_order
+def test_with_a_full_check_any_stream_may_change_everything(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    options = {"staging": "overlapped", "staging_check": "full"}
+    assert device_ranks(1, save_and_change, str(tmp_path), order, options, change_on_another_stream) == [[]]
+
+
+def tear(path: str, after: float) -> None:
+    """Change everything on another stream when a part of the copies is made."""
+    training = Training("sim")
+    SCHEDULER.run_all()
+    other = Stream()
+    with SCHEDULER.lock:  # the thread that saves cannot wait for the device
+        save = holdfast.save_checkpoint(
+            path, "s", training.net, training.optimizer, async_save=True, staging="overlapped"
+        )
+        with StreamContext(other):
+            training.change_all(-1)
+        (copies,) = (stream for stream in SCHEDULER.streams if stream.queue and stream is not other and stream is not DEFAULT)
+        first, last = (number for number, entry in enumerate(copies.queue) if entry.mark is not None)
+        left = len(copies.queue) - first - 1 - round(after * (last - first - 1))
+
+        def change_in_between(ready: Sequence[Stream]) -> Stream:
+            chosen = other if len(copies.queue) <= left else copies
+            return chosen if chosen in ready else ready[0]
+
+        SCHEDULER.order = change_in_between
+    save.wait()
+
+
+@pytest.mark.parametrize("after", [1 / 3, 2 / 3], ids=["before the copies", "after the copies"])
+def test_a_change_on_another_stream_while_copies_are_made_is_noticed(
+    device_ranks: DeviceRanks, tmp_path: Path, after: float
+) -> None:
+    (error,) = device_ranks.outcomes(1, tear, str(tmp_path), after)
+    assert isinstance(error, holdfast.TornSnapshotError)
+    assert "changed while it was copied" in str(error)
+    assert not list(tmp_path.glob("s"))
+
+
+def save_at_once(path: str, order: Order) -> list[str]:
+    training = Training("sim")
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    training.change_all(1)
+    expected = training.copies()
+    holdfast.save_checkpoint(path, "s", training.net, training.optimizer)
+    return find_differences(read_saved(Path(path) / "s"), expected)
+
+
+@in_every_order
+def test_a_synchronous_save_has_what_was_enqueued_before_it(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(1, save_at_once, str(tmp_path), order) == [[]]
+
+
+def save_on_own_stream(path: str, order: Order) -> list[str]:
+    """The current stream of the caller is not the default one."""
+    with StreamContext(Stream()):
+        return save_and_change(path, order, {"staging": "overlapped"}, Training.step)
+
+
+@in_every_order
+def test_the_caller_may_use_a_stream_of_its_own(device_ranks: DeviceRanks, tmp_path: Path, order: Order) -> None:
+    assert device_ranks(1, save_on_own_stream, str(tmp_path), order) == [[]]
+
+
+def load_and_compute(path: str, order: Order) -> list[str]:
+    """Load over changes that the device has not made yet, and compute with what was loaded at once."""
+    saved, training = Training("cpu"), Training("sim")
+    saved.change_all(4)
+    holdfast.save_checkpoint(path, "s", saved.net, saved.optimizer)
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    training.change_all(-1)
+    holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer)
+    seen = training.copies()
+    return find_differences(seen, saved.tensors()) + find_differences(training.tensors(), saved.tensors())
+
+
+@in_every_order
+def test_a_load_comes_after_what_was_enqueued_before_and_before_what_follows(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(1, load_and_compute, str(tmp_path), order) == [[]]
+
+
+def load_much(path: str, order: Order) -> bool:
+    """More than all buffers hold, so each is used several times."""
+    values = {f"t{number}": torch.randn(3, 2**20) for number in range(12)}
+    holdfast.save_checkpoint(path, "s", values)
+    targets = {name: torch.zeros(3, 2**20, device="sim") for name in values}
+    SCHEDULER.order = order
+    holdfast.load_checkpoint(path, model=targets)
+    return all(torch.equal(targets[name].cpu(), values[name]) for name in values)
+
+
+@pytest.mark.parametrize("order", [needed_first, at_random(1)], ids=["needed first", "random"])
+def test_buffers_are_read_into_again_when_they_are_copied(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(1, load_much, str(tmp_path), order) == [True]
+
+
+def compare_replicas(path: str, order: Order) -> list[str]:
+    """Replicas become equal in kernels that have not run when the save begins."""
+    training = Training("sim")
+    training.change_all(torch.distributed.get_rank())
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    for number in range(2):
+        training.change_all(7 + number)
+        holdfast.save_checkpoint(path, f"s{number}", training.net, training.optimizer, async_save=True).wait()
+    return find_differences(read_saved(Path(path) / "s1"), training.tensors())
+
+
+@in_every_order
+def test_replicas_are_compared_after_what_was_enqueued(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(2, compare_replicas, str(tmp_path), order) == [[], []]
+
+
+def save_diverged(path: str) -> None:
+    training = Training("sim")
+    training.net.large.data.fill_(torch.distributed.get_rank())
+    holdfast.save_checkpoint(path, "s", training.net, training.optimizer)
+
+
+def test_replicas_that_have_diverged_are_named(device_ranks: DeviceRanks, tmp_path: Path) -> None:
+    for error in device_ranks.outcomes(2, save_diverged, str(tmp_path)):
+        assert isinstance(error, holdfast.ReplicaMismatchError)
+        assert "'large'" in str(error)
+
+
+def save_frozen(path: str, order: Order) -> list[str]:
+    """A frozen parameter gets its old value back in a kernel that has not run when the save begins."""
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(2000), requires_grad=False)}).to("sim")
+    shared = []
+    SCHEDULER.order = order
+    for number in range(3):
+        model["w"].data.fill_(5)
+        holdfast.save_checkpoint(path, f"s{number}", model)
+        inode = (Path(path) / f"s{number}" / "model" / "model.safetensors").stat().st_ino
+        shared.append(inode)
+        SCHEDULER.run_all()
+        model["w"].data.fill_(6)
+        SCHEDULER.run_all()
+    return [] if len(set(shared)) == 1 else ["the file was not shared"]
+
+
+@in_every_order
+def test_frozen_parameters_are_compared_after_what_was_enqueued(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(1, save_frozen, str(tmp_path), order) == [[]]
+
+
+def copy_between_ranks(order: Order) -> list[str]:
+    training = Training("sim")
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    is_source = torch.distributed.get_rank() == 0
+    training.change_all(3 if is_source else -1)
+    expected = training.copies()
+    state = {"model": training.net, "optimizer": training.optimizer}
+    holdfast.copy_state(**state, sources=[0])
+    seen = training.copies()
+    wanted = {name: torch.full_like(tensor.cpu(), 3) for name, tensor in expected.items()}
+    return find_differences(seen, wanted)
+
+
+@in_every_order
+def test_a_copy_between_ranks_comes_after_what_was_enqueued_and_before_what_follows(
+    device_ranks: DeviceRanks, order: Order
+) -> None:
+    assert device_ranks(2, copy_between_ranks, order) == [[], []]
