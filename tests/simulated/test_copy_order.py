@@ -117,7 +117,7 @@ def tear(path: str, after: float) -> None:
         )
         with StreamContext(other):
             training.change_all(-1)
-        (copies,) = (stream for stream in SCHEDULER.streams if stream.queue and stream is not other and stream is not DEFAULT)
+        (copies,) = (stream for stream in SCHEDULER.streams if stream.queue and stream not in {other, DEFAULT})
         first, last = (number for number, entry in enumerate(copies.queue) if entry.mark is not None)
         left = len(copies.queue) - first - 1 - round(after * (last - first - 1))
 

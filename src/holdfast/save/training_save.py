@@ -13,7 +13,8 @@ import msgspec
 
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.engine.io.staging import ALL_CHUNKS, SAMPLED_CHUNKS, DeferredCopies
+from holdfast.engine.io.staging import DeferredCopies
+from holdfast.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.formats.native import RANKS
 from holdfast.formats.native import STATE as STATE_FILE

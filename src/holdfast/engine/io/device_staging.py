@@ -20,7 +20,8 @@ from holdfast.engine.io.device_streams import CopyStream
 from holdfast.engine.io.pinned_memory import pin_for
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
-from holdfast.engine.io.torn_snapshot import StagedChunk, torn_error
+from holdfast.engine.io.torn_snapshot import SAMPLED_CHUNKS, StagedChunk, torn_error
+from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.errors import DeviceError
 from holdfast.observe.spans import span
 from holdfast.storage.memory import Bytes
@@ -60,7 +61,7 @@ class DeviceStaging:
         if not self.streams:
             return
         copies = DeviceCopies(self.streams)
-        self._samples, sample_memory = self._allocate_samples(sampled)
+        self._samples, sample_memory = self._allocate_samples(sampled, sum(chunk.chunk.size for chunk in deferred))
         copies.enqueue(self._pieces(chunks, memory), memory)
         copies.mark().precede_caller()
         copies.enqueue(self._sample_pieces(lambda sample: sample.before, sample_memory), sample_memory)
@@ -103,12 +104,13 @@ class DeviceStaging:
         self._samples = ()
         self._sample_arena.release()
 
-    def _allocate_samples(self, sampled: Sequence[StagedChunk]) -> tuple[Sequence[_Sample], Bytes]:
+    def _allocate_samples(self, sampled: Sequence[StagedChunk], deferred_nbytes: int) -> tuple[Sequence[_Sample], Bytes]:
         """Return the samples, and the memory of their copies."""
         if not sampled:
             return (), np.empty(0, np.uint8)
         sizes = [chunk.chunk.size for chunk in sampled]
-        memory = pin_for(self.streams, self._sample_arena.reserve_bytes(2 * sum(sizes)))
+        most = min(deferred_nbytes, SAMPLED_CHUNKS * CHUNK)  # as many in each save: the memory is used again
+        memory = pin_for(self.streams, self._sample_arena.reserve_bytes(2 * most))
         stops = list(itertools.accumulate(sizes, initial=0))
         before, after = memory[: stops[-1]], memory[stops[-1] :]
         return [

@@ -7,7 +7,6 @@ and until it is freed.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,29 +26,30 @@ _PORTABLE = 1
 
 
 class PinnedMemory:
-    """The registered memory of this process."""
+    """The registered memory of this process.
+
+    It has no lock: memory may be freed, and then forgotten, by the garbage collector at any point of any thread. Two
+    threads never have the same buffer.
+    """
 
     def __init__(self) -> None:
-        #: By address, whether the memory could be registered.
+        #: By address, whether the memory is registered.
         self._known: dict[int, bool] = {}
-        self._lock = threading.Lock()
         self._has_warned = False
 
     def pin(self, buffer: Bytes, device: torch.device) -> None:
         """Register the memory that a buffer is a part of. If that fails, warn once: copies are slower then."""
         memory = _whole_memory(buffer)
         address, nbytes = memory.ctypes.data, memory.nbytes
-        with self._lock:
-            if not nbytes or address in self._known:
-                return
-            runtime = _find_runtime(device)
-            is_pinned = runtime is not None and _register(runtime, address, nbytes, device)
-            self._known[address] = is_pinned
-            # The memory is mapped until after this call: the array refers to its mapping.
-            weakref.finalize(memory, partial(self._forget, address, runtime, os.getpid())).atexit = False
-            if is_pinned or self._has_warned:
-                return
-            self._has_warned = True
+        if not nbytes or address in self._known:
+            return
+        runtime = _find_runtime(device)
+        is_pinned = self._known[address] = runtime is not None and _register(runtime, address, nbytes, device)
+        # The memory is mapped until after this call: the array refers to its mapping.
+        weakref.finalize(memory, partial(self._forget, address, runtime, os.getpid())).atexit = False
+        if is_pinned or self._has_warned:
+            return
+        self._has_warned = True
         reason = "the limit of locked memory (ulimit -l), or memory, may be too small"
         if runtime is None:
             reason = f"memory cannot be registered for {device.type}"
@@ -59,11 +59,7 @@ class PinnedMemory:
         )
 
     def _forget(self, address: int, runtime: Any, process: int) -> None:
-        if os.getpid() != process:  # a forked process has the memory, but not the device
-            return
-        with self._lock:
-            is_pinned = self._known.pop(address)
-        if is_pinned:
+        if os.getpid() == process and self._known.pop(address):  # a forked process has the memory, but not the device
             with suppress(RuntimeError):  # the device is lost
                 runtime.cudaHostUnregister(address)
 

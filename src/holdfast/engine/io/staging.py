@@ -7,7 +7,6 @@ see :mod:`holdfast.engine.io.torn_snapshot`. Tensors on accelerators are copied 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -23,6 +22,8 @@ from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.io.torn_snapshot import (
+    ALL_CHUNKS,
+    SAMPLED_CHUNKS,
     SampledChunk,
     StagedChunk,
     check_sampled_chunks,
@@ -36,12 +37,6 @@ from holdfast.engine.plan.save_plan import SavePlan
 from holdfast.observe.spans import traced
 from holdfast.process.worker_threads import run_in_threads
 from holdfast.storage.memory import Bytes
-
-#: The number of deferred chunks that are hashed at the call, different ones at each save; it takes about 5 ms.
-SAMPLED_CHUNKS = 12
-
-#: As the number of chunks to sample: all of them.
-ALL_CHUNKS = sys.maxsize
 
 #: If tensors are on accelerators, others of at most this size in bytes, such as the step counts of an optimizer, are
 #: copied at the call: otherwise steps would have to wait for a thread.
