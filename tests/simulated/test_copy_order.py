@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import holdfast
+from holdfast.dcp import FileSystemReader, FileSystemWriter
 from tests.helpers.device_training import Training, find_differences, read_saved
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.simulated.streams import (
     DEFAULT,
     SCHEDULER,
@@ -277,3 +281,45 @@ def test_a_copy_between_ranks_comes_after_what_was_enqueued_and_before_what_foll
     device_ranks: DeviceRanks, order: Order
 ) -> None:
     assert device_ranks(2, copy_between_ranks, order) == [[], []]
+
+
+def save_into_store(url: str, order: Order) -> list[str]:
+    run = store_at(url, retry_seconds=20.0).path(f"{BUCKET}/run")
+    training = Training("sim")
+    training.change_all(-1)
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    training.change_all(3)
+    expected = training.copies()
+    holdfast.save_checkpoint(run, "s", training.net, training.optimizer)
+    blank = Training("sim")
+    holdfast.load_checkpoint(run, model=blank.net, optimizer=blank.optimizer)
+    return find_differences(blank.tensors(), expected)
+
+
+@in_every_order
+def test_a_save_into_an_object_store_has_what_was_enqueued_before_it(device_ranks: DeviceRanks, order: Order) -> None:
+    with FakeS3().served() as url:
+        assert device_ranks(1, save_into_store, url, order) == [[]]
+
+
+def save_with_dcp(path: str, order: Order) -> bool:
+    """torch writes in threads, of which the current stream is the default one."""
+    state = {name: torch.zeros(1000, device="sim") for name in "ab"}
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    with StreamContext(Stream()):
+        for tensor in state.values():
+            tensor.fill_(3)
+        writer = FileSystemWriter(path, thread_count=2, single_file_per_rank=False, per_thread_copy_ahead=0)
+        dcp.save(state, storage_writer=writer)
+    target = {name: torch.zeros(1000) for name in "ab"}
+    dcp.load(target, storage_reader=FileSystemReader(path))
+    return all(torch.equal(tensor, torch.full((1000,), 3.0)) for tensor in target.values())
+
+
+@in_every_order
+def test_a_save_of_dcp_has_what_was_enqueued_before_it(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order
+) -> None:
+    assert device_ranks(1, save_with_dcp, str(tmp_path / "dcp"), order) == [True]

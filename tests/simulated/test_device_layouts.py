@@ -83,9 +83,20 @@ def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def set_late(run: LayoutRun) -> None:
+    """Let all tensors have other values until the device has run what is enqueued."""
+    moved = [local for _, tensor in named_tensors(run) if (local := local_tensor(tensor).detach()).device.type == "sim"]
+    values = [tensor.clone() for tensor in moved]
+    for tensor in moved:
+        tensor.fill_(-1)
+    SCHEDULER.run_all()
+    for tensor, value in zip(moved, values, strict=True):
+        tensor.copy_(value)
+
+
 def save_moved(path: str, layout: str, staging: str, keep_states: bool) -> None:
     run = move(fill_run(MADE[layout]()), keep_states=keep_states)
-    SCHEDULER.run_all()
+    set_late(run)
     SCHEDULER.order = at_random(7)
     content = {"user_content": {"a": 1}, "max_shard_size": 4000}
     if staging == "synchronous":
