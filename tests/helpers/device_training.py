@@ -1,4 +1,4 @@
-"""A training on an accelerator, in which copies of the state are made on the device: an oracle in the device's order."""
+"""A training on an accelerator, and copies of its state that the device makes: an oracle in the device's order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-#: The bytes of what is saved: in the tests of a simulated device, few enough to be quick.
+#: Tensors by the names of their components and their own.
 Tensors = dict[str, torch.Tensor]
 
 

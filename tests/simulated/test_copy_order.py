@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast.dcp import FileSystemReader, FileSystemWriter
+from holdfast.engine.integrity.replicas import digest_replicas
+from holdfast.engine.io.tensor_bytes import TensorBytes
+from holdfast.engine.plan.save_plan import ReplicatedShard
 from tests.helpers.device_training import Training, find_differences, read_saved
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
@@ -64,10 +70,12 @@ def save_and_change(path: str, order: Order, options: dict[str, str], change: Ch
     for number in range(3):
         training.change_all(number + 1)
         expected = training.copies()
+        SCHEDULER.saves_go_on.clear()
         save = holdfast.save_checkpoint(
             path, f"s{number}", training.net, training.optimizer, async_save=True, **options
         )
         change(training)
+        SCHEDULER.saves_go_on.set()
         save.wait()
         if different := find_differences(read_saved(Path(path) / f"s{number}"), expected):
             return different
@@ -115,21 +123,20 @@ def tear(path: str, after: float) -> None:
     training = Training("sim")
     SCHEDULER.run_all()
     other = Stream()
-    with SCHEDULER.lock:  # the thread that saves cannot wait for the device
-        save = holdfast.save_checkpoint(
-            path, "s", training.net, training.optimizer, async_save=True, staging="overlapped"
-        )
-        with StreamContext(other):
-            training.change_all(-1)
-        (copies,) = (stream for stream in SCHEDULER.streams if stream.queue and stream not in {other, DEFAULT})
-        first, last = (number for number, entry in enumerate(copies.queue) if entry.mark is not None)
-        left = len(copies.queue) - first - 1 - round(after * (last - first - 1))
+    SCHEDULER.saves_go_on.clear()
+    save = holdfast.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
+    with StreamContext(other):
+        training.change_all(-1)
+    (copies,) = (stream for stream in SCHEDULER.streams if stream.queue and stream not in {other, DEFAULT})
+    first, last = (number for number, entry in enumerate(copies.queue) if entry.mark is not None)
+    left = len(copies.queue) - first - 1 - round(after * (last - first - 1))
 
-        def change_in_between(ready: Sequence[Stream]) -> Stream:
-            chosen = other if len(copies.queue) <= left else copies
-            return chosen if chosen in ready else ready[0]
+    def change_in_between(ready: Sequence[Stream]) -> Stream:
+        chosen = other if len(copies.queue) <= left else copies
+        return chosen if chosen in ready else ready[0]
 
-        SCHEDULER.order = change_in_between
+    SCHEDULER.order = change_in_between
+    SCHEDULER.saves_go_on.set()
     save.wait()
 
 
@@ -208,6 +215,29 @@ def test_buffers_are_read_into_again_when_they_are_copied(
     assert device_ranks(1, load_much, str(tmp_path), order) == [True]
 
 
+def save_stripes(path: str, order: Order, options: dict[str, str]) -> list[str]:
+    """A tensor that is divided by columns, which the ranks exchange during the call."""
+    rank = torch.distributed.get_rank()
+    shard = torch.zeros(300, 5, device="sim")
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    shard.fill_(rank + 1)
+    whole = DTensor.from_local(shard, DeviceMesh("sim", [0, 1]), [Shard(1)])
+    save = holdfast.save_checkpoint(path, "s", {"w": whole}, **options)
+    shard.fill_(-1)
+    save.wait()
+    expected = torch.cat([torch.full((300, 5), 1.0), torch.full((300, 5), 2.0)], 1)
+    return find_differences(read_saved(Path(path) / "s"), {"model/w": expected})
+
+
+@in_every_order
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["synchronous", "eager"])
+def test_stripes_have_what_was_enqueued_before_the_save(
+    device_ranks: DeviceRanks, tmp_path: Path, order: Order, options: dict[str, str]
+) -> None:
+    assert device_ranks(2, save_stripes, str(tmp_path), order, options) == [[], []]
+
+
 def compare_replicas(path: str, order: Order) -> list[str]:
     """Replicas become equal in kernels that have not run when the save begins."""
     training = Training("sim")
@@ -221,9 +251,7 @@ def compare_replicas(path: str, order: Order) -> list[str]:
 
 
 @in_every_order
-def test_replicas_are_compared_after_what_was_enqueued(
-    device_ranks: DeviceRanks, tmp_path: Path, order: Order
-) -> None:
+def test_replicas_are_compared_after_what_was_enqueued(device_ranks: DeviceRanks, tmp_path: Path, order: Order) -> None:
     assert device_ranks(2, compare_replicas, str(tmp_path), order) == [[], []]
 
 
@@ -319,7 +347,23 @@ def save_with_dcp(path: str, order: Order) -> bool:
 
 
 @in_every_order
-def test_a_save_of_dcp_has_what_was_enqueued_before_it(
-    device_ranks: DeviceRanks, tmp_path: Path, order: Order
-) -> None:
+def test_a_save_of_dcp_has_what_was_enqueued_before_it(device_ranks: DeviceRanks, tmp_path: Path, order: Order) -> None:
     assert device_ranks(1, save_with_dcp, str(tmp_path / "dcp"), order) == [True]
+
+
+def digest_on(device: str) -> bytes:
+    """Hash replicas of several sizes, on the CPU or, but for every third, on a device."""
+    torch.manual_seed(0)
+    sizes = [1, 16, 5000, 3 * 2**20, 7, 9 * 2**20, *range(10, 40)]
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    parts = [TensorBytes(tensor.to(device) if n % 3 else tensor) for n, tensor in enumerate(tensors)]
+    replicas = {(0, 1): [ReplicatedShard(number, size) for number, size in enumerate(sizes)]}
+    return digest_replicas(SimpleNamespace(tensors=(), replicas=replicas), parts.__getitem__, 0)
+
+
+def compare_digests() -> bool:
+    return digest_on("cpu") == digest_on("sim")
+
+
+def test_replicas_are_hashed_alike_wherever_they_are(device_ranks: DeviceRanks) -> None:
+    assert device_ranks(1, compare_digests) == [True]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from tests.helpers.device_training import Training
@@ -65,18 +70,22 @@ def test_a_device_lost_during_a_load_fails_it_on_all_ranks(
         assert isinstance(error, holdfast.DeviceError), repr(error)
 
 
+def count_copies_left() -> int:
+    return sum(len(stream.queue) for stream in SCHEDULER.streams if stream is not DEFAULT)
+
+
 def fail_elsewhere(path: str, options: dict[str, Any]) -> int:
     """Return how much the device still has to copy after a save that has failed on the other rank."""
-    training = Training("sim")
-    training.change_all(1)
+    shard = torch.zeros(1000, device="sim")
+    whole = DTensor.from_local(shard, DeviceMesh("sim", [0, 1]), [Shard(0)])
+    SCHEDULER.run_all()
+    shard.fill_(1)
     if dist.get_rank() == 1:
         SCHEDULER.lost_after = 0
     try:
-        holdfast.save_checkpoint(
-            path, "s", training.net, training.optimizer, timeout=20, **options
-        ).wait()
+        holdfast.save_checkpoint(path, "s", {"w": whole}, timeout=20, **options).wait()
     except holdfast.DeviceError:
-        return sum(len(stream.queue) for stream in SCHEDULER.streams if stream is not DEFAULT)
+        return count_copies_left()
     finally:
         SCHEDULER.lost_after = None
     raise AssertionError("the device was not lost")
@@ -88,6 +97,22 @@ def test_a_save_that_fails_elsewhere_leaves_no_copies_behind(
 ) -> None:
     """Otherwise they would come into memory that others use by then."""
     assert device_ranks(2, fail_elsewhere, str(tmp_path), OPTIONS[kind])[0] == 0
+
+
+def interrupt_staging(path: str) -> int:
+    training = Training("sim")
+    SCHEDULER.run_all()
+    training.change_all(1)
+    with (
+        mock.patch("holdfast.engine.io.staging.sample_chunks", side_effect=KeyboardInterrupt),
+        suppress(KeyboardInterrupt),
+    ):
+        holdfast.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
+    return count_copies_left()
+
+
+def test_a_call_that_is_interrupted_leaves_no_copies_behind(device_ranks: DeviceRanks, tmp_path: Path) -> None:
+    assert device_ranks(1, interrupt_staging, str(tmp_path)) == [0]
 
 
 def test_the_names_of_errors_are_public() -> None:

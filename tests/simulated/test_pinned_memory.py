@@ -6,12 +6,9 @@ import gc
 import warnings
 from pathlib import Path
 
-import torch
-
 import holdfast
 from holdfast.save.background import background_saves
 from tests.helpers.device_training import Training, find_differences, read_saved
-from tests.helpers.simulated.streams import SCHEDULER, needed_first
 from tests.simulated.conftest import DeviceRanks
 
 

@@ -26,8 +26,8 @@ def test_it_computes_what_the_cpu_does(device_ranks: DeviceRanks) -> None:
 
 
 def copy_late() -> list[list[float]]:
-    from tests.helpers.simulated.device import RUNTIME
     from holdfast.storage.memory import aligned_buffer
+    from tests.helpers.simulated.device import RUNTIME
 
     tensor = torch.zeros(3).to("sim")
     buffer = aligned_buffer(2**21)

@@ -83,7 +83,8 @@ class Runtime:
         if self.refuses:
             self.pending = "simulated error: out of memory"
             return 2
-        assert not any(start < address + nbytes and address < start + size for start, size in self.registered.items())
+        known = list(self.registered.items())  # other threads register memory, too
+        assert not any(start < address + nbytes and address < start + size for start, size in known)
         self.registered[address] = nbytes
         return 0
 
@@ -94,7 +95,9 @@ class Runtime:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
+        return any(
+            start <= address and address + nbytes <= start + size for start, size in list(self.registered.items())
+        )
 
 
 class Module:

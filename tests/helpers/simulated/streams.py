@@ -117,6 +117,9 @@ class Scheduler:
         self.order: Order = needed_first
         #: The names of the threads that had to wait on the host for work that was not done.
         self.waits: list[str] = []
+        #: Cleared while threads that save must not go on: a test enqueues what comes after the call first.
+        self.saves_go_on = threading.Event()
+        self.saves_go_on.set()
         #: The number of entries after which the device is lost.
         self.lost_after: int | None = None
 
@@ -125,9 +128,12 @@ class Scheduler:
         for stream in self.streams:
             stream.queue.clear()
         self.order, self.waits, self.lost_after = needed_first, [], None
+        self.saves_go_on.set()
 
     def run_until(self, mark: Mark) -> None:
         """Run streams until the mark is reached. Everything that waits on the host comes here."""
+        if threading.current_thread().name.startswith("holdfast "):
+            self.saves_go_on.wait()
         with self.lock:
             self.raise_if_lost()
             if not mark.reached:

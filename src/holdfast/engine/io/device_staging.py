@@ -104,7 +104,9 @@ class DeviceStaging:
         self._samples = ()
         self._sample_arena.release()
 
-    def _allocate_samples(self, sampled: Sequence[StagedChunk], deferred_nbytes: int) -> tuple[Sequence[_Sample], Bytes]:
+    def _allocate_samples(
+        self, sampled: Sequence[StagedChunk], deferred_nbytes: int
+    ) -> tuple[Sequence[_Sample], Bytes]:
         """Return the samples, and the memory of their copies."""
         if not sampled:
             return (), np.empty(0, np.uint8)
