@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import holdfast
-from benchmarks import states
+from benchmarks import raw, states
 
 #: Begins a save of the n-th checkpoint, and returns a function that waits until it is durable.
 Begin = Callable[[int], Callable[[], object]]
@@ -96,8 +96,9 @@ class AcceleratorRun:
         ).wait  # fmt: skip
 
     def _begin_dcp(self, number: int) -> Callable[[], object]:
-        saving = dcp.async_save(self._state, checkpoint_id=self._folder / f"dcp_{number}", **self._dcp_options)
-        return getattr(saving, "upload_completion", saving).result
+        saving: Any = dcp.async_save(self._state, checkpoint_id=self._folder / f"dcp_{number}", **self._dcp_options)
+        wait: Callable[[], object] = getattr(saving, "upload_completion", saving).result
+        return wait
 
     def _measure_blocking(self) -> Iterator[Row]:
         yield "pinned copy of as many bytes", _format_seconds(self._time_pinned_copies(to_host=True))
@@ -130,7 +131,7 @@ class AcceleratorRun:
 
     def _run_steps(self, work: Callable[[], None], begin: Begin | None) -> float:
         """Return the seconds of the steps, without what is still written after them."""
-        waits = []
+        waits: list[Callable[[], object]] = []
         self._module.synchronize()
         started = time.perf_counter()
         for step in range(1, _STEPS + 1):
@@ -167,14 +168,17 @@ class AcceleratorRun:
         self._begin("eager", 0)()
         checkpoint = self._folder / "run" / "step_0"
         files = sorted(checkpoint.glob("*/*.safetensors"))
-        yield "reading the files, from the page cache", self._format_rate(self._time(lambda: _read_files(files)))
+        yield (
+            "reading the files, from the page cache",
+            self._format_rate(self._time(lambda: raw.read_into_cache(checkpoint))),
+        )
         load = partial(holdfast.load_checkpoint, self._folder / "run", model=self._model, optimizer=self._optimizer)
         yield "holdfast, from the page cache, verified", self._format_rate(self._time(load))
         yield (
             "safetensors, from the page cache",
             self._format_rate(self._time(lambda: [load_file(file, f"{self._device.type}:0") for file in files])),
         )
-        yield "holdfast, cold", self._format_rate(self._time(load, before=lambda: _evict(files)))
+        yield "holdfast, cold", self._format_rate(self._time(load, before=lambda: raw.evict_from_cache(checkpoint)))
         self._remove_files()
 
     def _time_pinned_copies(self, *, to_host: bool) -> list[float]:
@@ -222,23 +226,6 @@ def _pinned_options() -> dict[str, Any]:
         )
         return {"async_stager": DefaultStager(options)}
     return {}
-
-
-def _read_files(files: list[Path]) -> None:
-    buffer = bytearray(2**24)
-    for file in files:
-        with file.open("rb", buffering=0) as opened:
-            while opened.readinto(buffer):
-                pass
-
-
-def _evict(files: list[Path]) -> None:
-    """Drop files from the page cache."""
-    import os  # noqa: PLC0415
-
-    for file in files:
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _format_seconds(seconds: list[float]) -> str:

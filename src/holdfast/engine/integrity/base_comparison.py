@@ -74,7 +74,8 @@ class BaseComparison:
     def sample_files(self, frozen: Collection[int]) -> list[FileSamples]:
         """Compare samples of each file: of the ``frozen`` tensors, and of the others, which show a change sooner.
 
-        Others on accelerators count as changed: a read of them would wait for all that the caller has enqueued.
+        Others on accelerators count as changed: a read of them would wait for all that the caller has enqueued. So of a
+        file with such tensors only those that are frozen are compared.
         """
         ranges = self._ranges_by_file()
         tensors = {file_range.tensor for of_file in ranges.values() for file_range in of_file}
@@ -160,10 +161,11 @@ class BaseComparison:
     def _sample_file(
         self, number: int, ranges: Sequence[FileRange], frozen: Collection[int], changed: Collection[int]
     ) -> FileSamples:
-        unknown = [part for part in ranges if part.tensor not in changed]
-        parts = [[part for part in unknown if (part.tensor in frozen) == is_frozen] for is_frozen in (False, True)]
-        matches = self._compare(number, [part for of in parts for part in _spread(of, _SAMPLES, self._number)])
-        return FileSamples(all(matches) and len(unknown) == len(ranges), any(matches))
+        has_changed = any(part.tensor in changed for part in ranges)
+        parts = [[part for part in ranges if (part.tensor in frozen) == is_frozen] for is_frozen in (False, True)]
+        compared = parts[1:] if has_changed else parts
+        matches = self._compare(number, [part for of in compared for part in _spread(of, _SAMPLES, self._number)])
+        return FileSamples(all(matches) and not has_changed, any(matches))
 
     def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
         """Compare a sample of each range with the file; ``False`` for all if the file cannot be read."""
