@@ -119,16 +119,22 @@ def test_with_a_full_check_any_stream_may_change_everything(
 
 
 def tear(path: str, after: float) -> None:
-    """Change everything on another stream when a part of the copies is made."""
-    training = Training("sim")
+    """Change everything on another stream when a part of the copies is made: a third of them are samples before."""
+    model = torch.nn.Linear(30, 30).to("sim")
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     SCHEDULER.run_all()
     other = Stream()
     SCHEDULER.saves_go_on.clear()
-    save = holdfast.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
+    save = holdfast.save_checkpoint(path, "s", model, optimizer, async_save=True, staging="overlapped")
     with StreamContext(other):
-        training.change_all(-1)
+        for parameter in model.parameters():
+            parameter.data.fill_(-1)
     (copies,) = (stream for stream in SCHEDULER.streams if stream.queue and stream not in {other, DEFAULT})
     first, last = (number for number, entry in enumerate(copies.queue) if entry.mark is not None)
+    assert (last - first - 1) % 3 == 0
     left = len(copies.queue) - first - 1 - round(after * (last - first - 1))
 
     def change_in_between(ready: Sequence[Stream]) -> Stream:

@@ -90,7 +90,7 @@ class DeviceStaging:
 
     @contextmanager
     def abandon_on_error(self) -> Iterator[None]:
-        """Abandon the copies if the ``with`` block fails: nobody else may use the memory before."""
+        """Abandon the copies if the ``with`` block fails: other saves use the memory afterwards."""
         try:
             yield
         except BaseException:

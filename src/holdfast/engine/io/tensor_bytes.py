@@ -1,7 +1,7 @@
 """Byte access to this rank's shard of a tensor, on any device and with any strides.
 
-Bytes of accelerators are copied on streams of holdfast (:mod:`holdfast.engine.io.device_streams`). Whoever calls has
-seen to it that these follow what the caller of the save or load has enqueued.
+Bytes of accelerators are copied on streams of holdfast, see :mod:`holdfast.engine.io.device_streams`. These must follow
+what the caller of the save or load has enqueued before anything is copied here.
 """
 
 from __future__ import annotations
