@@ -18,7 +18,7 @@ def save_unpinned(path: str, staging: str) -> tuple[list[str], list[str]]:
     from tests.helpers.simulated.device import RUNTIME
 
     background_saves.finalize()
-    pinned_memory.pinned_memory._has_warned = False
+    pinned_memory._memory._has_warned = False
     gc.collect()
     RUNTIME.refuses = True
     training = Training("sim")

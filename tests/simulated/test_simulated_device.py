@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from holdfast.engine.io.device_streams import copy_stream_of, find_accelerators
 from tests.helpers.device_training import Training, find_differences
 from tests.helpers.simulated.streams import DEFAULT, SCHEDULER, Event, Stream, StreamContext, caller_first
 from tests.simulated.conftest import DeviceRanks
@@ -66,6 +69,16 @@ def race(waits: bool) -> list[float]:
 def test_a_missing_wait_shows_as_wrong_values(device_ranks: DeviceRanks) -> None:
     assert device_ranks(1, race, True) == [[0.0] * 3]
     assert device_ranks(1, race, False) == [[9.0] * 3]
+
+
+def find_devices() -> list[str]:
+    devices = ["sim:1", "cpu", "sim:0", "sim:1", "meta", "xla:0"]
+    tensors = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    return [*map(str, find_accelerators(tensors)), str(copy_stream_of(torch.device("xla:0")))]
+
+
+def test_each_accelerator_that_holds_a_tensor_is_found_once(device_ranks: DeviceRanks) -> None:
+    assert device_ranks(1, find_devices) == [["sim:1", "sim:0", "None"]]
 
 
 def read_in_place() -> None:

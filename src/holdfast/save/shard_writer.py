@@ -86,12 +86,13 @@ class ShardWriter:
                 f"{folder}, which rank 0 created, does not exist on this rank: "
                 "all ranks must save to a shared file system"
             )
-        streams = begin_copies(self._tensors.values()) if staged is None else ()
+        if staged is None:
+            begin_copies(self._tensors.values())
         if self._plan.needs_exchange:
             with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
         file_ranges, shard_of = self.ranges_in_memory(staged)
-        return write_file_ranges(files, file_ranges, shard_of, on_moved, streams=streams)
+        return write_file_ranges(files, file_ranges, shard_of, on_moved)
 
     def ranges_to_upload(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
         """Return the bytes that this rank uploads or passes on, and where these are.

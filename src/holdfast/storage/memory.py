@@ -57,13 +57,14 @@ def _apply_advice(memory: mmap.mmap, advice: int | None) -> None:
 class BufferPool:
     """One reusable aligned buffer for each thread, allocated at its first use, and passed to ``prepare`` then."""
 
-    def __init__(self, size: int, prepare: Callable[[Bytes], object] = id) -> None:
+    def __init__(self, size: int, prepare: Callable[[Bytes], object] | None = None) -> None:
         self._size, self._prepare, self._by_thread = size, prepare, threading.local()
 
     def get(self) -> Bytes:
         """Return the buffer of the calling thread."""
         if not hasattr(self._by_thread, "buffer"):
             self._by_thread.buffer = aligned_buffer(self._size)
-            self._prepare(self._by_thread.buffer)
+            if self._prepare is not None:
+                self._prepare(self._by_thread.buffer)
         buffer: npt.NDArray[np.uint8] = self._by_thread.buffer
         return buffer

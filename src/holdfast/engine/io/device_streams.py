@@ -94,10 +94,13 @@ _lock = threading.Lock()
 
 
 def copy_stream_of(device: torch.device) -> CopyStream | None:
-    """Return the stream for copies from and to a device; ``None`` if the device has no streams, such as the CPU."""
+    """Return the stream for copies from and to a device.
+
+    ``None`` if the device has no streams, or torch does not know them: such a device orders its copies by itself.
+    """
     with _lock:
         if device not in _streams:
-            module = None if device.type in {"cpu", "meta"} else torch.get_device_module(device)
+            module = None if device.type == "cpu" else getattr(torch, device.type, None)
             _streams[device] = CopyStream(device, module) if hasattr(module, "Stream") else None
         return _streams[device]
 

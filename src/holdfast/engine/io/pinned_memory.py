@@ -86,11 +86,11 @@ def _register(runtime: Any, address: int, nbytes: int, device: torch.device) -> 
     return False
 
 
-pinned_memory = PinnedMemory()
+_memory = PinnedMemory()
 
 
 def pin_for(streams: Sequence[CopyStream], buffer: Bytes) -> Bytes:
     """Pin a buffer if bytes are copied from or to accelerators, and return it."""
     if streams:
-        pinned_memory.pin(buffer, streams[0].device)
+        _memory.pin(buffer, streams[0].device)
     return buffer
