@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test interop frameworks peers report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test interop frameworks peers accelerator report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -41,6 +41,11 @@ peers: .peers/installed
 .peers/installed: requirements-peers.txt .venv/installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers --requirement requirements-peers.txt
 	touch $@
+
+## accelerator: the tests on the accelerator of this machine, and figures of saves and loads of 12 GB
+accelerator: .venv/installed
+	$(BIN)/python -m pytest -rs tests/simulated tests/accelerator
+	$(BIN)/python -m benchmarks.accelerator
 
 ## report-browser: the pages of `holdfast report` in Chromium, which the system must have; Playwright is installed into .browser (0.1 GB)
 report-browser: .browser/installed

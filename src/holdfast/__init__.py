@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from holdfast.errors import (
         CheckpointReplacedError,
         CorruptCheckpointError,
+        DeviceError,
         EmptyRunError,
         FormatError,
         HoldfastError,
@@ -94,6 +95,7 @@ _MODULES = {
     "RunDirectory": "holdfast.run_directory",
     "CopyResult": "holdfast.live_copy.result",
     "CorruptCheckpointError": "holdfast.errors",
+    "DeviceError": "holdfast.errors",
     "EmptyRunError": "holdfast.errors",
     "Event": "holdfast.observe.events",
     "FormatError": "holdfast.errors",
@@ -192,6 +194,7 @@ __all__ = [
     "Checkpointer",
     "CopyResult",
     "CorruptCheckpointError",
+    "DeviceError",
     "DrainFailed",
     "DrainResult",
     "EmptyRunError",

@@ -59,6 +59,10 @@ class TornSnapshotError(HoldfastError, RuntimeError):
     """A tensor changed while it was copied in the background. That save failed and left nothing behind."""
 
 
+class DeviceError(HoldfastError, RuntimeError):
+    """An accelerator reported an error while tensors were copied from or to it."""
+
+
 class RankMismatchError(HoldfastError, ValueError):
     """Ranks were called with different arguments, or see different files."""
 

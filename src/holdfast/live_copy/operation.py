@@ -14,7 +14,7 @@ from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.copy_exchange import CopiedBytes, CopyExchange
-from holdfast.engine.io.device_streams import synchronize_devices
+from holdfast.engine.io.device_streams import begin_copies
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.plan.copy_plan import CopyPlan, plan_copy
@@ -96,7 +96,7 @@ class CopyOperation:
             tolerated = receiver.check_matches(source, requested, joins=joins)
             tensors = {(tensor.group, tensor.name): tensor for tensor in requested.iter_tensors()}
             plan = plan_copy(source.tensors, tensors, self._session.rank)
-            synchronize_devices(source.captured.tensors.values())
+            begin_copies(source.captured.tensors.values())
             return replicas.digest_replicas(plan, _shards_of(plan, source), 0)
 
         def decide(posted: list[bytes]) -> bytes:
@@ -128,13 +128,12 @@ class CopyOperation:
 
         def copy() -> CopiedBytes:
             sinks = receiver.make_sinks({key: number for number, key in enumerate(plan.tensors)})
-            synchronize_devices(sinks.values())
+            begin_copies(sinks.values())
             exchange = CopyExchange(plan, _shards_of(plan, source), sinks.__getitem__, self._session.size)
             exchange.copy_local()
             if self._session.size > 1:
                 with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                     exchange.exchange(p2p)
-            synchronize_devices(sinks.values())
             return exchange.count_bytes()
 
         try:

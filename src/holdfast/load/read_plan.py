@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import torch
-
 from holdfast.engine.comm.session import RankGroup, Session
-from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
+from holdfast.engine.io.device_streams import CopyStream, begin_copies
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.read import read_file_ranges, read_host_shared
 from holdfast.engine.io.read_shared import read_shared, read_stripes
@@ -175,7 +173,6 @@ class ReadPlan:
         on_moved: OnBytesMoved,
         *,
         make_readers: MakeReaders = ReaderPool,
-        accelerator: Accelerator = torch.accelerator,
     ) -> Fragments:
         """Read into the targets, all of which have memory now. Return the CRCs of the fragments that were hashed.
 
@@ -183,10 +180,7 @@ class ReadPlan:
         """
         aliases = (target for _, target in targets.aliased_targets)
         tensors = [target.local for target in (*targets.targets.values(), *aliases)]
-        synchronize_devices(tensors, accelerator)
-        fragments = self._fill_targets(targets, ranks, session, _Moves(on_moved, make_readers))
-        synchronize_devices(tensors, accelerator)
-        return fragments
+        return self._fill_targets(targets, ranks, session, _Moves(on_moved, make_readers, begin_copies(tensors)))
 
     def _fill_targets(self, targets: LoadTargets, ranks: RankGroup, session: Session, moves: _Moves) -> Fragments:
         sinks: dict[int, TensorBytes] = {}
@@ -198,26 +192,28 @@ class ReadPlan:
         sink_of = sinks.__getitem__
         fragments: Fragments = {}
         read_options: dict[str, Any] = {"on_moved": moves.on_moved, "make_readers": moves.make_readers}
+        own_options = {**read_options, "streams": moves.streams}
         if self.exchange:
             with P2PExchange(ranks.gloo_group(session.timeout), session) as p2p:
                 fragments = read_shared(self.files, self.plan.exchanged, sink_of, p2p, **read_options)
         fragments |= read_stripes(self.files, self.plan.local_stripes, ranks.rank, sink_of, **read_options)
-        fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, **read_options)
-        fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, **read_options)
+        fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, **own_options)
+        fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, **own_options)
         for (key, target), file_ranges in zip(targets.aliased_targets, self.alias_ranges, strict=True):
             sink = _target_bytes(target, self.mappings[key].info)
             alias_sinks = {file_range.tensor: sink for file_range in file_ranges}
-            more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, **read_options)
+            more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, **own_options)
             for tensor, read_again in more.items():
                 fragments.setdefault(tensor, []).extend(read_again)
         return fragments
 
 
 class _Moves(NamedTuple):
-    """The callback for bytes that were moved, and the maker of the readers of files."""
+    """The callback for bytes that were moved, the maker of the readers of files, and the streams of accelerators."""
 
     on_moved: OnBytesMoved
     make_readers: MakeReaders
+    streams: Sequence[CopyStream]
 
 
 def _find_readable(

@@ -124,21 +124,21 @@ class BackgroundSaves:
         """Run a save inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged."""
         arena = Arena(self._memory)
         interrupt: BaseException | None = None
-        with gc_paused(), save.rollback_on_error():
-            save.prepare_save()
-            # After the main thread has ended, nothing waits for other threads.
-            if not asynchronous or not threading.main_thread().is_alive():
-                info = save.write_and_commit()
-                if save.follow_up is not None:
-                    info = save.follow_up()
-                save.leave_session()
-                return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
-            try:
+        try:
+            with gc_paused(), save.rollback_on_error():
+                save.prepare_save()
+                # After the main thread has ended, nothing waits for other threads.
+                if not asynchronous or not threading.main_thread().is_alive():
+                    info = save.write_and_commit()
+                    if save.follow_up is not None:
+                        info = save.follow_up()
+                    save.leave_session()
+                    return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
                 save.stage_tensors(arena)
                 handle, interrupt = self._start_thread(save, arena, scope, process_group)
-            except BaseException:
-                arena.release()
-                raise
+        except BaseException:
+            arena.release()  # after the rollback: until then, a device may write into it
+            raise
         if interrupt is not None:
             raise interrupt
         return handle
@@ -151,7 +151,7 @@ class BackgroundSaves:
         If this thread was interrupted after the other one has started, the save continues.
         """
         self._prepare_process()
-        self._guard.add_copy(save.copied)
+        self._guard.add_copy(save.copied, save.order_steps)
         turn: Future[None] = Future()
         done: Future[Result] = Future()
         handle = SaveHandle(save.path, save.mark_returned(), done, save.completed_locally)

@@ -39,6 +39,8 @@ class SaveOperation(ABC, Generic[Result]):
         self._captured, self._plan = Capture(), EMPTY_PLAN
         self._wait_for_staging: Callable[[], StagedTensors | None] = lambda: None
         self._staged: StagedTensors | None = None
+        #: What this rank has staged, also if another one has failed.
+        self._own_staged: StagedTensors | None = None
         #: Set when the training objects are no longer needed.
         self.copied = threading.Event()
         #: What is to be done after :meth:`write_and_commit`, while the next save may begin; it returns the result.
@@ -77,9 +79,19 @@ class SaveOperation(ABC, Generic[Result]):
         The vote on the copies ends in :meth:`complete_staging`.
         """
         deferred = self._deferred_copies()
-        self._wait_for_staging = self._session.begin_on_all(_COPYING, lambda: self._writer.stage(arena, deferred))
+
+        def stage() -> StagedTensors:
+            self._own_staged = self._writer.stage(arena, deferred)
+            return self._own_staged
+
+        self._wait_for_staging = self._session.begin_on_all(_COPYING, stage)
         if not self._is_overlapped:
             self._release_tensors()
+
+    @property
+    def order_steps(self) -> Callable[[], None] | None:
+        """See :attr:`StagedTensors.order_steps`."""
+        return None if self._own_staged is None else self._own_staged.order_steps
 
     def complete_staging(self) -> None:
         """Copy the remaining tensors. Afterwards the training objects may change."""
@@ -108,6 +120,8 @@ class SaveOperation(ABC, Generic[Result]):
         except BaseException as error:
             if os.getpid() != process:  # a listener forked: the save belongs to the parent process
                 raise
+            if self._own_staged is not None:
+                self._own_staged.abandon()
             self._release_tensors()
             self._roll_back(error)
             raise

@@ -6,13 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from holdfast.engine.comm.session import RankGroup, Session
 from holdfast.engine.comm.store_messages import StoreMessages
 from holdfast.engine.integrity import replicas
 from holdfast.engine.io.cell_exchange import CellExchange
-from holdfast.engine.io.device_streams import Accelerator, synchronize_devices
+from holdfast.engine.io.device_streams import begin_copies
 from holdfast.engine.io.p2p import P2PExchange
 from holdfast.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from holdfast.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
@@ -32,7 +30,7 @@ from holdfast.storage.posix import is_directory
 class ShardWriter:
     """The writer of one rank's share of a save plan. ``tensors`` are the rank's shards, by group and name.
 
-    Each method first waits for the work that the caller has enqueued on the accelerators that hold the tensors.
+    What the methods read follows what the caller has enqueued on the accelerators that hold the tensors.
     """
 
     def __init__(
@@ -41,10 +39,8 @@ class ShardWriter:
         session: Session,
         plan: SavePlan,
         tensors: Mapping[tuple[str, str], TensorBytes],
-        accelerator: Accelerator = torch.accelerator,
     ) -> None:
-        self._ranks, self._session, self._plan = ranks, session, plan
-        self._tensors, self._accelerator = tensors, accelerator
+        self._ranks, self._session, self._plan, self._tensors = ranks, session, plan, tensors
 
     def _shard_of(self, tensor: int) -> TensorBytes:
         return self._tensors[self._plan.tensors[tensor]]
@@ -55,7 +51,6 @@ class ShardWriter:
 
         In save number 0 everything is hashed, in others samples of each tensor.
         """
-        synchronize_devices(self._tensors.values(), self._accelerator)
         started = time.perf_counter()
         return replicas.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
 
@@ -72,9 +67,9 @@ class ShardWriter:
     @traced("copy", "copy")
     def stage(self, arena: Arena, deferred: DeferredCopies) -> StagedTensors:
         """Copy the tensors that this rank writes into ``arena``, except those that may be copied later."""
-        synchronize_devices(self._tensors.values(), self._accelerator)
         if not self._plan.needs_exchange:
             return stage_tensors(self._plan, self._shard_of, arena, None, deferred)
+        begin_copies(self._tensors.values())  # of stripes
         with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
             return stage_tensors(self._plan, self._shard_of, arena, p2p, deferred)
 
@@ -92,7 +87,7 @@ class ShardWriter:
                 "all ranks must save to a shared file system"
             )
         if staged is None:
-            synchronize_devices(self._tensors.values(), self._accelerator)
+            begin_copies(self._tensors.values())
         if self._plan.needs_exchange:
             with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
@@ -107,7 +102,7 @@ class ShardWriter:
         if staged is None and self._plan.stripe_tasks:
             staged = self.stage(Arena(StagingMemory()), DeferredCopies())
         elif staged is None:
-            synchronize_devices(self._tensors.values(), self._accelerator)
+            begin_copies(self._tensors.values())
         return self.ranges_in_memory(staged)
 
     def ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,8 @@ import msgspec
 
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
-from holdfast.engine.io.staging import SAMPLED_CHUNKS, DeferredCopies
+from holdfast.engine.io.staging import DeferredCopies
+from holdfast.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.formats.native import RANKS
 from holdfast.formats.native import STATE as STATE_FILE
@@ -112,7 +112,8 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
             return DeferredCopies()
         keys = step_only_tensors(self._captured, self._request.training.optimizer)
         numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
-        return DeferredCopies(numbers, sys.maxsize if options.check == "full" else SAMPLED_CHUNKS, self._cache.saves)
+        sampled = ALL_CHUNKS if options.check == "full" else SAMPLED_CHUNKS
+        return DeferredCopies(numbers, sampled, self._cache.saves, is_overlapped=True)
 
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked."""

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -71,14 +72,16 @@ def _apply_advice(memory: mmap.mmap, advice: int | None) -> None:
 
 
 class BufferPool:
-    """One reusable aligned buffer for each thread, allocated at its first use."""
+    """One reusable aligned buffer for each thread, allocated at its first use, and passed to ``prepare`` then."""
 
-    def __init__(self, size: int) -> None:
-        self._size, self._by_thread = size, threading.local()
+    def __init__(self, size: int, prepare: Callable[[Bytes], object] | None = None) -> None:
+        self._size, self._prepare, self._by_thread = size, prepare, threading.local()
 
     def get(self) -> Bytes:
         """Return the buffer of the calling thread."""
         if not hasattr(self._by_thread, "buffer"):
             self._by_thread.buffer = aligned_buffer(self._size)
+            if self._prepare is not None:
+                self._prepare(self._by_thread.buffer)
         buffer: npt.NDArray[np.uint8] = self._by_thread.buffer
         return buffer

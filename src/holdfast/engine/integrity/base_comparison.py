@@ -17,6 +17,7 @@ import numpy as np
 from holdfast.engine.integrity.block_sums import BlockSums, concatenate_sums, sum_fragments, trust_ranges
 from holdfast.engine.integrity.columns import concatenate_tables
 from holdfast.engine.integrity.fragments import FragmentTable
+from holdfast.engine.io.device_streams import begin_copies
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
@@ -71,9 +72,21 @@ class BaseComparison:
 
     @traced("sample the files before", "hash")
     def sample_files(self, frozen: Collection[int]) -> list[FileSamples]:
-        """Compare samples of each file: of the ``frozen`` tensors, and of the others, which show a change sooner."""
+        """Compare samples of each file: of the ``frozen`` tensors, and of the others, which show a change sooner.
+
+        Others on accelerators count as changed: a read of them would wait for all that the caller has enqueued. So of a
+        file with such tensors only those that are frozen are compared.
+        """
         ranges = self._ranges_by_file()
-        return [self._sample_file(number, ranges.get(number, ()), frozen) for number in range(len(self._plan.files))]
+        tensors = {file_range.tensor for of_file in ranges.values() for file_range in of_file}
+        devices = {stream.device for stream in begin_copies(map(self._shard_of, tensors))}
+        changed = {
+            tensor for tensor in tensors.difference(frozen) if devices and self._shard_of(tensor).device in devices
+        }
+        return [
+            self._sample_file(number, ranges.get(number, ()), frozen, changed)
+            for number in range(len(self._plan.files))
+        ]
 
     @traced("hash the files before", "hash")
     def sum_files(self, whole: Collection[int], partial: Collection[int], trusted: Collection[int]) -> BlockSums:
@@ -145,10 +158,14 @@ class BaseComparison:
             matching |= {file_range.tensor for file_range, is_equal in zip(sampled, matches, strict=True) if is_equal}
         return matching
 
-    def _sample_file(self, number: int, ranges: Sequence[FileRange], frozen: Collection[int]) -> FileSamples:
+    def _sample_file(
+        self, number: int, ranges: Sequence[FileRange], frozen: Collection[int], changed: Collection[int]
+    ) -> FileSamples:
+        has_changed = any(part.tensor in changed for part in ranges)
         parts = [[part for part in ranges if (part.tensor in frozen) == is_frozen] for is_frozen in (False, True)]
-        matches = self._compare(number, [part for of in parts for part in _spread(of, _SAMPLES, self._number)])
-        return FileSamples(all(matches), any(matches))
+        compared = parts[1:] if has_changed else parts
+        matches = self._compare(number, [part for of in compared for part in _spread(of, _SAMPLES, self._number)])
+        return FileSamples(all(matches) and not has_changed, any(matches))
 
     def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
         """Compare a sample of each range with the file; ``False`` for all if the file cannot be read."""

@@ -8,9 +8,10 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from holdfast.engine.integrity.sampling import SampledRange, sample_everything, sample_some
+from holdfast.engine.io.device_streams import CopyStream, find_copy_streams
+from holdfast.engine.io.device_windows import ShardRange, copy_into_windows
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK
@@ -113,17 +114,40 @@ def _holders_key(holders: tuple[int, ...]) -> bytes:
 
 def _digest_shards(replicas: Sequence[ReplicatedShard], shard_of: ShardOf, save: int) -> bytes:
     ranges = sample_everything(replicas) if save == 0 else sample_some(replicas, save)
-    crcs = run_in_threads(partial(crc_of_ranges, shard_of=shard_of), _batch_ranges(ranges))
+    streams = find_copy_streams(shard_of(replica.tensor) for replica in replicas)
+    if streams:
+        crcs = _hash_on_devices(streams, list(_batch_ranges(ranges)), shard_of)
+    else:
+        crcs = run_in_threads(partial(crc_of_ranges, shard_of=shard_of), _batch_ranges(ranges))
     return digest_bytes(np.array(crcs, dtype="<u8").tobytes(), 16)
 
 
-def _batch_ranges(ranges: Iterable[SampledRange]) -> Iterator[list[SampledRange]]:
-    """Group ranges, in order, into batches of about as many bytes as one thread hashes at a time."""
+def _hash_on_devices(
+    streams: Sequence[CopyStream], batches: Sequence[Sequence[SampledRange]], shard_of: ShardOf
+) -> list[int]:
+    """Return the CRC of each batch. The devices copy the next ranges while this thread hashes.
+
+    The first wait is for all that the caller has enqueued: a save of replicas cannot begin before these are equal.
+    """
+    crcs = [0] * len(batches)
+    groups = [(number, group) for number, batch in enumerate(batches) for group in _batch_ranges(batch, CHUNK)]
+    copies = copy_into_windows(
+        streams,
+        ([ShardRange(shard_of(tensor), start, stop) for tensor, start, stop in group] for _, group in groups),
+        2 * CHUNK,
+    )
+    for (number, _), data in zip(groups, copies, strict=True):
+        crcs[number] = crc64(data, crcs[number])
+    return crcs
+
+
+def _batch_ranges(ranges: Iterable[SampledRange], nbytes: int = _BATCH_BYTES) -> Iterator[list[SampledRange]]:
+    """Group ranges, in order, into batches of at least ``nbytes``: by default what one thread hashes at a time."""
     batch, size = list[SampledRange](), 0
     for sampled_range in ranges:
         batch.append(sampled_range)
         size += sampled_range.stop - sampled_range.start
-        if size >= _BATCH_BYTES:
+        if size >= nbytes:
             yield batch
             batch, size = [], 0
     if batch:
@@ -131,24 +155,11 @@ def _batch_ranges(ranges: Iterable[SampledRange]) -> Iterator[list[SampledRange]
 
 
 def crc_of_ranges(ranges: Iterable[SampledRange], shard_of: ShardOf) -> int:
-    """Return the CRC of concatenated ranges.
-
-    Ranges on an accelerator are copied from there together, as each copy waits for the device.
-    """
-    crc, size = 0, 0
-    waiting: list[torch.Tensor] = []
+    """Return the CRC of concatenated ranges."""
+    crc = 0
     for tensor, start, stop in ranges:
-        shard = shard_of(tensor)
-        device_bytes = shard.view_on_device(start, stop)
-        if waiting and (device_bytes is None or device_bytes.device != waiting[0].device or size > CHUNK):
-            crc, size = crc64(torch.cat(waiting).cpu().numpy(), crc), 0
-            waiting.clear()
-        if device_bytes is None:
-            crc = shard.compute_crc(start, stop, crc)
-        else:
-            waiting.append(device_bytes)
-            size += stop - start
-    return crc64(torch.cat(waiting).cpu().numpy(), crc) if waiting else crc
+        crc = shard_of(tensor).compute_crc(start, stop, crc)
+    return crc
 
 
 def crc_of_shard(shard: TensorBytes, start: int, stop: int) -> int:

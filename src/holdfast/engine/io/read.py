@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from holdfast.engine.io.device_streams import CopyStream
+from holdfast.engine.io.intake import Intake
 from holdfast.engine.io.read_order import rotate_by_rank
 from holdfast.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
 from holdfast.engine.io.source_reader import SourceReader
@@ -14,7 +16,7 @@ from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.process.worker_threads import THREADS, run_in_threads
 from holdfast.storage.direct_io import BufferedReader
 from holdfast.storage.exact_reader import ExactReaderFactory
-from holdfast.storage.memory import BufferPool, Bytes
+from holdfast.storage.memory import Bytes
 from holdfast.storage.object_path import ObjectPath
 from holdfast.storage.reader_pool import MakeReaders, ReaderPool
 
@@ -26,14 +28,18 @@ def read_file_ranges(
     on_moved: OnBytesMoved = ignore_progress,
     *,
     make_readers: MakeReaders = ReaderPool,
+    streams: Sequence[CopyStream] = (),
 ) -> Fragments:
     """Read file ranges that no other rank reads into this rank's shards; return the fragments that it hashed.
 
-    Apart from the tensors it needs a few buffers of fixed size.
+    Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards.
     """
     grain = _choose_grain(files)
-    with SourceReader(files, make_readers(ExactReaderFactory())) as reader:
-        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain, sink_of, on_moved)
+    with (
+        SourceReader(files, make_readers(ExactReaderFactory())) as reader,
+        Intake(sink_of, grain.nbytes, grain.threads, streams if file_ranges else ()) as intake,
+    ):
+        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain.threads, intake, on_moved)
 
 
 def read_host_shared(
@@ -44,14 +50,18 @@ def read_host_shared(
     on_moved: OnBytesMoved = ignore_progress,
     *,
     make_readers: MakeReaders = ReaderPool,
+    streams: Sequence[CopyStream] = (),
 ) -> Fragments:
-    """Read file ranges that other ranks of the host read, too.
+    """Read file ranges that other ranks of the host read, too. See :func:`read_file_ranges`.
 
     Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
     """
-    with SourceReader(files, make_readers(BufferedReader)) as reader:
+    with (
+        SourceReader(files, make_readers(BufferedReader)) as reader,
+        Intake(sink_of, CHUNK, THREADS, streams if file_ranges else ()) as intake,
+    ):
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
-        return _read_all(reader, chunks, _FILE_GRAIN, sink_of, on_moved)
+        return _read_all(reader, chunks, THREADS, intake, on_moved)
 
 
 class _ReadGrain(NamedTuple):
@@ -77,25 +87,22 @@ def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[
 
 
 def _read_all(
-    reader: SourceReader, chunks: Iterable[IoChunk], grain: _ReadGrain, sink_of: SinkOf, on_moved: OnBytesMoved
+    reader: SourceReader, chunks: Iterable[IoChunk], threads: int, intake: Intake, on_moved: OnBytesMoved
 ) -> Fragments:
-    buffers = BufferPool(grain.nbytes)
-
     def read_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
-        fragments = _read_chunk(chunk, sink_of, buffers, reader)
+        fragments = _read_chunk(chunk, intake, reader)
         on_moved(chunk.size)
         return fragments
 
-    return merge_fragments(run_in_threads(read_one, chunks, grain.threads))
+    return merge_fragments(run_in_threads(read_one, chunks, threads))
 
 
-def _read_chunk(
-    chunk: IoChunk, sink_of: SinkOf, buffers: BufferPool, reader: SourceReader
-) -> list[tuple[int, Fragment]]:
-    in_place = _view_sink(chunk.file_ranges[0], sink_of) if len(chunk.file_ranges) == 1 else None
+def _read_chunk(chunk: IoChunk, intake: Intake, reader: SourceReader) -> list[tuple[int, Fragment]]:
+    in_place = intake.view(chunk.file_ranges[0]) if len(chunk.file_ranges) == 1 else None
     if in_place is not None:
         return [_read_in_place(chunk, in_place, reader)]
-    return _read_buffered(chunk, sink_of, buffers.get()[: chunk.size], reader)
+    with intake.take_buffer() as buffer:
+        return _read_buffered(chunk, intake, buffer[: chunk.size], reader)
 
 
 def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple[int, Fragment]:
@@ -105,17 +112,13 @@ def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple
     return make_fragment(chunk.file_ranges[0], crc)
 
 
-def _read_buffered(chunk: IoChunk, sink_of: SinkOf, data: Bytes, reader: SourceReader) -> list[tuple[int, Fragment]]:
+def _read_buffered(chunk: IoChunk, intake: Intake, data: Bytes, reader: SourceReader) -> list[tuple[int, Fragment]]:
     """Read into a buffer, and write each file range to its sink."""
     reader.read(chunk.file, chunk.offset, data.data)
     fragments = []
     for file_range in chunk.file_ranges:
         start = file_range.offset - chunk.offset
         range_bytes = data[start : start + file_range.stop - file_range.start]
-        sink_of(file_range.tensor).write(file_range.local, range_bytes)
+        intake.write(file_range, range_bytes)
         fragments.append(make_fragment(file_range, crc64(range_bytes)))
     return fragments
-
-
-def _view_sink(file_range: FileRange, sink_of: SinkOf) -> Bytes | None:
-    return sink_of(file_range.tensor).view(file_range.local, file_range.local + file_range.stop - file_range.start)

@@ -1,16 +1,27 @@
-"""Byte access to this rank's shard of a tensor, on any device and with any strides."""
+"""Byte access to this rank's shard of a tensor, on any device and with any strides.
+
+Bytes of accelerators are copied on streams of holdfast, see :mod:`holdfast.engine.io.device_streams`. These must follow
+what the caller of the save or load has enqueued before anything is copied here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from holdfast.engine.io.device_streams import copy_stream_of
+from holdfast.engine.plan.file_ranges import CHUNK
 from holdfast.engine.plan.ranges import boxes_of_range
 from holdfast.ondisk.block_crcs import crc64
 from holdfast.storage.memory import Bytes, memory_at
+
+#: The bytes to copy at a time: a slice is hashed while it is still in the processor's nearest cache. A copy from an
+#: accelerator has a delay, and goes past the cache.
+_CACHED_SLICE, _DEVICE_SLICE = 256 * 2**10, CHUNK
 
 #: Up to this size in bytes, a view of the tensor, and releasing the GIL, as NumPy does, take longer than the copy.
 _SMALL = 64 * 2**10
@@ -54,9 +65,6 @@ class TensorBytes:
 
     __slots__ = ("_cast", "_flat", "_in_place", "_tensor")
 
-    #: A slice is hashed while it is still in the processor's nearest cache.
-    slice_bytes = 256 * 2**10
-
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         self._tensor = tensor
         self._cast = None if dtype is None or dtype == tensor.dtype else dtype
@@ -72,6 +80,11 @@ class TensorBytes:
     def device(self) -> torch.device:
         """The device of the shard."""
         return self._tensor.device
+
+    @property
+    def slice_bytes(self) -> int:
+        """The number of bytes to copy at a time."""
+        return _CACHED_SLICE if self._tensor.is_cpu else _DEVICE_SLICE
 
     @property
     def storage_address(self) -> int:
@@ -121,8 +134,13 @@ class TensorBytes:
         if memory is not None:
             np.copyto(into, memory)
             return
+        with _copying(self._tensor):
+            self.gather(start, torch.from_numpy(into))
+
+    def gather(self, start: int, into: torch.Tensor) -> None:
+        """Enqueue copies of the bytes from ``start`` on ``into`` a flat tensor of bytes, on the current stream."""
         for box_view, values in self._iter_boxes(start, into):
-            values.copy_(box_view)
+            values.copy_(box_view, non_blocking=True)
 
     def compute_crc(self, start: int, stop: int, before: int = 0) -> int:
         """Return the CRC of bytes ``[start, stop)``, at most a chunk, after bytes with the CRC ``before``."""
@@ -141,10 +159,15 @@ class TensorBytes:
         if memory is not None:
             np.copyto(memory, data)
             return
-        for box_view, values in self._iter_boxes(start, data):
-            box_view.copy_(values)
+        with _copying(self._tensor):
+            self.scatter(start, data)
 
-    def _iter_boxes(self, start: int, data: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def scatter(self, start: int, data: Bytes) -> None:
+        """Enqueue copies of ``data`` to the bytes from ``start`` on, on the current stream."""
+        for box_view, values in self._iter_boxes(start, torch.from_numpy(data)):
+            box_view.copy_(values, non_blocking=True)
+
+    def _iter_boxes(self, start: int, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the boxes of the tensor that contain the bytes from ``start`` on, each with its part of ``data``."""
         tensor, width = self._tensor.detach(), self.dtype.itemsize
         done = 0
@@ -153,8 +176,21 @@ class TensorBytes:
                 tuple(slice(first, first + size) for first, size in zip(box.offset, box.shape, strict=True))
             ]
             size = box_view.numel() * width
-            yield box_view, torch.from_numpy(data[done : done + size]).view(self.dtype).view(box_view.shape)
+            yield box_view, data[done : done + size].view(self.dtype).view(box_view.shape)
             done += size
+
+
+@contextmanager
+def _copying(tensor: torch.Tensor) -> Iterator[None]:
+    """Enqueue copies of a tensor inside the ``with`` block, and wait for them at its end."""
+    stream = None if tensor.is_cpu else copy_stream_of(tensor.device)
+    if stream is None:
+        yield
+        return
+    with stream.enqueue():
+        yield
+        event = stream.record_event()
+    stream.wait_for(event)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from holdfast.engine.io.device_streams import find_copy_streams
+from holdfast.engine.io.pinned_memory import pin_for
 from holdfast.engine.io.requests import (
     ByteProvider,
     Fragments,
@@ -15,6 +18,7 @@ from holdfast.engine.io.requests import (
     make_fragment,
     merge_fragments,
 )
+from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, file_chunks
 from holdfast.observe.spans import span, traced
 from holdfast.ondisk.block_crcs import Fragment, crc64
@@ -38,7 +42,8 @@ def write_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
     """
-    buffers = BufferPool(CHUNK + SECTOR_BYTES)
+    streams = find_copy_streams(_iterate_shards(file_ranges, provider_of))
+    buffers = BufferPool(CHUNK + SECTOR_BYTES, partial(pin_for, streams))
     results: list[list[tuple[int, Fragment]]] = []
     for some_ranges in _split_by_files(file_ranges):
         with ExitStack() as stack:
@@ -57,6 +62,13 @@ def write_file_ranges(
                 for writer in writers.values():
                     writer.sync()
     return merge_fragments(results)
+
+
+def _iterate_shards(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Iterator[TensorBytes]:
+    for tensor in {file_range.tensor for file_range in file_ranges}:
+        provider = provider_of(tensor)
+        if isinstance(provider, TensorBytes):
+            yield provider
 
 
 def _split_by_files(file_ranges: Sequence[FileRange]) -> Iterator[Sequence[FileRange]]:

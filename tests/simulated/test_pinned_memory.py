@@ -1,0 +1,77 @@
+"""Tests of pinned memory: registered once, given back when it is freed, and not needed."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+
+import holdfast
+from holdfast.save.background import background_saves
+from tests.helpers.device_training import Training, find_differences, read_saved
+from tests.simulated.conftest import DeviceRanks
+
+
+def save_unpinned(path: str, staging: str) -> tuple[list[str], list[str]]:
+    """No memory can be pinned."""
+    from holdfast.engine.io import pinned_memory
+    from tests.helpers.simulated.device import RUNTIME
+
+    background_saves.finalize()
+    pinned_memory._memory._has_warned = False
+    gc.collect()
+    RUNTIME.refuses = True
+    training = Training("sim")
+    different = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            training.change_all(number)
+            expected = training.copies()
+            save = holdfast.save_checkpoint(
+                path, f"s{number}", training.net, training.optimizer, async_save=True, staging=staging
+            )
+            training.step()
+            save.wait()
+            different += find_differences(read_saved(Path(path) / f"s{number}"), expected)
+    blank = Training("sim")
+    holdfast.load_checkpoint(path, model=blank.net, optimizer=blank.optimizer)
+    different += find_differences(blank.tensors(), expected)
+    background_saves.finalize()  # frees the memory
+    return different, [str(warning.message) for warning in caught if "pinned" in str(warning.message)]
+
+
+def test_without_pinned_memory_there_is_one_warning_and_the_same_result(
+    device_ranks: DeviceRanks, tmp_path: Path
+) -> None:
+    for staging in ("eager", "overlapped"):
+        ((different, messages),) = device_ranks(1, save_unpinned, str(tmp_path / staging), staging)
+        assert different == []
+        (message,) = messages
+        assert "bytes) could not be pinned" in message
+        assert "ulimit -l" in message
+
+
+def count_registered(path: str) -> list[int]:
+    from tests.helpers.simulated.device import RUNTIME
+
+    background_saves.finalize()
+    gc.collect()
+    counts = [len(RUNTIME.registered)]
+    training = Training("sim")
+    for number in range(3):
+        holdfast.save_checkpoint(path, f"s{number}", training.net, training.optimizer, async_save=True).wait()
+        counts.append(len(RUNTIME.registered))
+    background_saves.finalize()
+    gc.collect()
+    counts.append(len(RUNTIME.registered))
+    holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer)
+    gc.collect()
+    counts.append(len(RUNTIME.registered))
+    return counts
+
+
+def test_memory_is_registered_once_and_until_it_is_freed(device_ranks: DeviceRanks, tmp_path: Path) -> None:
+    ((before, *during, freed, loaded),) = device_ranks(1, count_registered, str(tmp_path))
+    assert during == [before + 1] * 3
+    assert freed == loaded == before
