@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import holdfast
 from holdfast.dcp import FileSystemReader
 from holdfast.errors import HoldfastError
+from holdfast.formats.megatron.folder import is_megatron
+from holdfast.formats.registry import LAYOUT, MEGATRON_HF
 from tests.helpers.bounded_reads import limit_memory
 
 #: Audit events of Python that show that external code could run.
@@ -74,6 +76,8 @@ def _read_everything(path: Path) -> None:
         pass
     if (path / ".metadata").exists():
         _read_by_dcp(path)
+    if is_megatron(path):
+        list(holdfast.open(path, keys={LAYOUT: MEGATRON_HF}))
 
 
 def _read_by_dcp(path: Path) -> None:
