@@ -120,7 +120,7 @@ function makeTensorTable(data, tensors, onModule) {
       return make('div', { class: `cell ${column.kind ?? ''}`, role: 'cell' }, content);
     });
     const row = make('div', { class: `row${tensor === state.selected ? ' selected' : ''}`, role: 'row', 'aria-rowindex': String(number + 2) }, ...cells);
-    return place(row, { top: `${number * rowHeight()}px`, height: `${rowHeight()}px`, 'grid-template-columns': widths() });
+    return place(row, { top: `${number * rowHeight()}px`, height: `${rowHeight()}px` });
   }
 
   function makeName(tensor, number) {
@@ -163,7 +163,7 @@ function makeTensorTable(data, tensors, onModule) {
       cell.append(column.key ? make('button', { type: 'button', onclick: sort }, `${column.title}${sorted ? (state.descending ? ' ▾' : ' ▴') : ''}`) : column.title);
       return cell;
     }));
-    place(head, { 'grid-template-columns': widths() });
+    place(grid, { '--columns': widths() });
   }
 
   scroller.addEventListener('scroll', () => requestAnimationFrame(drawRows), { passive: true });

@@ -58,7 +58,7 @@ function makeTimelineLegend(entries) {
   return make('ul', { class: 'legend', 'aria-hidden': 'true' }, ...items.map(([kind, text]) => make('li', {}, make('span', { class: `swatch ${kind}` }), text)));
 }
 
-// The events have a panel of their own: beside a chart their columns would not fit.
+// The events have a panel of their own: next to a chart their columns would not fit.
 function makeEvents(data) {
   const entries = readEntries(data.timeline);
   const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'text'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
