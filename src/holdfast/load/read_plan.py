@@ -61,8 +61,11 @@ class _FileIndex:
             for file, offset, first, last in extents
         ]
 
+    def locate_tensor(self, tensor: int) -> Locate:
+        """Return a function that maps byte ranges of a stored tensor to file ranges."""
+        return partial(self._locate_bytes, tensor)
+
     def _locate_bytes(self, tensor: int, start: int, stop: int) -> Sequence[FileRange]:
-        """Return the file ranges of bytes of a stored tensor."""
         whole = self._whole[tensor]
         if whole and start == 0 and stop == whole[-1].stop:
             return whole
@@ -74,7 +77,7 @@ class _FileIndex:
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
         if len(mapping.ranges) == 1:
-            return partial(self._locate_bytes, self._numbering[group, mapping.ranges[0].name])
+            return self.locate_tensor(self._numbering[group, mapping.ranges[0].name])
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
