@@ -224,22 +224,13 @@ class _Moves(NamedTuple):
 
 
 def _find_readable(
-    keys: Iterable[_Key], numbering: Mapping[_Key, int], mappings: Mapping[_Key, TensorMapping]
+    keys: Sequence[_Key], numbering: Mapping[_Key, int], mappings: Mapping[_Key, TensorMapping]
 ) -> set[int]:
     """Return the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
-    readable: set[int] = set()
-    joined_groups: set[str] = set()
-    for key in keys:
-        number = numbering.get(key)
-        if number is None:
-            joined_groups.add(key[0])
-        else:
-            readable.add(number)
-    if joined_groups:
-        readable |= {number for (group, _), number in numbering.items() if group in joined_groups}
-    for (group, _), mapping in mappings.items():
-        readable.update(numbering[group, part.name] for part in mapping.ranges)
-    return readable
+    joined_groups = {key[0] for key in keys if key not in numbering}
+    joined = {number for (group, _), number in numbering.items() if group in joined_groups} if joined_groups else set()
+    own = {numbering[group, part.name] for (group, _), mapping in mappings.items() for part in mapping.ranges}
+    return {numbering[key] for key in keys if key in numbering} | joined | own
 
 
 def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:
