@@ -185,10 +185,8 @@ class SimulatedLoad:
         """Return a rank's plan, and the files by their numbers in it."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
         held = {numbers[tensor.group, tensor.name]: tensor for tensor in self.job.membership().iter_tensors()}
-        files = read_plan._FileIndex(self.stored, numbers, [self.stored.numbered[number] for number in held])
-        plan = load_plan.plan_load(
-            held, rank, lambda number: files.locate_tensor(*self.stored.numbered[number]), exchange=self.exchange
-        )
+        files = read_plan._FileIndex(self.stored, numbers, held)
+        plan = load_plan.plan_load(held, rank, files.locate_tensor, exchange=self.exchange)
         return plan, list(files.numbers)
 
     def run(self, rank: int, p2p: ThreadP2P) -> Fragments:

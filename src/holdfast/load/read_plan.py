@@ -59,8 +59,11 @@ class _FileIndex:
             for file, offset, first, last in extents
         ]
 
+    def locate_tensor(self, tensor: int) -> Locate:
+        """Return a function that maps byte ranges of a stored tensor to file ranges."""
+        return partial(self._locate_bytes, tensor)
+
     def _locate_bytes(self, tensor: int, start: int, stop: int) -> Sequence[FileRange]:
-        """Return the file ranges of bytes of a stored tensor."""
         whole = self._whole[tensor]
         if whole and start == 0 and stop == whole[-1].stop:
             return whole
@@ -72,7 +75,7 @@ class _FileIndex:
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
         if len(mapping.ranges) == 1:
-            return partial(self._locate_bytes, self._numbering[group, mapping.ranges[0].name])
+            return self.locate_tensor(self._numbering[group, mapping.ranges[0].name])
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
@@ -217,22 +220,13 @@ class _Moves(NamedTuple):
 
 
 def _find_readable(
-    keys: Iterable[_Key], numbering: Mapping[_Key, int], mappings: Mapping[_Key, TensorMapping]
+    keys: Sequence[_Key], numbering: Mapping[_Key, int], mappings: Mapping[_Key, TensorMapping]
 ) -> set[int]:
     """Return the stored tensors that any rank may read: the same on all ranks, however each rank joins them."""
-    readable: set[int] = set()
-    joined_groups: set[str] = set()
-    for key in keys:
-        number = numbering.get(key)
-        if number is None:
-            joined_groups.add(key[0])
-        else:
-            readable.add(number)
-    if joined_groups:
-        readable |= {number for (group, _), number in numbering.items() if group in joined_groups}
-    for (group, _), mapping in mappings.items():
-        readable.update(numbering[group, part.name] for part in mapping.ranges)
-    return readable
+    joined_groups = {key[0] for key in keys if key not in numbering}
+    joined = {number for (group, _), number in numbering.items() if group in joined_groups} if joined_groups else set()
+    own = {numbering[group, part.name] for (group, _), mapping in mappings.items() for part in mapping.ranges}
+    return {numbering[key] for key in keys if key in numbering} | joined | own
 
 
 def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:

@@ -380,6 +380,7 @@ class LoadTargets:
         stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
         self._views[slot] = view
         aliases: dict[str, list[str]] = {}
+        loaded: set[str] = set()
         for alias, name in view.tied.items():
             aliases.setdefault(name, []).append(alias)
         for name, tensor in [*view.tensors.items(), *view.duplicates]:
@@ -396,9 +397,10 @@ class LoadTargets:
             if self._check_tensor(slot, name, target, info):
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
+                loaded.add(source)
         self._check_wrappers(slot, view)
-        known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)} & stored.keys()
-        not_loaded = sorted(name for name in known_names if (slot, name) not in self.targets)
+        known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)}
+        not_loaded = sorted(known_names & (stored.keys() - loaded))
         self._check_load_hooks(slot, view)
         self.inventory.names[f"{_KNOWN} {slot}"] = not_loaded + sorted(self._joined_names.get(slot, ()))
 

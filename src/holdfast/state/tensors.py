@@ -128,7 +128,8 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
     if isinstance(tensor, DTensor):
         layout = convert_layout(tensor, subject)
         local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
-    check_kind(local, subject)
+    if not is_plain(local):
+        check_kind(local, subject)
     if local.ndim > DIMENSIONS:
         raise UnsupportedTensorError(f"{subject} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
     name = NAMES.get(tensor.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -149,13 +150,19 @@ def test_a_part_that_is_no_row_of_memory_has_no_view(kind: str) -> None:
     assert TensorBytes(views(torch.complex64)[kind]).view(0, 8) is None
 
 
-def test_a_parameter_is_filled_without_autograd_noticing() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2, 3).T.clone().T)
-    TensorBytes(parameter).write(0, np.frombuffer(torch.ones(6).numpy(), np.uint8))
+@pytest.mark.parametrize("size", [6, 30_000])
+@pytest.mark.parametrize("value", [torch.zeros, lambda *shape: torch.zeros(shape[::-1]).T], ids=["row", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parameter_is_filled_without_autograd_noticing(
+    size: int, value: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> None:
+    parameter = torch.nn.Parameter(value(2, size // 2))
+    TensorBytes(parameter, dtype).write(0, np.frombuffer(torch.ones(size, dtype=dtype).numpy(), np.uint8))
     assert parameter.requires_grad
     assert parameter.is_leaf
     assert parameter.grad_fn is None
-    assert parameter.sum() == 6
+    assert parameter.sum() == size
+    assert read(TensorBytes(parameter), 0, 4 * size) == torch.ones(size).numpy().tobytes()
 
 
 def test_nothing_is_read_of_nothing() -> None:

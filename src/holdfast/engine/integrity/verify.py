@@ -60,8 +60,8 @@ class ChecksumVerifier:
             nbytes = self._tensor_bytes(tensor)
             for fragment in fragments:
                 start, stop, crc = fragment
-                block = start // BLOCK_BYTES
-                if (start, stop) != block_range(block, nbytes):
+                block, before = divmod(start, BLOCK_BYTES)
+                if before or stop != min(nbytes, start + BLOCK_BYTES):
                     partial.setdefault(tensor, []).append(fragment)
                 elif crc != crcs[block]:
                     yield tensor, self._corrupt_error(tensor, block)

@@ -93,9 +93,12 @@ def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTens
             else:
                 plan.local_stripes += local_stripes(tensor, rank, locate(number))
             continue
-        holders = tensor.holder_ranks(coordinate)
-        shard = local_shard(tensor.info, tensor.division, coordinate)
-        copies.setdefault(holders, []).extend(contiguous_requests(shard, locate(number)))
+        file_ranges = copies.setdefault(tensor.holder_ranks(coordinate), [])
+        if tensor.division:
+            shard = local_shard(tensor.info, tensor.division, coordinate)
+            file_ranges.extend(contiguous_requests(shard, locate(number)))
+        elif nbytes := tensor.info.nbytes:
+            file_ranges.extend(locate(number)(0, nbytes))
     plan.file_ranges = copies.pop((rank,), [])
     for holders, file_ranges in copies.items():
         if exchange:
