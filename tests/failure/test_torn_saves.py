@@ -9,7 +9,8 @@ import pytest
 
 from campaigns.torn.layouts import LAYOUTS
 from campaigns.torn.training import ChangingTraining
-from holdfast.engine.io.staging import StagedTensors
+from holdfast.engine.io.device_staging import DeviceStaging
+from holdfast.engine.io.staging import LaterCopies, StagedTensors
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from tests.helpers.pool import Ranks
 
@@ -43,7 +44,8 @@ def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
                 return shards[tensor]
 
         shards = {file_range.tensor: shard_of(file_range.tensor) for file_range in plan.file_ranges}
-        return Live(plan.file_ranges, np.empty(0, np.uint8), (), (), shards.__getitem__)
+        find = shards.__getitem__
+        return Live(plan.file_ranges, np.empty(0, np.uint8), LaterCopies((), (), find), DeviceStaging((), find))
 
     with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
         actual = torn(str(tmp_path), "plain", "eager", 8)

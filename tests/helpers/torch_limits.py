@@ -1,6 +1,7 @@
 """What older versions of torch cannot do by themselves, so that no test can ask for it."""
 
 import torch
+import torch.utils.backend_registration
 from torch.distributed.tensor import DTensor
 
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -31,6 +32,9 @@ TAKES_OVER_ON_ONE_RANK = TORCH >= (2, 9)
 
 #: torch 2.9 is the first with Muon.
 HAS_MUON = TORCH >= (2, 9)
+
+#: Devices that are written in Python come with a later version than 2.9.
+HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
 
 
 def forget_meshes() -> None:

@@ -184,6 +184,31 @@ def test_the_caller_may_use_a_stream_of_its_own(device_ranks: DeviceRanks, tmp_p
     assert device_ranks(1, save_on_own_stream, str(tmp_path), order) == [[]]
 
 
+def save_into_tier(path: str, order: Order) -> list[str]:
+    """The devices copy into the memory of a local tier."""
+    training = Training("sim")
+    SCHEDULER.run_all()
+    SCHEDULER.order = order
+    tier = holdfast.LocalTier(f"{path}/tier", drain_every=1)
+    with holdfast.RunDirectory(f"{path}/run", local=tier, async_save=True, staging="overlapped") as directory:
+        for number in range(3):
+            training.change_all(number + 1)
+            expected = training.copies()
+            SCHEDULER.saves_go_on.clear()
+            save = directory.save(f"s{number}", training.net, training.optimizer)
+            training.step()
+            SCHEDULER.saves_go_on.set()
+            save.wait()
+            if different := find_differences(read_saved(Path(path) / f"run/s{number}"), expected):
+                return different
+    return []
+
+
+@in_every_order
+def test_a_step_follows_the_copies_into_a_local_tier(device_ranks: DeviceRanks, tmp_path: Path, order: Order) -> None:
+    assert device_ranks(1, save_into_tier, str(tmp_path), order) == [[]]
+
+
 def load_and_compute(path: str, order: Order) -> list[str]:
     """Load over changes that the device has not made yet, and compute with what was loaded at once."""
     saved, training = Training("cpu"), Training("sim")

@@ -99,20 +99,23 @@ def test_a_save_that_fails_elsewhere_leaves_no_copies_behind(
     assert device_ranks(2, fail_elsewhere, str(tmp_path), OPTIONS[kind])[0] == 0
 
 
-def interrupt_staging(path: str) -> int:
+def interrupt_staging(path: str, where: str) -> int:
     training = Training("sim")
     SCHEDULER.run_all()
     training.change_all(1)
     with (
-        mock.patch("holdfast.engine.io.staging.sample_chunks", side_effect=KeyboardInterrupt),
+        mock.patch(where, side_effect=KeyboardInterrupt),
         suppress(KeyboardInterrupt),
     ):
         holdfast.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
     return count_copies_left()
 
 
-def test_a_call_that_is_interrupted_leaves_no_copies_behind(device_ranks: DeviceRanks, tmp_path: Path) -> None:
-    assert device_ranks(1, interrupt_staging, str(tmp_path)) == [0]
+@pytest.mark.parametrize("where", ["staging.sample_chunks", "device_copies.DeviceCopies.mark"])
+def test_a_call_that_is_interrupted_leaves_no_copies_behind(
+    device_ranks: DeviceRanks, tmp_path: Path, where: str
+) -> None:
+    assert device_ranks(1, interrupt_staging, str(tmp_path), f"holdfast.engine.io.{where}") == [0]
 
 
 def test_the_names_of_errors_are_public() -> None:

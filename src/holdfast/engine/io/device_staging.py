@@ -100,7 +100,7 @@ class DeviceStaging:
     def abandon(self) -> None:
         """Wait until no device copies any more, whatever has happened."""
         with suppress(DeviceError):
-            self.wait()
+            CopyMark(self.streams).wait()  # after all that was enqueued before an error
         self._samples = ()
         self._sample_arena.release()
 
