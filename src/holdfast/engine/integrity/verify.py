@@ -92,7 +92,7 @@ class ChecksumVerifier:
 
     @cached_property
     def has_every_crc(self) -> bool:
-        """Whether all tensors of the checkpoint have CRCs."""
+        """True if all tensors of the checkpoint have CRCs."""
         return all(self._source.block_crcs(group, name) is not None for group, name in self._numbered)
 
     def has_all_crcs(self, keys: Iterable[tuple[str, str]]) -> bool:
