@@ -165,6 +165,24 @@ def test_a_parameter_is_filled_without_autograd_noticing(
     assert read(TensorBytes(parameter), 0, 4 * size) == torch.ones(size).numpy().tobytes()
 
 
+@pytest.mark.parametrize("size", [16, 100_000])
+def test_bytes_beyond_the_end_are_neither_read_nor_written(size: int) -> None:
+    part = TensorBytes(torch.zeros(size + 1, dtype=torch.uint8)[:size])
+    with pytest.raises(ValueError, match=r"shape|structure|broadcast"):
+        read(part, 1, size + 1)
+    with pytest.raises(ValueError, match=r"shape|structure|broadcast"):
+        part.write(1, np.ones(size, np.uint8))
+
+
+@pytest.mark.parametrize("size", [4, 100_000])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_bytes_stay_those_of_the_memory_that_the_tensor_had(size: int, requires_grad: bool) -> None:
+    tensor = torch.ones(size, requires_grad=requires_grad)
+    part = TensorBytes(tensor)
+    tensor.data = torch.zeros(size)
+    assert read(part, 0, 4 * size) == torch.ones(size).numpy().tobytes()
+
+
 def test_nothing_is_read_of_nothing() -> None:
     for tensor in (torch.zeros(0), torch.zeros(3, 0).T, torch.zeros(4)[::2]):
         assert read(TensorBytes(tensor), 0, 0) == b""

@@ -66,7 +66,7 @@ class TensorBytes:
     __slots__ = ("_cast", "_flat", "_in_place", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        self._tensor = tensor
+        self._tensor = tensor.detach()  # if other memory is assigned to the tensor's data, this has what it had before
         self._cast = None if dtype is None or dtype == tensor.dtype else dtype
         self._in_place = self._cast is None and tensor.is_cpu and _is_plain(tensor)
         self._flat: Bytes | None = None
@@ -116,19 +116,19 @@ class TensorBytes:
         if not self._in_place:
             return None
         if self._flat is None:
-            self._flat = _as_flat(self._tensor.detach()).view(torch.uint8).numpy().reshape(-1)
+            self._flat = _as_flat(self._tensor).view(torch.uint8).numpy().reshape(-1)
         return self._flat[start:stop]
 
     def view_on_device(self, start: int, stop: int) -> torch.Tensor | None:
         """Return bytes ``[start, stop)`` in the memory of an accelerator; ``None`` if they are not contiguous there."""
         if self._tensor.is_cpu or self._cast is not None or not _is_plain(self._tensor):
             return None
-        return _as_flat(self._tensor.detach()).view(torch.uint8).reshape(-1)[start:stop]
+        return _as_flat(self._tensor).view(torch.uint8).reshape(-1)[start:stop]
 
     def copy_out(self, start: int, into: Bytes) -> None:
         """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements."""
         if self._in_place and len(into) <= _SMALL:
-            into.data[:] = memory_at(self._tensor.data_ptr() + start, len(into))
+            into.data[:] = self._memory()[start : start + len(into)]
             return
         memory = self.view(start, start + len(into))
         if memory is not None:
@@ -153,7 +153,7 @@ class TensorBytes:
     def write(self, start: int, data: Bytes) -> None:
         """Replace the bytes from ``start`` on. ``start`` and the length are whole elements."""
         if self._in_place and len(data) <= _SMALL:
-            memory_at(self._tensor.data_ptr() + start, len(data))[:] = data.data
+            self._memory()[start : start + len(data)] = data.data
             return
         memory = self.view(start, start + len(data))
         if memory is not None:
@@ -162,6 +162,10 @@ class TensorBytes:
         with _copying(self._tensor):
             self.scatter(start, data)
 
+    def _memory(self) -> memoryview:
+        """Return all bytes of a shard that is accessed in place; valid only as long as the shard."""
+        return memory_at(self._tensor.data_ptr(), self._tensor.nbytes)
+
     def scatter(self, start: int, data: Bytes) -> None:
         """Enqueue copies of ``data`` to the bytes from ``start`` on, on the current stream."""
         for box_view, values in self._iter_boxes(start, torch.from_numpy(data)):
@@ -169,10 +173,10 @@ class TensorBytes:
 
     def _iter_boxes(self, start: int, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the boxes of the tensor that contain the bytes from ``start`` on, each with its part of ``data``."""
-        tensor, width = self._tensor.detach(), self.dtype.itemsize
+        width = self.dtype.itemsize
         done = 0
-        for box in boxes_of_range(tuple(tensor.shape), start // width, (start + len(data)) // width):
-            box_view = tensor[
+        for box in boxes_of_range(tuple(self._tensor.shape), start // width, (start + len(data)) // width):
+            box_view = self._tensor[
                 tuple(slice(first, first + size) for first, size in zip(box.offset, box.shape, strict=True))
             ]
             size = box_view.numel() * width
