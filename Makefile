@@ -49,7 +49,7 @@ accelerator: .venv/installed
 
 ## report-browser: the pages of `holdfast report` in Chromium, which the system must have; Playwright is installed into .browser (0.1 GB)
 report-browser: .browser/installed
-	PYTHONPATH=.browser $(BIN)/python -m pytest tests/browser
+	PYTHONPATH=.browser:src $(BIN)/python -m pytest tests/browser
 
 .browser/installed: requirements-browser.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .browser --requirement requirements-browser.txt
