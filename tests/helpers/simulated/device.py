@@ -7,7 +7,7 @@ copy of host memory has ended, or has read its source, when the call returns.
 
 Python devices of torch (2.13) have no streams and events of C++, and one index. So streams are those of the device's
 module: ``torch.get_device_module("sim")``, with the names of ``torch.cuda``. Code that asks ``torch.accelerator`` for a
-stream does not see them. Memory is never used again: what is freed too early is not noticed.
+stream does not see them. Memory is not used again within a test: what is freed too early is not noticed.
 
 A process that has imported this has an accelerator for good. Import it in ranks of the pool, or in other processes of
 their own, and never in that of pytest.
@@ -25,6 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from holdfast.engine.io import device_streams
 from tests.helpers.simulated import streams
 from tests.helpers.simulated.streams import SCHEDULER, Entry
 
@@ -41,7 +42,8 @@ class Memory:
     def __init__(self) -> None:
         self._addresses = np.frombuffer(mmap.mmap(-1, _CAPACITY, prot=0), np.uint8)
         self._start = self._addresses.ctypes.data
-        self._bytes = torch.from_numpy(np.frombuffer(mmap.mmap(-1, _CAPACITY), np.uint8))
+        self._map = mmap.mmap(-1, _CAPACITY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bytes = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         self.used = 512  # the address of an empty tensor is not 0
         #: The bytes that were allocated since a test has set this to 0.
         self.allocated = 0
@@ -55,6 +57,11 @@ class Memory:
         assert self.used <= _CAPACITY, "the simulated device is full"
         empty = torch._C._acc.create_empty_tensor([0], dtype)
         return aten.set_.source_Storage_storage_offset.redispatch(_CPU, empty, storage, 0, list(size), list(stride))
+
+    def free_all(self) -> None:
+        """Free the memory of all tensors, and give it back to the host."""
+        self.used = 512
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of a tensor of the device, for its kernels."""
@@ -266,8 +273,10 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reset() -> None:
-    """Make the device as it was in the beginning, but for what it holds."""
+    """Make the device as it was in the beginning. No tensor of an earlier test may be used any more."""
     SCHEDULER.reset()
+    device_streams._streams.clear()  # they have tensors, too
+    MEMORY.free_all()
     RUNTIME.refuses, RUNTIME.pending = False, None
 
 
