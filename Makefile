@@ -15,8 +15,8 @@ demo: .venv/installed
 demo-hosts: .venv/installed
 	$(BIN)/python -m campaigns.tier demo
 
-#: Four at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
-PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
+#: Three at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 ## test: lint, types, and the tests of holdfast itself
 test: lint

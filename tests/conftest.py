@@ -36,3 +36,10 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def replace_old_ranks(request: pytest.FixtureRequest) -> None:
+    pool = request.getfixturevalue("ranks") if "ranks" in request.fixturenames else None
+    if isinstance(pool, Ranks):  # others have a parameter of this name
+        pool.replace_old_ranks()

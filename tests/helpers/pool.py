@@ -34,6 +34,10 @@ from tests.helpers.torch_limits import forget_meshes
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120.0
 
+#: The number of tasks after which new ranks are started. Process groups that something has kept have threads, each of
+#: which wakes up a hundred times a second.
+MAX_TASKS = 50
+
 
 class Ranks:
     """Runs functions on 1 to n ranks."""
@@ -42,6 +46,12 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._tasks = itertools.count()
+        self._tasks_of_workers = 0
+
+    def replace_old_ranks(self) -> None:
+        """Let the next task start new ranks, if these have run many tasks. Called between tests."""
+        if self._tasks_of_workers >= MAX_TASKS:
+            self.close()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``function(*args)`` returns on each rank. The first error is raised."""
@@ -55,6 +65,7 @@ class Ranks:
         """The same, but errors are returned in place of results."""
         self._grow(world_size)
         task = f"task{next(self._tasks)}"
+        self._tasks_of_workers += 1
         results = []
         try:
             for rank in range(world_size):
@@ -86,7 +97,7 @@ class Ranks:
         for process, _ in self._workers:
             process.join(10)
             process.kill()
-        self._workers = []
+        self._workers, self._tasks_of_workers = [], 0
 
 
 def _serve(pipe: Connection, port: int) -> None:

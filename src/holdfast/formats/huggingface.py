@@ -77,9 +77,9 @@ class HuggingFaceReader:
     def _list_files(self, index: str, single: str) -> list[Path]:
         store = store_of(self.path)
         if store.file_exists(self.path / index) and not read_index(self.path / index, self.path).groups_file:
-            if store.file_exists(self.path / single):
-                raise two_saves_error(self.path / index, self.path / single)
             names = sorted(set(self._weight_map(index).values()))
+            if single not in names and store.file_exists(self.path / single):
+                raise two_saves_error(self.path / index, self.path / single)
             return [self._checked_path(self.path / name, index) for name in names]
         return [self._checked_path(self.path / single, index)] if store.file_exists(self.path / single) else []
 

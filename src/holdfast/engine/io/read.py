@@ -58,10 +58,10 @@ def read_host_shared(
     """
     with (
         SourceReader(files, make_readers(BufferedReader)) as reader,
-        Intake(sink_of, CHUNK, THREADS, streams if file_ranges else ()) as intake,
+        Intake(sink_of, _FILE_GRAIN.nbytes, _FILE_GRAIN.threads, streams if file_ranges else ()) as intake,
     ):
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
-        return _read_all(reader, chunks, THREADS, intake, on_moved)
+        return _read_all(reader, chunks, _FILE_GRAIN.threads, intake, on_moved)
 
 
 class _ReadGrain(NamedTuple):

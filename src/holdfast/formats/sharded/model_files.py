@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import FormatError
-from holdfast.formats.sharded.index import two_saves_error
+from holdfast.formats.sharded.index import files_named_by, two_saves_error
 from holdfast.storage.store import store_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -68,7 +68,7 @@ def choose_files(folder: Path, kind: str) -> ModelFile | None:
     """Return the index or single file of a kind in a folder, or ``None`` if there is none.
 
     Like in transformers, safetensors is preferred to ``bin``. Raises ``FormatError`` if there are several variants and
-    none without a name, or if there are both an index and a single file.
+    none without a name, or if there are both an index and a single file that it does not name.
     """
     files = [file for file in list_model_files(folder) if file.kind == kind]
     variants = sorted({file.variant for file in files})
@@ -80,7 +80,9 @@ def choose_files(folder: Path, kind: str) -> ModelFile | None:
         key=lambda file: (file.form != "safetensors", not file.is_index),
     )
     if len(candidates) > 1 and candidates[0].form == candidates[1].form:
-        raise two_saves_error(candidates[0].path, candidates[1].path)
+        index, single = candidates[0].path, candidates[1].path
+        if single.name not in files_named_by(folder, [index.name]):
+            raise two_saves_error(index, single)
     return candidates[0] if candidates else None
 
 
