@@ -259,7 +259,7 @@ class TestMeanwhile:
 SCRIPT = """
 import sys, time, torch, holdfast
 from holdfast.inspection import background_statistics, checkpoint_statistics
-run, seconds = sys.argv[1:]
+run, seconds, exit_seconds = sys.argv[1:]
 measure = checkpoint_statistics.measure_checkpoint
 
 def measure_slowly(inspected, keys, done):
@@ -270,19 +270,19 @@ def measure_slowly(inspected, keys, done):
     return measure(inspected, keys, done)
 
 checkpoint_statistics.measure_checkpoint = measure_slowly
-background_statistics._EXIT_SECONDS = 1.0
+background_statistics._EXIT_SECONDS = float(exit_seconds)
 holdfast.save_checkpoint(run, "a", {"w": torch.ones(3)}, async_save=True, stats=True)
 """
 
 
-def start(run: Path, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, str(run), str(seconds)]
+def start(run: Path, seconds: float, exit_seconds: float = 1.0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, str(run), str(seconds), str(exit_seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 class TestEndOfTheProcess:
     def test_it_waits_for_short_computations(self, tmp_path: Path) -> None:
-        process = start(tmp_path, 0.3)
+        process = start(tmp_path, 0.3, 60.0)
         assert process.communicate()[1] == ""
         assert process.returncode == 0
         assert holdfast.read_statistics(tmp_path) is not None
