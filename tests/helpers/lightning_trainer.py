@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 import holdfast.lightning as ours
+from tests.helpers.run_directories import list_names
 
 
 class Module(LightningModule):
@@ -110,4 +111,4 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def list_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return list_names(folder)
