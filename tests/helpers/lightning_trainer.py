@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 import holdfast.lightning as ours
-from tests.helpers.run_directories import list_names
 
 
 class Module(LightningModule):
@@ -108,7 +107,3 @@ def fit_module(
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = holdfast.open(path)
     return {name: checkpoint[name] for name in checkpoint if not name.startswith("ranks/")}
-
-
-def list_files(folder: Path) -> list[str]:
-    return list_names(folder)

@@ -1,4 +1,4 @@
-"""A pool of ranks that starts once for a test session.
+"""A pool of ranks that many tests use.
 
 Starting Python and torch takes seconds; a running rank joins a process group of any size in milliseconds. Each task
 gets a new gloo group over a prefix of one store that the parent serves.

@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 import holdfast
 from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError
 from holdfast.lightning.checkpoints import LightningCheckpoints
-from tests.helpers.lightning_trainer import Module, fit_module, list_files, make_data, make_trainer, set_environment
+from tests.helpers.lightning_trainer import Module, fit_module, make_data, make_trainer, set_environment
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -83,8 +84,8 @@ def test_the_best_are_kept_and_last_and_best_are_found_again(
         for name, chosen in [("ours", options), ("theirs", None)]:
             results = ranks(n, fit_with, str(tmp_path / name), layout, steps, how, ckpt_path, chosen)
             best.add((steps, *{Path(path).name for path in results}))
-        assert list_files(tmp_path / "ours") == list_files(tmp_path / "theirs")
-        assert len(list_files(tmp_path / "ours")) == 3
+        assert list_names(tmp_path / "ours") == list_names(tmp_path / "theirs")
+        assert len(list_names(tmp_path / "ours")) == 3
     assert len(best) == 2
     if "checkpoint_format" not in options:  # the values that are monitored are the checkpoints' metrics
         kept = [info for info in holdfast.list_checkpoints(tmp_path / "ours") if info.tag != "last.ckpt"]
@@ -96,10 +97,10 @@ def test_last_may_be_a_link(ranks: Ranks, tmp_path: Path) -> None:
     for options in ({}, {"async_save": True}):
         folder = tmp_path / str(len(options))
         ranks(2, fit_with, str(folder), "ddp", 3, how, None, options)
-        assert list_files(folder) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+        assert list_names(folder) == ["epoch=0-step=3.ckpt", "last.ckpt"]
         assert (folder / "last.ckpt").is_symlink()
         ranks(2, fit_with, str(folder), "ddp", 5, how, "last", options)
-        assert list_files(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
+        assert list_names(folder) == ["epoch=0-step=5.ckpt", "last.ckpt"]
 
 
 class Freeze(Callback):
@@ -149,7 +150,7 @@ def test_nothing_is_removed_before_what_replaces_it_is_durable(ranks: Ranks, tmp
     """Lightning's own asynchronous plugin leaves a moment without any checkpoint (its issue #14035)."""
     for seen in ranks(2, watched, str(tmp_path)):
         assert min(seen[2:]) >= 1
-    assert list_files(tmp_path) == ["epoch=0-step=4.ckpt"]
+    assert list_names(tmp_path) == ["epoch=0-step=4.ckpt"]
 
 
 def interrupted(folder: str) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def test_lightnings_own_format_goes_both_ways(ranks: Ranks, tmp_path: Path, layo
     saved = tmp_path / "ours/epoch=0-step=2.ckpt"
     assert saved.is_file() == (file == "a file")
     if saved.is_dir():
-        assert list_files(saved) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+        assert list_names(saved) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     ranks(2, fit_with, str(tmp_path / "theirs"), layout, 4, {}, str(saved), None)
     theirs = str(tmp_path / "theirs/epoch=0-step=4.ckpt")
     for number, options in enumerate([{}, {"checkpoint_format": "lightning"}]):

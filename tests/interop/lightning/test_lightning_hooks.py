@@ -15,8 +15,9 @@ from torch import nn
 import holdfast
 import holdfast.lightning as ours
 from holdfast.errors import InvalidArgumentError, MismatchError
-from tests.helpers.lightning_trainer import Module, list_files, make_data, make_strategy, make_trainer, set_environment
+from tests.helpers.lightning_trainer import Module, make_data, make_strategy, make_trainer, set_environment
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 
 Hook = Callable[[dict[str, Any]], None]
 
@@ -229,7 +230,7 @@ def other_state(checkpoint: dict[str, Any]) -> None:
 def test_other_optimizer_states_cannot_be_saved_natively(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="optimizer_states"):
         saved(tmp_path, "native", other_state)
-    assert list_files(tmp_path) == []
+    assert list_names(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["native", "lightning"])
@@ -320,7 +321,7 @@ def test_fsdp1_refuses_to_save_another_state_dict(ranks: Ranks, tmp_path: Path) 
     for error in ranks.outcomes(2, refused, str(tmp_path)):
         assert isinstance(error, InvalidArgumentError)
         assert "ModelParallelStrategy" in str(error)
-    assert list_files(tmp_path) == []
+    assert list_names(tmp_path) == []
 
 
 @pytest.mark.parametrize("states", [[], {}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -186,3 +187,18 @@ def test_bytes_stay_those_of_the_memory_that_the_tensor_had(size: int, requires_
 def test_nothing_is_read_of_nothing() -> None:
     for tensor in (torch.zeros(0), torch.zeros(3, 0).T, torch.zeros(4)[::2]):
         assert read(TensorBytes(tensor), 0, 0) == b""
+
+
+def test_without_a_stream_to_wait_for_each_copy_blocks() -> None:
+    """A copy from MPS that need not block returns before the bytes are there, and nothing could wait for it."""
+    tensor, copy, blocking = torch.arange(12.0).reshape(3, 4).T, torch.Tensor.copy_, list[bool]()
+
+    def record_copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        blocking.append(not non_blocking)
+        return copy(into, source)
+
+    with mock.patch.object(torch.Tensor, "copy_", record_copy):
+        data = np.frombuffer(read(TensorBytes(tensor), 0, 48), np.uint8)
+        TensorBytes(tensor).write(0, data.copy())
+    assert blocking
+    assert all(blocking)

@@ -134,13 +134,13 @@ class TensorBytes:
         if memory is not None:
             np.copyto(into, memory)
             return
-        with _copying(self._tensor):
-            self.gather(start, torch.from_numpy(into))
+        with _copying(self._tensor) as has_stream:
+            self.gather(start, torch.from_numpy(into), non_blocking=has_stream)
 
-    def gather(self, start: int, into: torch.Tensor) -> None:
+    def gather(self, start: int, into: torch.Tensor, *, non_blocking: bool = True) -> None:
         """Enqueue copies of the bytes from ``start`` on ``into`` a flat tensor of bytes, on the current stream."""
         for box_view, values in self._iter_boxes(start, into):
-            values.copy_(box_view, non_blocking=True)
+            values.copy_(box_view, non_blocking=non_blocking)
 
     def compute_crc(self, start: int, stop: int, before: int = 0) -> int:
         """Return the CRC of bytes ``[start, stop)``, at most a chunk, after bytes with the CRC ``before``."""
@@ -159,17 +159,17 @@ class TensorBytes:
         if memory is not None:
             np.copyto(memory, data)
             return
-        with _copying(self._tensor):
-            self.scatter(start, data)
+        with _copying(self._tensor) as has_stream:
+            self.scatter(start, data, non_blocking=has_stream)
 
     def _memory(self) -> memoryview:
         """Return all bytes of a shard that is accessed in place; valid only as long as the shard."""
         return memory_at(self._tensor.data_ptr(), self._tensor.nbytes)
 
-    def scatter(self, start: int, data: Bytes) -> None:
+    def scatter(self, start: int, data: Bytes, *, non_blocking: bool = True) -> None:
         """Enqueue copies of ``data`` to the bytes from ``start`` on, on the current stream."""
         for box_view, values in self._iter_boxes(start, torch.from_numpy(data)):
-            box_view.copy_(values, non_blocking=True)
+            box_view.copy_(values, non_blocking=non_blocking)
 
     def _iter_boxes(self, start: int, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the boxes of the tensor that contain the bytes from ``start`` on, each with its part of ``data``."""
@@ -185,14 +185,17 @@ class TensorBytes:
 
 
 @contextmanager
-def _copying(tensor: torch.Tensor) -> Iterator[None]:
-    """Enqueue copies of a tensor inside the ``with`` block, and wait for them at its end."""
+def _copying(tensor: torch.Tensor) -> Iterator[bool]:
+    """Enqueue copies of a tensor inside the ``with`` block, and wait for them at its end.
+
+    Yields whether there is a stream to wait for. Without one, as on MPS, each copy must block.
+    """
     stream = None if tensor.is_cpu else copy_stream_of(tensor.device)
     if stream is None:
-        yield
+        yield False
         return
     with stream.enqueue():
-        yield
+        yield True
         event = stream.record_event()
     stream.wait_for(event)
 
