@@ -1,11 +1,14 @@
 """Conversion of checkpoints of DeepSpeed and Megatron-LM with their optimizer states, against ``cp`` of the same bytes.
 
-``zero_to_fp32`` of DeepSpeed is a peer if DeepSpeed is on the path. It writes the weights only, a third of the bytes,
-and compares nothing. All start with cold caches, and end when their output is durable.
+The tools of DeepSpeed are peers if DeepSpeed is on the path. ``zero_to_fp32`` writes the weights only, a third of the
+bytes. ``ds_to_universal`` forks, so it runs in a process of its own, and its time contains the imports. Both compare
+nothing. All start with cold caches, and end when their output is durable.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -30,26 +33,31 @@ ROWS, COLUMNS = 4096, 2048
 _ELEMENT_BYTES = 12
 
 _TO_FP32 = "zero_to_fp32, weights only"
+_TO_UNIVERSAL = "ds_to_universal"
 
 
 def measure_foreign(setting: Setting) -> Iterator[Table]:
     """Measure ZeRO-3 of two ranks, and two forms of Megatron's states, whose weights are in the checkpoint twice."""
     none: Mapping[str, Convert] = {}
-    for name, create, peers in (
-        ("DeepSpeed's ZeRO-3", _create_zero3, {_TO_FP32: _run_zero_to_fp32} if find_spec("deepspeed") else none),
-        ("Megatron's fully_reshardable", partial(_create_megatron, save_torch_dist), none),
-        ("Megatron's dp_zero_gather_scatter", partial(_create_megatron, save_flat), none),
+    deepspeed = find_spec("deepspeed") is not None
+    to_fp32 = {_TO_FP32: _run_zero_to_fp32} if deepspeed else none
+    to_universal = {_TO_UNIVERSAL: _run_ds_to_universal} if deepspeed else none
+    for name, create, targets in (
+        ("DeepSpeed's ZeRO-3", _create_zero3, {"native": to_fp32, "deepspeed-universal": to_universal}),
+        ("Megatron's fully_reshardable", partial(_create_megatron, save_torch_dist), {"native": none}),
+        ("Megatron's dp_zero_gather_scatter", partial(_create_megatron, save_flat), {"native": none}),
     ):
         source = setting.folder / "source"
         create(source, setting.nbytes)
         create(setting.folder / "small", 1)
-        yield from _measure_format(setting, f"{name}, {setting.gigabytes}", peers)
+        for to, peers in targets.items():
+            yield from _measure_conversion(setting, f"{name}, {setting.gigabytes}", to, peers)
         raw.empty_directory(setting.folder)
 
 
-def _measure_format(setting: Setting, name: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
+def _measure_conversion(setting: Setting, name: str, to: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
     source, small, made = (setting.folder / part for part in ("source", "small", "made"))
-    convert = partial(holdfast.convert, to="native")
+    convert = partial(holdfast.convert, to=to)
     converts: dict[str, Convert] = {OURS: convert, f"{OURS}, verify=False": partial(convert, verify=False), **peers}
     jobs = {
         kind: ProcessTimer(
@@ -59,8 +67,9 @@ def _measure_format(setting: Setting, name: str, peers: Mapping[str, Convert]) -
     }
     contenders = {kind: job.build_contender() for kind, job in jobs.items()}
     contenders[CP] = Contender(partial(raw.copy_durably, source, made), partial(_prepare, source, made))
-    yield time_interleaved(contenders, setting.rounds).build_table(f"conversion of {name} to native, cold", (CP,))
-    yield build_memory_table(f"memory of a conversion of {name} to native", jobs)
+    yield time_interleaved(contenders, setting.rounds).build_table(f"conversion of {name} to {to}, cold", (CP,))
+    measured = {kind: job for kind, job in jobs.items() if kind != _TO_UNIVERSAL}  # its memory is not this process's
+    yield build_memory_table(f"memory of a conversion of {name} to {to}", measured)
 
 
 def _prepare(source: Path, made: Path) -> None:
@@ -81,6 +90,13 @@ def _run_zero_to_fp32(source: Path, made: Path) -> None:
     )
 
     convert_zero_checkpoint_to_fp32_state_dict(str(source), str(made), safe_serialization=True)
+    raw.sync_tree(made)
+
+
+def _run_ds_to_universal(source: Path, made: Path) -> None:
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    (step,) = source.glob("global_step*")
+    subprocess.run([*tool, "--input_folder", step, "--output_folder", made], check=True, capture_output=True)
     raw.sync_tree(made)
 
 
