@@ -3,7 +3,7 @@
 Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
 ``.journal.jsonl``. One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for
 reports only, and no part of the format: lines that cannot be read are skipped, and a failure to write one affects
-nothing. An object store has no journal, because objects cannot be appended to.
+nothing. In an object store each entry is an object: see :mod:`holdfast.run.object_journal`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from holdfast.errors import StorageError
 from holdfast.observe.events import DrainFailed, Event, Loaded, Saved, SaveFailed
 from holdfast.observe.warning import warn_caller
+from holdfast.run.object_journal import MAX_ENTRIES, append_object, read_objects
 from holdfast.storage.appended_file import append_line, read_lines
 from holdfast.storage.object_path import ObjectPath
 
@@ -116,14 +117,17 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
 
     Only a committed save creates a journal: all else leaves a directory without one as it is.
     """
-    if isinstance(run, ObjectPath) or run in _failed:
+    if run in _failed:
         return
     line = msgspec.json.encode(entry)
     if len(line) >= _MAX_LINE:
         return
     is_saved = entry.kind == "saved"
     try:
-        append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
+        if isinstance(run, ObjectPath):
+            append_object(run, line, entry.time, create=is_saved)
+        else:
+            append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
     except StorageError as error:
         _failed.add(run)
         if is_saved:  # a reader may lack the permission
@@ -132,13 +136,18 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
             _log.debug("the journal of %s is not written", run, exc_info=True)
 
 
-def read_journal(run: Path) -> list[JournalEntry]:
-    """Return the entries of the journal of a run directory, oldest first. What is no entry is skipped."""
-    if isinstance(run, ObjectPath):
-        return []
-    lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
+def read_journal(run: Path, count: int = MAX_ENTRIES) -> list[JournalEntry]:
+    """Return the newest entries of the journal of a run, oldest first. What is no entry is skipped.
+
+    In an object store these are at most ``count``, each a request; in a directory, all.
+    """
+    lines = read_objects(run, count, _MAX_LINE) if isinstance(run, ObjectPath) else _read_files(run)
     entries = (_parse_line(line) for line in lines if 0 < len(line) < _MAX_LINE)
     return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.time)
+
+
+def _read_files(run: Path) -> list[bytes]:
+    return [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
 
 
 def _parse_line(line: bytes) -> JournalEntry | None:
