@@ -55,6 +55,8 @@ def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Pa
     assert (saved["nbytes"], saved["run"]) == (info.nbytes, info.run)
     assert (saved["world_size"], saved["hosts"]) == (1, 1)
     assert 0 < saved["blocking_seconds"] <= saved["seconds"]
+    assert [name for name, _ in saved["phases"]] == ["prepare", "write", "commit"]
+    assert sum(seconds for _, seconds in saved["phases"]) == pytest.approx(saved["seconds"], abs=1e-5)
     assert "step_3" in lines[4]["error"]
 
 
@@ -216,6 +218,8 @@ class TestInAnObjectStore:
         ]
         info, saved = holdfast.list_checkpoints(run_path())[-1], found[3]
         assert (saved.nbytes, saved.run, saved.world_size) == (info.nbytes, info.run, 1)
+        assert [name for name, _ in saved.phases] == ["prepare", "write", "commit"]
+        assert sum(seconds for _, seconds in saved.phases) == pytest.approx(saved.seconds, abs=1e-5)
 
     def test_a_report_shows_it(self, tmp_path: Path) -> None:
         with pytest.raises(holdfast.TagExistsError):

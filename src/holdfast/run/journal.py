@@ -69,6 +69,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         shared_nbytes: How much of it was not written, because the checkpoint before has it.
         error: Why the save failed.
         placement: The hosts of its ranks, from rank 0 on, as far as there is room for them.
+        phases: How many seconds each phase of the save took on rank 0, in order: see :class:`holdfast.Saved`.
     """
 
     kind: Literal["saved", "failed", "resumed", "removed"]
@@ -84,6 +85,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     shared_nbytes: _Count = 0
     error: str = ""
     placement: Placement = ()
+    phases: tuple[tuple[str, _Seconds], ...] = ()
 
 
 def describe_event(event: Event, time: float) -> JournalEntry | None:
@@ -98,6 +100,7 @@ def describe_event(event: Event, time: float) -> JournalEntry | None:
             seconds=round(event.seconds, 6),
             nbytes=event.nbytes,
             shared_nbytes=event.shared_nbytes,
+            phases=tuple((phase, round(max(seconds, 0.0), 6)) for phase, seconds in event.phases.items()),
         )
     if isinstance(event, Loaded):
         return JournalEntry("resumed", time, event.path.name, event.step, seconds=round(event.seconds, 6))
