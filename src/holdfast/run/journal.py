@@ -19,7 +19,6 @@ import msgspec
 from holdfast.errors import StorageError
 from holdfast.observe.events import DrainFailed, Event, Loaded, Saved, SaveFailed
 from holdfast.observe.warning import warn_caller
-from holdfast.run.object_journal import MAX_ENTRIES, append_object, read_objects
 from holdfast.storage.appended_file import append_line, read_lines
 from holdfast.storage.object_path import ObjectPath
 
@@ -128,6 +127,8 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
     is_saved = entry.kind == "saved"
     try:
         if isinstance(run, ObjectPath):
+            from holdfast.run.object_journal import append_object  # noqa: PLC0415 - few jobs use an object store
+
             append_object(run, line, entry.time, create=is_saved)
         else:
             append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
@@ -139,18 +140,19 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
             _log.debug("the journal of %s is not written", run, exc_info=True)
 
 
-def read_journal(run: Path, count: int = MAX_ENTRIES) -> list[JournalEntry]:
+def read_journal(run: Path, count: int = 1000) -> list[JournalEntry]:
     """Return the newest entries of the journal of a run, oldest first. What is no entry is skipped.
 
     In an object store these are at most ``count``, each a request; in a directory, all.
     """
-    lines = read_objects(run, count, _MAX_LINE) if isinstance(run, ObjectPath) else _read_files(run)
+    if isinstance(run, ObjectPath):
+        from holdfast.run.object_journal import read_objects  # noqa: PLC0415
+
+        lines = read_objects(run, count, _MAX_LINE)
+    else:
+        lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
     entries = (_parse_line(line) for line in lines if 0 < len(line) < _MAX_LINE)
     return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.time)
-
-
-def _read_files(run: Path) -> list[bytes]:
-    return [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
 
 
 def _parse_line(line: bytes) -> JournalEntry | None:
