@@ -184,9 +184,9 @@ class Checkpointer:
         self._begin(resumes=True)
         try:
             self.restored = self._directory.restore(tag, **arguments)
-        except EmptyRunError:
+        except EmptyRunError as error:
             level = logging.DEBUG if self._directory.rank else logging.INFO
-            _log.log(level, "there is no checkpoint in %s: training begins at step 1", self.path)
+            _log.log(level, "training begins at step 1: %s", error)
             return 0
         self._last = self._saved = _step_of(self.restored)
         self._handle = None

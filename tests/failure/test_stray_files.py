@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,14 @@ def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
     holdfast.save_checkpoint(run, "checkpoint-3", user_content={"trainer_state": {}}, step=3)
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(run / "checkpoint-3")
+
+
+def test_a_folder_of_checkpoints_of_another_system_is_no_run_and_the_newest_is_named(tmp_path: Path) -> None:
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        put_weights(tmp_path / f"checkpoint-{step}")
+    calls: list[Callable[[Path], object]] = [holdfast.open, partial(holdfast.restore, model={"w": torch.zeros(4)})]
+    for call in calls:
+        with pytest.raises(holdfast.EmptyRunError, match="checkpoint-10 is one: pass its path"):
+            call(tmp_path)
+    assert torch.equal(holdfast.open(tmp_path / "checkpoint-10")["model/w"], torch.full((4,), OLD))

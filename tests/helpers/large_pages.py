@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from holdfast.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, TensorStatistics
@@ -18,6 +19,13 @@ from holdfast.run.journal import JournalEntry
 from holdfast.run.scan import CheckpointInfo
 
 PLACEMENT = tuple((f"gpu-node-{number:03}.cluster.internal", 8) for number in range(8))
+PHASES = (
+    ("prepare", 0.012345),
+    ("copy", 0.123456),
+    ("replicate", 1.234567),
+    ("write", 10.954321),
+    ("commit", 0.020989),
+)
 
 
 def measure(values: np.ndarray) -> TensorStatistics:
@@ -50,12 +58,10 @@ def make_large_page(checkpoints: int) -> bytes:
         CheckpointInfo(f"step_{i * 1000}", Path(f"/runs/a/step_{i}"), step=i, time=1.7e9 + i, run="0" * 16, id="1" * 16)
         for i in range(checkpoints)
     ]
-    journal = [
-        JournalEntry(
-            "saved", info.time, info.tag, info.step, info.run, 64, 8, 0.123456, 12.345678, 10**11, 10**10, "", PLACEMENT
-        )
-        for info in infos
-    ]
+    save = JournalEntry(
+        "saved", 0.0, "", None, "0" * 16, 64, 8, 0.123456, 12.345678, 10**11, 10**10, "", PLACEMENT, PHASES
+    )
+    journal = [msgspec.structs.replace(save, time=info.time, tag=info.tag, step=info.step) for info in infos]
     shown = sample_evenly(infos, 300)
     return render_page(
         "a",

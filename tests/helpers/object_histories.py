@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.run import cleanup, pointers
+from holdfast.run import cleanup, object_journal, pointers
 from holdfast.run.catalog import list_stale_directories
 from holdfast.storage.http import retries
 from holdfast.storage.object_path import ObjectPath, make_object_path
@@ -277,12 +277,12 @@ def check_all() -> dict[str, int]:
 
 
 def check_nothing_is_left(fake: FakeStore) -> None:
-    """After a clean-up there is nothing but whole checkpoints and one pointer to each."""
+    """After a clean-up there is nothing but whole checkpoints, one pointer to each, and the journal."""
     clean_up()
     assert not fake.uploads
     assert not list_stale_directories(run_path())
     infos = holdfast.list_checkpoints(run_path())
     folders = {info.path.name for info in infos}
-    expected = {key for key in fake.objects if key.split("/")[1] in folders}
+    expected = {key for key in fake.objects if key.split("/")[1] in {*folders, object_journal.FOLDER}}
     pointers = fake.objects.keys() - expected
     assert sorted(key.split("/")[2] for key in pointers) == sorted(info.tag for info in infos), pointers

@@ -3,16 +3,23 @@
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.run import journal
+from holdfast.report.run_report import ReportOptions, describe_run
+from holdfast.run import journal, object_journal
 from holdfast.run.cleanup import clean_up
 from holdfast.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
+from holdfast.storage.http.connection import HttpResponse
+from tests.helpers.fake_http import FakeStore
+from tests.helpers.fake_s3 import AWS, FakeS3, failure
+from tests.helpers.object_histories import check_all, run_path, save, state, store_with_two_checkpoints
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_tags, save_step
 from tests.helpers.simulated_hosts import simulated_host
@@ -48,6 +55,8 @@ def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Pa
     assert (saved["nbytes"], saved["run"]) == (info.nbytes, info.run)
     assert (saved["world_size"], saved["hosts"]) == (1, 1)
     assert 0 < saved["blocking_seconds"] <= saved["seconds"]
+    assert [name for name, _ in saved["phases"]] == ["prepare", "write", "commit"]
+    assert sum(seconds for _, seconds in saved["phases"]) == pytest.approx(saved["seconds"], abs=1e-5)
     assert "step_3" in lines[4]["error"]
 
 
@@ -184,3 +193,75 @@ def test_two_processes_append_at_once(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, append_many, str(tmp_path))
     tags = [line.tag for line in read_journal(tmp_path)]
     assert len(set(tags)) == len(tags) == 1000
+
+
+class TestInAnObjectStore:
+    """In an object store each entry is an object."""
+
+    @pytest.fixture(autouse=True)
+    def fake(self) -> Iterator[FakeStore]:
+        with store_with_two_checkpoints(FakeS3(AWS)) as fake:
+            yield fake
+
+    def test_it_tells_saves_resumes_failures_and_removals(self) -> None:
+        with pytest.raises(holdfast.TagExistsError):
+            holdfast.save_checkpoint(run_path(), "s2", {"net": state(2)}, step=2)
+        save(3, keep=2)
+        holdfast.restore(run_path(), model={"net": state(0)}, dataloader=None, optimizer=None)
+        found = read_journal(run_path())
+        assert [(line.kind, line.tag, line.step) for line in found] == [
+            ("saved", "s1", 1),
+            ("saved", "s2", 2),
+            ("failed", "s2", 2),
+            ("saved", "s3", 3),
+            ("removed", "s1", 1),
+        ]
+        info, saved = holdfast.list_checkpoints(run_path())[-1], found[3]
+        assert (saved.nbytes, saved.run, saved.world_size) == (info.nbytes, info.run, 1)
+        assert [name for name, _ in saved.phases] == ["prepare", "write", "commit"]
+        assert sum(seconds for _, seconds in saved.phases) == pytest.approx(saved.seconds, abs=1e-5)
+
+    def test_a_report_shows_it(self, tmp_path: Path) -> None:
+        with pytest.raises(holdfast.TagExistsError):
+            holdfast.save_checkpoint(run_path(), "s2", {"net": state(2)}, step=2)
+        data = describe_run(run_path(), "s2", ReportOptions(lambda checkpoint: None))  # noqa: ARG005
+        assert data["timeline"]["journalled"]
+
+    def test_only_a_committed_save_creates_it(self, fake: FakeStore) -> None:
+        other = run_path().parent / "other"
+        for kind in ("failed", "resumed", "removed"):
+            append_entry(other, entry("a", kind=kind))
+        assert not [key for key in fake.objects if "/other/" in key]
+        append_entry(other, entry("a"))
+        append_entry(other, entry("a", 2.0, "removed"))
+        assert [line.kind for line in read_journal(other)] == ["saved", "removed"]
+
+    def test_it_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(object_journal, "MAX_ENTRIES", 5)
+        for number in range(3, 13):
+            save(number, keep=3)
+        assert [line.tag for line in read_journal(run_path()) if line.kind == "saved"] == ["s11", "s12"]
+        assert len(read_journal(run_path())) == 5
+
+    def test_what_is_no_entry_is_skipped(self) -> None:
+        folder, store = run_path() / object_journal.FOLDER, run_path().store
+        store.replace_small(folder / "0.json", b"\xff{")
+        store.replace_small(folder / "1.json", b"x" * 5000)
+        store.replace_small(folder / "deeper" / "2.json", b"{}")
+        assert [line.tag for line in read_journal(run_path())] == ["s1", "s2"]
+
+    def test_only_the_newest_are_read_if_few_are_asked_for(self) -> None:
+        assert [line.tag for line in read_journal(run_path(), 1)] == ["s2"]
+
+    def test_a_save_succeeds_if_it_cannot_be_written(self, fake: FakeStore) -> None:
+        def refuse(request: Any, stage: str) -> HttpResponse | None:
+            is_entry = request.kind == "put" and f"/{object_journal.FOLDER}/" in request.key
+            return failure(403, "AccessDenied") if is_entry and stage == "before" else None
+
+        fake.on_request = refuse
+        with pytest.warns(UserWarning, match=r"its report will lack this and later events: .*AccessDenied"):
+            save(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save(4)
+        assert check_all().keys() == {"s1", "s2", "s3", "s4"}

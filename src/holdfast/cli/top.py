@@ -35,6 +35,9 @@ _LAST = 10
 #: The shortest save that has a rate: a journal has microseconds, and may be corrupt.
 _SHORTEST = 1e-6
 
+#: The most entries of a journal in an object store that are read.
+_ENTRIES = 50
+
 #: The number of failed saves that are shown.
 _FAILURES = 3
 
@@ -87,7 +90,7 @@ def _describe_saves(complete: Sequence[CheckpointInfo]) -> Iterator[tuple[str, C
 
 def _describe_journal(path: Path) -> Iterator[tuple[str, Cell]]:
     try:
-        yield from _describe_costs(read_journal(path))
+        yield from _describe_costs(read_journal(path, _ENTRIES))
     except StorageError as error:
         yield "journal", (escape_control_characters(str(error)), "yellow")
 

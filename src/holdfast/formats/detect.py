@@ -18,6 +18,9 @@ from holdfast.formats.sharded.sharded_reader import ShardedReader, is_sharded_ch
 from holdfast.ondisk import manifest
 from holdfast.storage.store import store_of
 
+#: In how many folders in a folder a checkpoint is looked for, to name it in a message.
+_MOST_CHILDREN = 10
+
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether the path itself is a checkpoint of a known format (and not a run's folder with checkpoints)."""
@@ -30,10 +33,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def describe_contents(folder: Path) -> str:
-    """Return a clause for messages about names that identify a format but are no regular files, such as FIFOs."""
+    """Return what a message about a folder that is no checkpoint should say of its contents.
+
+    It names folders in it that are checkpoints, such as ``checkpoint-500`` of transformers' ``Trainer``, and names that
+    identify a format but are no regular files, such as FIFOs.
+    """
     paths = [folder / name for name in (manifest.NAME, METADATA, META, INDEX, SINGLE)]
     irregular = [path for path in paths if store_of(path).path_exists(path) and not store_of(path).is_file(path)]
-    return "".join(f"; {path} is not a regular file" for path in irregular)
+    clauses = [f"; {path} is not a regular file" for path in irregular]
+    children = sorted(store_of(folder).list_subdirectories(folder), key=lambda child: (len(child.name), child.name))
+    if (inside := next(filter(is_checkpoint, reversed(children[-_MOST_CHILDREN:])), None)) is not None:
+        clauses.append(f", but {inside} is one: pass its path")
+    return "".join(clauses)
 
 
 def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:

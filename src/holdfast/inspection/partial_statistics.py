@@ -150,14 +150,8 @@ def _value_table(dtype: str) -> Floats:
 
 def _count_codes(codes: Codes, size: int) -> Counts:
     """Return how often each number below ``size`` occurs. NumPy's function would stop other threads meanwhile."""
-    counts = np.zeros(size, np.int32)
-    torch.from_numpy(counts).scatter_add_(0, torch.from_numpy(codes), _ones()[: len(codes)])
-    return counts.astype(np.int64)
-
-
-@cache
-def _ones() -> torch.Tensor:
-    return torch.ones(_COUNTED, dtype=torch.int32)
+    counts: Counts = torch.bincount(torch.from_numpy(codes), minlength=size).numpy()
+    return counts
 
 
 def _measure_counts(values: Floats, counts: Counts) -> PartialStatistics:

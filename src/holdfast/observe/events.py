@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Literal
+
+#: A phase of a save. See :class:`Saved`.
+SavePhase = Literal["prepare", "copy", "replicate", "write", "commit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class Saved:
     ``seconds`` have passed since the call, which blocked its caller for ``blocking_seconds`` of them. This rank hashed
     replicated tensors, to compare them with other ranks, for ``replica_check_seconds`` of those. Of ``nbytes``,
     ``shared_nbytes`` were not written: the checkpoint shares them with the one before.
+
+    ``phases`` has the seconds of each phase on this rank, in order; together they are ``seconds``. ``prepare``: the
+    state is captured and the save is planned; ``copy``: tensors are copied, in an asynchronous save; ``replicate``: a
+    local tier sends copies to other hosts; ``write``: bytes are written or sent, and other ranks are waited for;
+    ``commit``: rank 0 makes the checkpoint visible, which other ranks count as ``write``.
     """
 
     path: Path
@@ -35,6 +43,7 @@ class Saved:
     blocking_seconds: float
     replica_check_seconds: float = 0.0
     shared_nbytes: int = 0
+    phases: Mapping[SavePhase, float] = field(default_factory=dict)
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -20,6 +20,7 @@ from holdfast.observe.events import (
     Saved,
     SavedLocally,
     SaveFailed,
+    SavePhase,
 )
 from holdfast.observe.spans import traced
 from holdfast.observe.units import format_rate, format_seconds, format_size
@@ -52,6 +53,9 @@ class EventReporter:
         self._level = logging.INFO if is_leader else logging.DEBUG
         self._blocking_seconds: float | None = None
         self._replica_check_seconds = 0.0
+        self._phases: dict[SavePhase, float] = {}
+        self._phase: SavePhase = "prepare"
+        self._phase_began = 0.0
 
     def elapsed_seconds(self) -> float:
         """Return the seconds since the call."""
@@ -61,6 +65,15 @@ class EventReporter:
         """Note that the call returns to its caller. Return the seconds for which it blocked."""
         self._blocking_seconds = self.elapsed_seconds()
         return self._blocking_seconds
+
+    def begin_phase(self, phase: SavePhase) -> None:
+        """Begin a phase of a save, which ends the one before. A save begins with ``prepare``."""
+        self._end_phase(self.elapsed_seconds())
+        self._phase = phase
+
+    def _end_phase(self, now: float) -> None:
+        self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._phase_began
+        self._phase_began = now
 
     def record_replica_check(self, seconds: float) -> None:
         """Note for how many seconds this rank hashed replicated tensors."""
@@ -77,8 +90,10 @@ class EventReporter:
         Its tensors take ``nbytes`` bytes, of which ``shared_nbytes`` were not written.
         """
         seconds = self.elapsed_seconds()
+        self._end_phase(seconds)
         blocking = seconds if self._blocking_seconds is None else self._blocking_seconds
-        event = Saved(path, step, nbytes, seconds, blocking, self._replica_check_seconds, shared_nbytes)
+        checked, phases = self._replica_check_seconds, dict(self._phases)
+        event = Saved(path, step, nbytes, seconds, blocking, checked, shared_nbytes, phases)
         waited = format_seconds(blocking)
         if self._replica_check_seconds:
             waited += f" ({format_seconds(self._replica_check_seconds)} of that for comparing replicas)"

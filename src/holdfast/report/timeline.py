@@ -11,6 +11,10 @@ from holdfast.run.journal import MAX_PLACEMENT, JournalEntry, Placement
 from holdfast.run.scan import CheckpointInfo
 
 
+#: The most kinds of phases that are shown.
+_MAX_PHASES = 8
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Entries in the order of time. ``omitted`` of all are left out; ``is_journalled``: the run has a journal."""
@@ -20,8 +24,9 @@ class Timeline:
     is_journalled: bool
 
     def as_record(self) -> dict[str, Any]:
-        """Return the timeline as JSON: a list for each entry. Entries share placements by number."""
+        """Return the timeline as JSON: a list for each entry. Entries share placements and names of phases by number."""
         placements = {placement: number for number, placement in enumerate(dict.fromkeys(map(_cut, self.entries)))}
+        names = [*dict.fromkeys(name for entry in self.entries for name, _ in entry.phases)][:_MAX_PHASES]
         rows = [
             [
                 entry.kind,
@@ -36,12 +41,14 @@ class Timeline:
                 entry.shared_nbytes,
                 entry.error,
                 placements[_cut(entry)],
+                [dict(entry.phases).get(name) for name in names] if entry.phases else [],
             ]
             for entry in self.entries
         ]
         return {
             "entries": rows,
             "placements": list(placements),
+            "phases": names,
             "omitted": self.omitted,
             "journalled": self.is_journalled,
         }

@@ -3,7 +3,7 @@
 Rank 0 of a job appends a line of JSON for each save, each resume and each removal to the hidden file
 ``.journal.jsonl``. One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for
 reports only, and no part of the format: lines that cannot be read are skipped, and a failure to write one affects
-nothing. An object store has no journal, because objects cannot be appended to.
+nothing. In an object store each entry is an object: see :mod:`holdfast.run.object_journal`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         shared_nbytes: How much of it was not written, because the checkpoint before has it.
         error: Why the save failed.
         placement: The hosts of its ranks, from rank 0 on, as far as there is room for them.
+        phases: How many seconds each phase of the save took on rank 0, in order: see :class:`holdfast.Saved`.
     """
 
     kind: Literal["saved", "failed", "resumed", "removed"]
@@ -83,6 +84,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     shared_nbytes: _Count = 0
     error: str = ""
     placement: Placement = ()
+    phases: tuple[tuple[str, _Seconds], ...] = ()
 
 
 def describe_event(event: Event, time: float) -> JournalEntry | None:
@@ -97,6 +99,7 @@ def describe_event(event: Event, time: float) -> JournalEntry | None:
             seconds=round(event.seconds, 6),
             nbytes=event.nbytes,
             shared_nbytes=event.shared_nbytes,
+            phases=tuple((phase, round(max(seconds, 0.0), 6)) for phase, seconds in event.phases.items()),
         )
     if isinstance(event, Loaded):
         return JournalEntry("resumed", time, event.path.name, event.step, seconds=round(event.seconds, 6))
@@ -116,14 +119,19 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
 
     Only a committed save creates a journal: all else leaves a directory without one as it is.
     """
-    if isinstance(run, ObjectPath) or run in _failed:
+    if run in _failed:
         return
     line = msgspec.json.encode(entry)
     if len(line) >= _MAX_LINE:
         return
     is_saved = entry.kind == "saved"
     try:
-        append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
+        if isinstance(run, ObjectPath):
+            from holdfast.run.object_journal import append_object  # noqa: PLC0415 - few jobs use an object store
+
+            append_object(run, line, entry.time, create=is_saved)
+        else:
+            append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
     except StorageError as error:
         _failed.add(run)
         if is_saved:  # a reader may lack the permission
@@ -132,11 +140,17 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
             _log.debug("the journal of %s is not written", run, exc_info=True)
 
 
-def read_journal(run: Path) -> list[JournalEntry]:
-    """Return the entries of the journal of a run directory, oldest first. What is no entry is skipped."""
+def read_journal(run: Path, count: int = 1000) -> list[JournalEntry]:
+    """Return the newest entries of the journal of a run, oldest first. What is no entry is skipped.
+
+    In an object store these are at most ``count``, each a request; in a directory, all.
+    """
     if isinstance(run, ObjectPath):
-        return []
-    lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
+        from holdfast.run.object_journal import read_objects  # noqa: PLC0415
+
+        lines = read_objects(run, count, _MAX_LINE)
+    else:
+        lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
     entries = (_parse_line(line) for line in lines if 0 < len(line) < _MAX_LINE)
     return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.time)
 

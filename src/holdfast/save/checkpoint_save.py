@@ -249,6 +249,7 @@ class CheckpointSave(TrainingSave):
 
     def _write_files(self) -> Manifest:
         """Write this rank's shards. Rank 0 commits when all ranks have written theirs."""
+        self._reporter.begin_phase("write")
 
         def write_shards() -> HashedResult:
             if self._session.rank == self._cache.witness:
@@ -260,6 +261,7 @@ class CheckpointSave(TrainingSave):
 
         @traced("commit", "commit")
         def commit(fragments: Fragments, rank_values: list[bytes]) -> bytes:
+            self._reporter.begin_phase("commit")
             small_files = self._build_small_files(rank_values)
             committed = self._files.finalize(fragments, small_files, self._build_manifest, self._incremental.unchanged)
             self._committed_files = self._incremental.check_links(identify_files(self._staging.path, committed))

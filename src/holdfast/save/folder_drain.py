@@ -95,6 +95,8 @@ class FolderDrain(GenerationDrain):
         return CheckpointFiles(self._staging.path, self._generation.plan)
 
     def _write_files(self) -> Manifest:
+        self._reporter.begin_phase("write")
+
         def write_parts() -> HashedResult:
             fragments: Fragments = {}
             edges: list[_Edge] = []
@@ -105,6 +107,7 @@ class FolderDrain(GenerationDrain):
             return HashedResult(fragments, _encode(edges))
 
         def commit(fragments: Fragments, payloads: list[bytes]) -> bytes:
+            self._reporter.begin_phase("commit")
             edges = [edge for raw in payloads for edge in msgspec.msgpack.decode(raw, type=list[_Edge])]
             self._write_edges(edges)
             label = self._label.manifest

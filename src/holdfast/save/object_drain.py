@@ -75,6 +75,7 @@ class ObjectDrain(GenerationDrain):
         publication = self._publication or self._open_publication(folder_id)
         upload = ObjectUpload(publication.folder, plan, ranks)
         upload.join(uploads)
+        self._reporter.begin_phase("write")
         upload.send_parts(
             self._read_bytes, self._build_small_files, self._reporter.progress_counter("save", self._nbytes).add
         )
@@ -127,6 +128,7 @@ class ObjectDrain(GenerationDrain):
 
     def _make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
         """Return the manifest. Raises ``CorruptCheckpointError`` if other bytes were sent than the tables describe."""
+        self._reporter.begin_phase("commit")
         expected = self._generation.manifest
         wrong = [name for name, record in files.items() if expected.files.get(name) != record]
         if wrong:

@@ -20,7 +20,7 @@ from holdfast.errors import StateError
 from holdfast.observe.warning import warn_caller
 from holdfast.ondisk import manifest
 from holdfast.ondisk.files import parse_size
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.run.catalog import CheckpointIdentity
 from holdfast.run.scan import CheckpointInfo
 from holdfast.save.negotiation import SaveAgreement
@@ -118,16 +118,22 @@ class ObjectSave(TrainingSave):
 
     def write_and_commit(self) -> CheckpointInfo:
         """Upload the files, publish the checkpoint, and remove the checkpoints that are no longer kept."""
+        self._reporter.begin_phase("write")
         upload, publication = self._require_output()
         on_moved = self._reporter.progress_counter("save", self._plan.nbytes).add
         upload.send_parts(self._read_bytes, self._build_small_files, on_moved)
-        committed = upload.finish(self._build_manifest, self._publish)
+        committed = upload.finish(self._begin_commit, self._publish)
         self._release_tensors()
         info = CheckpointInfo.of(publication.folder, committed, self._request.tag)
         self._reporter.report_saved(self.path, info.step, info.nbytes, 0)
         if self._removes_old:
             self._session.run_on_all("removing old checkpoints", self._remove_old_checkpoints)
         return info
+
+    def _begin_commit(self, files: dict[str, FileRecord]) -> Manifest:
+        """Return the manifest, on rank 0, when all files are complete."""
+        self._reporter.begin_phase("commit")
+        return self._build_manifest(files)
 
     def _read_bytes(self) -> RankBytes:
         """Return the bytes that this rank uploads or passes on."""

@@ -156,6 +156,7 @@ class TierSave(TrainingSave):
         A failure only warns: the checkpoint is complete without copies. If another rank has failed, its host may be
         lost, and only a generation before, which has copies, can be loaded. If memory is short, that must not stay.
         """
+        self._reporter.begin_phase("replicate")
         try:
             copies = self._stage.make_redundant()
         except HoldfastError as error:

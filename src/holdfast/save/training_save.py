@@ -14,6 +14,7 @@ import msgspec
 from holdfast.engine.comm.session import RankGroup
 from holdfast.engine.comm.vote import COORDINATOR_RANK
 from holdfast.engine.io.staging import DeferredCopies
+from holdfast.engine.io.staging_memory import Arena
 from holdfast.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS
 from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from holdfast.formats.native import RANKS
@@ -114,6 +115,11 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
         sampled = ALL_CHUNKS if options.check == "full" else SAMPLED_CHUNKS
         return DeferredCopies(numbers, sampled, self._cache.saves, is_overlapped=True)
+
+    def stage_tensors(self, arena: Arena) -> None:
+        """See :class:`SaveOperation`."""
+        self._reporter.begin_phase("copy")
+        super().stage_tensors(arena)
 
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked."""

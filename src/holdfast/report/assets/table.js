@@ -1,7 +1,7 @@
 // The table of tensors: only the rows in view are elements, so 20,000 rows scroll like 20.
 
 // The height of a row, in which the name has a line of its own on a narrow screen; the most of all; rows out of view.
-const ROW_HEIGHT = 34, NARROW_ROW_HEIGHT = 58, MOST_HEIGHT = 560, MARGIN_ROWS = 6;
+const ROW_HEIGHT = 34, NARROW_ROW_HEIGHT = 58, MOST_HEIGHT = 560, MARGIN_ROWS = 2;
 
 // The last characters of a name, which are always shown.
 const TAIL = 16;

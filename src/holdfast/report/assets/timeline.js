@@ -1,8 +1,9 @@
 // The timeline of saves: three charts with one axis, and all events as a table.
 
-function readEntries({ entries, placements }) {
-  return entries.map(([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement]) => ({
-    kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement: placements[placement], rate: seconds ? (bytes - shared) / seconds : 0 }));
+function readEntries({ entries, placements, phases: names }) {
+  return entries.map(([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement, phases]) => ({
+    kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement: placements[placement],
+    phases: phases.map((spent, number) => [names[number], spent]).filter(([, spent]) => spent !== null), rate: seconds ? (bytes - shared) / seconds : 0 }));
 }
 
 // Which ranks ran on which hosts, such as "node-1: ranks 0–3, node-2: rank 4".
@@ -17,6 +18,9 @@ function describeHosts({ hosts, ranks, placement }) {
   return first < ranks ? `${formatCount(hosts, 'host')}, ${texts.join(', ')}, …` : texts.join(', ');
 }
 
+// How long each phase took, such as "prepare 8 ms, write 0.5 s".
+const describePhases = (phases) => phases.map(([name, seconds]) => `${name} ${formatSeconds(seconds)}`).join(', ');
+
 const describeEntry = (entry) => ({
   saved: () => `saved ${entry.tag}`, failed: () => `failed to save ${entry.tag}`,
   resumed: () => `resumed from ${entry.tag}`, removed: () => `removed ${entry.tag}`,
@@ -25,7 +29,7 @@ const describeEntry = (entry) => ({
 function describeDetails(entry) {
   return [formatTime(entry.time), entry.step === null ? '' : `step ${formatStep(entry.step)}`, describeEntry(entry),
     entry.ranks ? formatCount(entry.ranks, 'rank') : '', entry.hosts ? formatCount(entry.hosts, 'host') : '',
-    entry.kind === 'saved' && entry.seconds ? `stopped training for ${formatSeconds(entry.stall)}, durable after ${formatSeconds(entry.seconds)}, ${formatBytes(entry.rate)}/s` : '',
+    entry.kind === 'saved' && entry.seconds ? `stopped training for ${formatSeconds(entry.stall)}, durable after ${formatSeconds(entry.seconds)}, ${formatBytes(entry.rate)}/s` : '', describePhases(entry.phases),
     entry.error].filter(Boolean).join(' · ');
 }
 
@@ -37,8 +41,8 @@ function makeTimeline(data) {
   const charts = make('div', { role: 'img', 'aria-label': summarizeTimeline(entries, timed) });
   const omitted = data.timeline.omitted;
   const note = omitted ? `${entries.length} of ${(entries.length + omitted).toLocaleString('en')} events, sampled; --full shows all` : `${formatCount(timed.length, 'timed save')}, in their order`;
-  const body = timed.length ? [charts, makeTimelineLegend(entries), readout]
-    : [make('p', {}, 'How long saves took is not known: the run has no journal. It was saved into an object store, by an older version, or only by conversions.')];
+  const body = timed.length ? [charts, makeTimelineLegend(entries), ...makePhases(timed), readout]
+    : [make('p', {}, 'How long saves took is not known: the run has no journal. It was saved by an older version, or only by conversions.')];
   const view = panel('saves', 'Saves', note, ...body);
   if (timed.length) {
     drawWhenSized(charts, (width) => drawTimeline(charts, events, width, (entry) => { readout.textContent = describeDetails(entry); }));
@@ -58,10 +62,22 @@ function makeTimelineLegend(entries) {
   return make('ul', { class: 'legend', 'aria-hidden': 'true' }, ...items.map(([kind, text]) => make('li', {}, make('span', { class: `swatch ${kind}` }), text)));
 }
 
+// The usual phases of a save, as parts of one bar. The texts below it are its legend.
+function makePhases(timed) {
+  const names = [...new Set(timed.flatMap(({ phases }) => phases.map(([name]) => name)))];
+  const usual = names.map((name) => [name, median(timed.map(({ phases }) => phases.find(([other]) => other === name)?.[1] ?? 0))]);
+  const total = usual.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (!total) return [];
+  const parts = usual.map(([, seconds], number) => place(make('div', { class: `k${number}` }), { 'flex-grow': seconds / total }));
+  const texts = usual.map(([name, seconds], number) => make('li', {}, make('span', { class: `swatch k${number}` }), `${name} ${formatSeconds(seconds)}`));
+  return [make('div', { class: 'chart' }, make('h3', {}, 'Phases of a save', make('span', {}, 'medians, on rank 0')),
+    make('div', { class: 'parts', 'aria-hidden': 'true' }, ...parts)), make('ul', { class: 'legend' }, ...texts)];
+}
+
 // The events have a panel of their own: next to a chart their columns would not fit.
 function makeEvents(data) {
   const entries = readEntries(data.timeline);
-  const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'text'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['why', 'text']];
+  const columns = [['when', 'nowrap'], ['what', 'text'], ['step', 'right'], ['ranks', 'right'], ['hosts', 'text'], ['stopped for', 'right'], ['durable after', 'right'], ['rate', 'right'], ['phases', 'text'], ['why', 'text']];
   const details = make('details', {}, make('summary', {}, `${formatCount(entries.length, 'event')} as a table`));
   details.addEventListener('toggle', () => {
     if (details.childElementCount > 1) return;
@@ -69,7 +85,7 @@ function makeEvents(data) {
     details.append(makeTable('Events, newest first', columns, rows.map((entry) => [
       formatTime(entry.time), describeEntry(entry), formatStep(entry.step), entry.ranks ? String(entry.ranks) : '', describeHosts(entry),
       entry.kind === 'saved' && entry.seconds ? formatSeconds(entry.stall) : '', entry.seconds ? formatSeconds(entry.seconds) : '',
-      entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : null)));
+      entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', describePhases(entry.phases), entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : null)));
   });
   return panel('events', 'Events', 'saves, failures, resumes and removals, with the hosts of ranks', details);
 }
