@@ -10,7 +10,6 @@ from holdfast.report.compaction import sample_evenly
 from holdfast.run.journal import MAX_PLACEMENT, JournalEntry, Placement
 from holdfast.run.scan import CheckpointInfo
 
-
 #: The most kinds of phases that are shown.
 _MAX_PHASES = 8
 
@@ -24,7 +23,7 @@ class Timeline:
     is_journalled: bool
 
     def as_record(self) -> dict[str, Any]:
-        """Return the timeline as JSON: a list for each entry. Entries share placements and names of phases by number."""
+        """Return the timeline as JSON: a list for each entry. Placements and names of phases are lists beside them."""
         placements = {placement: number for number, placement in enumerate(dict.fromkeys(map(_cut, self.entries)))}
         names = [*dict.fromkeys(name for entry in self.entries for name, _ in entry.phases)][:_MAX_PHASES]
         rows = [
