@@ -97,7 +97,7 @@ def check_nothing_is_left(fake: FakeStore) -> None:
     assert not list_stale_directories(run_path())
     folders = {info.path.name for info in holdfast.list_checkpoints(run_path())}
     others = {key.split("/")[1] for key in fake.objects} - folders
-    assert others <= {".tags", ".epochs"}
+    assert others <= {".tags", ".epochs", ".journal"}
     assert len([key for key in fake.objects if "/.tags/" in key]) == len(folders)
 
 
