@@ -88,14 +88,14 @@ def test_tensors_that_were_made_in_inference_mode_can_be_filled(
     assert device_ranks(1, load_in_inference_mode, str(tmp_path), device, dtype) == [[]]
 
 
-def save_in_capture(path: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+def save_in_capture(path: str, options: dict[str, Any], rng: bool) -> tuple[list[str], list[str]]:
     """Return the errors of a save and a load in a capture, and what is different after a save that follows it."""
     training = Training("sim")
-    holdfast.save_checkpoint(path, "before", training.net, training.optimizer, rng=False)
+    holdfast.save_checkpoint(path, "before", training.net, training.optimizer, rng=rng)
     errors = []
     DEFAULT.is_capturing = True
     for call in (
-        lambda: holdfast.save_checkpoint(path, "s", training.net, training.optimizer, rng=False, **options).wait(),
+        lambda: holdfast.save_checkpoint(path, "s", training.net, training.optimizer, rng=rng, **options).wait(),
         lambda: holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer),
     ):
         try:
@@ -110,9 +110,10 @@ def save_in_capture(path: str, options: dict[str, Any]) -> tuple[list[str], list
     return [*errors, str(enqueued)], find_differences(read_saved(Path(path) / "s"), expected)
 
 
+@pytest.mark.parametrize("rng", [True, False])
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_capture_of_a_graph_is_not_touched(device_ranks: DeviceRanks, tmp_path: Path, kind: str) -> None:
-    (((saving, loading, enqueued), different),) = device_ranks(1, save_in_capture, str(tmp_path), OPTIONS[kind])
+def test_a_capture_of_a_graph_is_not_touched(device_ranks: DeviceRanks, tmp_path: Path, kind: str, rng: bool) -> None:
+    (((saving, loading, enqueued), different),) = device_ranks(1, save_in_capture, str(tmp_path), OPTIONS[kind], rng)
     assert "captures a graph" in saving
     assert "captures a graph" in loading
     assert (enqueued, different) == ("0", [])

@@ -153,6 +153,8 @@ class Module:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
+        if self.is_current_stream_capturing():
+            raise RuntimeError("simulated error: the seed cannot be read during a capture")
         return self._rng_state.clone()
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
@@ -161,7 +163,14 @@ class Module:
 
 MEMORY, RUNTIME = Memory(), Runtime()
 
-_VIEWS = {aten.as_strided.default, aten.view.default, aten._reshape_alias.default, aten.alias.default}
+_VIEWS = {
+    aten.as_strided.default,
+    aten.view.default,
+    aten._reshape_alias.default,
+    aten.alias.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+}
 
 
 def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -56,11 +56,7 @@ class CopyStream:
         Raises ``StateError`` if the thread captures a graph there: then nothing of that runs before the graph does.
         """
         with self._used():
-            if self._is_capturing():
-                raise StateError(
-                    f"the current stream of {self.device} captures a graph, and what is captured has not run: "
-                    "save and load outside of the capture"
-                )
+            require_no_capture(self.device)
             self._stream.wait_event(self._module.current_stream(self.device).record_event())
 
     def precede_caller(self, event: DeviceEvent) -> None:
@@ -69,7 +65,7 @@ class CopyStream:
         A step that is captured does not run now, and a wait for something outside would make its graph invalid.
         """
         with self._used():
-            if not self._is_capturing():
+            if not _is_capturing(self._module):
                 self._module.current_stream(self.device).wait_event(event)
 
     @contextmanager
@@ -98,10 +94,6 @@ class CopyStream:
         """Call the device's runtime inside the ``with`` block. Raises ``DeviceError``."""
         with translate_device_errors(self.device), select_device(self.device):
             yield
-
-    def _is_capturing(self) -> bool:
-        """Return whether the current stream of the calling thread captures a graph."""
-        return hasattr(self._module, "is_current_stream_capturing") and self._module.is_current_stream_capturing()
 
     @property
     def scratch(self) -> torch.Tensor:
@@ -171,6 +163,19 @@ def select_device(device: torch.device) -> AbstractContextManager[Any]:
     """
     module = torch.get_device_module(device)
     return module.device(device) if hasattr(module, "device") else nullcontext()
+
+
+def require_no_capture(device: torch.device) -> None:
+    """Raise ``StateError`` if the calling thread captures a graph on its current stream of the current device."""
+    if _is_capturing(torch.get_device_module(device)):
+        raise StateError(
+            f"the current stream of {device} captures a graph, and what is captured has not run: save and load outside "
+            "of the capture"
+        )
+
+
+def _is_capturing(module: Any) -> bool:
+    return hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing()
 
 
 @contextmanager
