@@ -44,6 +44,7 @@ class PinnedMemory:
         if not nbytes or address in self._known:
             return
         runtime = _find_runtime(device)
+        self._known[address] = runtime is not None  # until it is known: an interrupt may follow the registration
         # The memory is mapped until after this call: the array refers to its mapping.
         weakref.finalize(memory, partial(self._forget, address, runtime, device, os.getpid())).atexit = False
         with select_device(device):
