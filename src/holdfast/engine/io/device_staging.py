@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.engine.io.device_copies import CopyMark, DeviceCopies, Piece
-from holdfast.engine.io.device_streams import CopyStream
+from holdfast.engine.io.device_streams import CopyStream, wait_for_copies
 from holdfast.engine.io.pinned_memory import pin_for
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
@@ -100,7 +100,7 @@ class DeviceStaging:
     def abandon(self) -> None:
         """Wait until no device copies any more, whatever has happened."""
         with suppress(DeviceError):
-            CopyMark(self.streams).wait()  # after all that was enqueued before an error
+            wait_for_copies(self.streams)  # also for what was enqueued before an error
         self._samples = ()
         self._sample_arena.release()
 

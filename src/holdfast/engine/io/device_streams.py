@@ -145,6 +145,18 @@ def begin_copies(tensors: Iterable[HasDevice]) -> list[CopyStream]:
     return streams
 
 
+def wait_for_copies(streams: Iterable[CopyStream]) -> None:
+    """Wait until no device copies any more, also if some are lost. Raises the first ``DeviceError``."""
+    errors = []
+    for stream in streams:
+        try:
+            stream.wait()
+        except DeviceError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def synchronize_devices(tensors: Iterable[HasDevice]) -> None:
     """Wait until the tensors are up to date: for the caller's current streams of the accelerators that hold them."""
     for device in find_accelerators(tensors):
