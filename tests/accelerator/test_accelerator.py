@@ -6,6 +6,8 @@ after the calls make the usual mistakes visible.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,9 +85,12 @@ def test_a_load_comes_after_what_was_enqueued_before_and_before_what_follows(dev
 
 def test_a_stream_of_the_caller_is_followed(device: str, tmp_path: Path) -> None:
     module = torch.get_device_module(device)
+    if not hasattr(module, "Stream"):
+        pytest.skip("this accelerator has no streams")
     training = Training(device)
+    before = module.current_stream()
     with module.stream(module.Stream()):
-        module.current_stream().wait_stream(module.default_stream())
+        module.current_stream().wait_stream(before)
         keep_busy(device)
         training.change_all(5)
         expected = training.copies()
@@ -101,6 +106,8 @@ def test_a_stream_of_the_caller_is_followed(device: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("staging", ["eager", "overlapped"])
 def test_saves_need_no_memory_on_the_device_but_the_scratch(device: str, tmp_path: Path, staging: str) -> None:
     module = torch.get_device_module(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        pytest.skip("torch does not count the memory of this accelerator")
     training = Training(device)
     before = module.memory_allocated()
     peaks = []
@@ -113,6 +120,44 @@ def test_saves_need_no_memory_on_the_device_but_the_scratch(device: str, tmp_pat
         peaks.append(module.max_memory_allocated() - before)
     assert max(peaks) <= SCRATCH_BYTES
     assert module.memory_allocated() - before <= SCRATCH_BYTES
+
+
+def test_a_capture_of_a_graph_is_not_touched(device: str, tmp_path: Path) -> None:
+    if not device.startswith("cuda"):
+        pytest.skip("graphs are for CUDA and HIP")
+    training, count, graph = Training(device), torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    holdfast.save_checkpoint(tmp_path, "before", training.net, training.optimizer)
+    with torch.cuda.graph(graph):
+        count.add_(1)
+        with pytest.raises(holdfast.StateError, match="captures a graph"):
+            holdfast.save_checkpoint(tmp_path, "s", training.net, training.optimizer, rng=False)
+        with pytest.raises(holdfast.StateError, match="captures a graph"):
+            holdfast.load_checkpoint(tmp_path, model=training.net)
+        count.add_(1)
+    graph.replay()
+    assert count.item() == 2
+
+
+SECOND_GPU = """
+import sys, torch, holdfast
+from tests.helpers.device_training import Training
+torch.cuda.set_device(1)
+training = Training("cuda:1")
+for number, options in enumerate([{}, {"staging": "eager"}, {"staging": "overlapped"}, {"staging": "overlapped"}]):
+    training.step()
+    options |= {"async_save": True} if options else {}
+    holdfast.save_checkpoint(sys.argv[1], f"s{number}", training.net, training.optimizer, **options)
+    holdfast.finalize()
+holdfast.load_checkpoint(sys.argv[1], model=training.net, optimizer=training.optimizer)
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0), "a context was made on the first GPU"
+"""
+
+
+def test_no_context_is_made_on_another_gpu(device: str, tmp_path: Path) -> None:
+    if not device.startswith("cuda") or torch.cuda.device_count() < 2:
+        pytest.skip("this machine does not have two GPUs")
+    subprocess.run([sys.executable, "-c", SECOND_GPU, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.fixture

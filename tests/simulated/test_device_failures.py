@@ -70,6 +70,35 @@ def test_a_device_lost_during_a_load_fails_it_on_all_ranks(
         assert isinstance(error, holdfast.DeviceError), repr(error)
 
 
+def lose_device_in_exchange(path: str, call: str) -> None:
+    """Lose the device of rank 1 while the ranks exchange bytes."""
+    state = {"w": DTensor.from_local(torch.zeros(300, 50, device="sim"), DeviceMesh("sim", [0, 1]), [Shard(1)])}
+    training = Training("sim")
+    if call == "load":
+        holdfast.save_checkpoint(path, "s", state)
+    SCHEDULER.run_all()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        SCHEDULER.lost_after = 0
+    try:
+        if call == "load":
+            holdfast.load_checkpoint(path, model=state, share_reads="always", timeout=20)
+        elif call == "copy":
+            holdfast.copy_state(model=training.net, optimizer=training.optimizer, sources=[0], timeout=20)
+        else:
+            holdfast.save_checkpoint(path, "s", state, timeout=20, **OPTIONS[call]).wait()
+    finally:
+        SCHEDULER.lost_after = None
+
+
+@pytest.mark.parametrize("call", ["load", "copy", *OPTIONS])
+def test_a_device_lost_while_ranks_exchange_bytes_fails_the_call_on_all_ranks(
+    device_ranks: DeviceRanks, tmp_path: Path, call: str
+) -> None:
+    for error in device_ranks.outcomes(2, lose_device_in_exchange, str(tmp_path), call):
+        assert isinstance(error, holdfast.DeviceError), repr(error)
+
+
 def count_copies_left() -> int:
     return sum(len(stream.queue) for stream in SCHEDULER.streams if stream is not DEFAULT)
 

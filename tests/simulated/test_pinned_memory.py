@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 import holdfast
 from holdfast.save.background import background_saves
@@ -75,3 +79,33 @@ def test_memory_is_registered_once_and_until_it_is_freed(device_ranks: DeviceRan
     ((before, *during, freed, loaded),) = device_ranks(1, count_registered, str(tmp_path))
     assert during == [before + 1] * 3
     assert freed == loaded == before
+
+
+def interrupt_registration() -> list[int]:
+    """Return the number of registered buffers when an interrupt comes right after the registration, and later."""
+    from holdfast.engine.io.device_streams import copy_stream_of
+    from holdfast.engine.io.pinned_memory import pin_for
+    from holdfast.storage.memory import aligned_buffer
+    from tests.helpers.simulated.device import RUNTIME, Runtime
+
+    real = Runtime.cudaHostRegister
+
+    def register(self: Runtime, address: int, nbytes: int, flags: int) -> int:
+        real(self, address, nbytes, flags)
+        raise KeyboardInterrupt
+
+    stream = copy_stream_of(torch.device("sim:0"))
+    assert stream is not None
+    before = len(RUNTIME.registered)
+    buffer = aligned_buffer(2**20)
+    with mock.patch.object(Runtime, "cudaHostRegister", register), suppress(KeyboardInterrupt):
+        pin_for([stream], buffer)
+    counts = [len(RUNTIME.registered) - before]
+    del buffer
+    gc.collect()
+    return [*counts, len(RUNTIME.registered) - before]
+
+
+def test_memory_is_given_back_if_an_interrupt_comes_when_it_is_registered(device_ranks: DeviceRanks) -> None:
+    """Otherwise the device would copy into pages that the process does not have any more."""
+    assert device_ranks(1, interrupt_registration) == [[1, 0]]

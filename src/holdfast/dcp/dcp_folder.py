@@ -115,7 +115,7 @@ class DcpFolder:
         span_bytes = (
             sum((length - 1) * stride for length, stride in zip(item.lengths, stored.strides, strict=True)) + size
         )
-        data = torch.empty(span_bytes if item.lengths.numel() else 0, dtype=torch.uint8)
+        data = torch.empty(span_bytes if item.lengths.numel() else 0, dtype=torch.uint8, device="cpu")
         self.readers.read(stored.file, first, data.numpy().data)
         return data.view(DTYPES[info.dtype]).as_strided(item.lengths, [stride // size for stride in stored.strides])
 

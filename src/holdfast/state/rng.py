@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.engine.io.device_streams import require_no_capture
 from holdfast.errors import CorruptCheckpointError
 
 #: The generators that every process has.
@@ -34,7 +35,10 @@ def _get_state(name: str) -> Any:
         return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
     if name == NUMPY:
         return np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is the one to save
-    return torch.get_rng_state() if name == TORCH else torch.get_device_module(name).get_rng_state()
+    if name == TORCH:
+        return torch.get_rng_state()
+    require_no_capture(torch.device(name))
+    return torch.get_device_module(name).get_rng_state()
 
 
 def check_generators(state: Mapping[str, Any]) -> None:

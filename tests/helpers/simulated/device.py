@@ -16,6 +16,7 @@ their own, and never in that of pytest.
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -83,12 +84,13 @@ class Runtime:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.refuses = False
-        #: An error that the next kernel reports, as CUDA does if nobody has asked for it.
-        self.pending: str | None = None
+        #: Has an error that the next kernel of a thread reports, as CUDA does if nobody has asked for it.
+        self.thread = threading.local()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        SCHEDULER.note_call()
         if self.refuses:
-            self.pending = "simulated error: out of memory"
+            self.thread.pending = "simulated error: out of memory"
             return 2
         known = list(self.registered.items())  # other threads register memory, too
         assert not any(start < address + nbytes and address < start + size for start, size in known)
@@ -96,6 +98,7 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        SCHEDULER.note_call()
         SCHEDULER.run_all()  # as CUDA does
         del self.registered[address]
         return 0
@@ -112,6 +115,7 @@ class Module:
 
     Stream, Event = streams.Stream, streams.Event
     stream, current_stream = streams.StreamContext, staticmethod(streams.current_stream)
+    device = streams.DeviceContext
 
     def __init__(self) -> None:
         self._rng_state = torch.zeros(16, dtype=torch.uint8)
@@ -121,6 +125,9 @@ class Module:
 
     def synchronize(self, device: object = None) -> None:
         SCHEDULER.run_all()
+
+    def is_current_stream_capturing(self) -> bool:
+        return streams.current_stream().is_capturing
 
     def is_initialized(self) -> bool:
         return True
@@ -146,6 +153,8 @@ class Module:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
+        if self.is_current_stream_capturing():
+            raise RuntimeError("simulated error: the seed cannot be read during a capture")
         return self._rng_state.clone()
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
@@ -154,7 +163,14 @@ class Module:
 
 MEMORY, RUNTIME = Memory(), Runtime()
 
-_VIEWS = {aten.as_strided.default, aten.view.default, aten._reshape_alias.default, aten.alias.default}
+_VIEWS = {
+    aten.as_strided.default,
+    aten.view.default,
+    aten._reshape_alias.default,
+    aten.alias.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+}
 
 
 def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,14 +216,14 @@ def torch_stream() -> streams.Stream:
 
 def _enqueue(work: Callable[[], Any]) -> None:
     SCHEDULER.raise_if_lost()
-    if RUNTIME.pending is not None:
-        message, RUNTIME.pending = RUNTIME.pending, None
+    if message := RUNTIME.thread.__dict__.pop("pending", None):
         raise RuntimeError(message)
-    torch_stream().add(Entry(lambda: _run_without_autograd(work)))
+    torch_stream().add(Entry(lambda: _run_without_checks(work)))
 
 
-def _run_without_autograd(work: Callable[[], Any]) -> None:
-    with torch.no_grad():
+def _run_without_checks(work: Callable[[], Any]) -> None:
+    """Run what torch has checked when it was enqueued, in whatever thread waits for it."""
+    with torch.inference_mode():
         work()
 
 
@@ -277,7 +293,7 @@ def reset() -> None:
     SCHEDULER.reset()
     device_streams._streams.clear()  # they have tensors, too
     MEMORY.free_all()
-    RUNTIME.refuses, RUNTIME.pending = False, None
+    RUNTIME.refuses, RUNTIME.thread = False, threading.local()
 
 
 #: Operators that are not kernels.

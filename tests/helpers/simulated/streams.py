@@ -37,9 +37,14 @@ class Stream:
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.queue: deque[Entry] = deque()
+        #: Set by a test while what it enqueues goes into a graph, and does not run. Other streams cannot join.
+        self.is_capturing = False
+        self.graph: list[Entry] = []
         SCHEDULER.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
+        if self.is_capturing or event.is_captured:
+            raise RuntimeError("simulated error: operation not permitted when stream is capturing")
         if event.mark is not None:
             self.add(Entry(awaited=event.mark))
 
@@ -56,7 +61,7 @@ class Stream:
 
     def add(self, entry: Entry) -> None:
         with SCHEDULER.lock:
-            self.queue.append(entry)
+            (self.graph if self.is_capturing else self.queue).append(entry)
 
     def is_ready(self) -> bool:
         """Return whether the stream can go on."""
@@ -68,15 +73,18 @@ class Event:
 
     def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self.mark: Mark | None = None
+        self.is_captured = False
 
     def record(self, stream: Stream | None = None) -> None:
-        self.mark = Mark()
-        (stream or current_stream()).add(Entry(mark=self.mark))
+        stream = stream or current_stream()
+        self.mark, self.is_captured = Mark(), stream.is_capturing
+        stream.add(Entry(mark=self.mark))
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
+        SCHEDULER.note_call()
         if self.mark is not None:
             SCHEDULER.run_until(self.mark)
 
@@ -122,13 +130,21 @@ class Scheduler:
         self.saves_go_on.set()
         #: The number of entries after which the device is lost.
         self.lost_after: int | None = None
+        #: The names of threads, other than the main one, that called the runtime and had not selected the device. On
+        #: CUDA each would make a context on the first one.
+        self.without_device: set[str] = set()
 
     def reset(self) -> None:
         """Forget the past: what is enqueued, and the settings of a test."""
         for stream in self.streams:
             stream.queue.clear()
-        self.order, self.waits, self.lost_after = needed_first, [], None
+        self.order, self.waits, self.lost_after, self.without_device = needed_first, [], None, set()
         self.saves_go_on.set()
+
+    def note_call(self) -> None:
+        """Note that the calling thread calls the runtime."""
+        if not getattr(_current, "devices", 0) and threading.current_thread() is not threading.main_thread():
+            self.without_device.add(threading.current_thread().name)
 
     def run_until(self, mark: Mark) -> None:
         """Run streams until the mark is reached. Everything that waits on the host comes here."""
@@ -169,9 +185,9 @@ class Scheduler:
             entry.mark.reached = True
 
 
+_current = threading.local()
 SCHEDULER = Scheduler()
 DEFAULT = Stream()
-_current = threading.local()
 
 
 def current_stream(device: object = None) -> Stream:
@@ -187,6 +203,7 @@ class StreamContext:
         self._stream = stream
 
     def __enter__(self) -> Self:
+        SCHEDULER.note_call()
         self._before = current_stream()
         _current.stream = self._stream
         return self
@@ -195,3 +212,18 @@ class StreamContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _current.stream = self._before
+
+
+class DeviceContext:
+    """Make a device the current one of the thread inside the ``with`` block. The main thread has selected it."""
+
+    def __init__(self, device: object) -> None:
+        del device
+
+    def __enter__(self) -> None:
+        _current.devices = getattr(_current, "devices", 0) + 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.devices -= 1

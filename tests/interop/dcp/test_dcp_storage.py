@@ -491,3 +491,11 @@ def test_a_writer_is_used_again_after_a_failed_save(tmp_path: Path) -> None:
             dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=Failing(), no_dist=True)
     dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(10.0)}, storage_writer=FileSystemWriter(tmp_path / "c"), no_dist=True)
+    state = {"w": torch.zeros(10)}
+    with torch.device("meta"):
+        dcp.load(state, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert torch.equal(state["w"], torch.arange(10.0))

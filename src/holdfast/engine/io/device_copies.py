@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.engine.io.device_streams import SCRATCH_BYTES, CopyStream, DeviceEvent
+from holdfast.engine.io.device_streams import SCRATCH_BYTES, CopyStream, DeviceEvent, wait_for_copies
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.errors import DeviceError
 from holdfast.storage.memory import Bytes
@@ -76,7 +76,7 @@ class DeviceCopies:
     def abandon(self) -> None:
         """Wait until no device writes into memory any more, whatever has happened."""
         with suppress(DeviceError):
-            self.mark().wait()
+            wait_for_copies(self._streams)
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:

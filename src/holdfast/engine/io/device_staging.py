@@ -1,9 +1,9 @@
 """Staging out of accelerators: the devices copy into the staging memory, and no thread of the process moves a byte.
 
 All copies are enqueued at the call, also those of tensors that may be copied later: the next step waits for them on the
-device, and the caller for nothing. What the caller enqueues on its current streams cannot come between. What runs on
-other streams can. Therefore some chunks are copied once more before all others, and once after them; the three copies
-must be equal.
+device, and the caller for nothing. What is not a step, or runs on other streams, can come between. Therefore some
+chunks are copied once more before all others and before anything that the caller enqueues next, and once after them;
+the three copies must be equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.engine.io.device_copies import CopyMark, DeviceCopies, Piece
-from holdfast.engine.io.device_streams import CopyStream
+from holdfast.engine.io.device_streams import CopyStream, wait_for_copies
 from holdfast.engine.io.pinned_memory import pin_for
 from holdfast.engine.io.requests import ShardOf
 from holdfast.engine.io.staging_memory import Arena, StagingMemory
@@ -56,15 +56,15 @@ class DeviceStaging:
     ) -> None:
         """Enqueue the copies of chunks into ``memory``, and of the ``sampled`` ones of those that are deferred.
 
-        What the calling thread enqueues next waits for the copies, but not for those that are ``deferred``.
+        What the calling thread enqueues next waits for the copies and the first samples, but not for the ``deferred``.
         """
         if not self.streams:
             return
         copies = DeviceCopies(self.streams)
         self._samples, sample_memory = self._allocate_samples(sampled, sum(chunk.chunk.size for chunk in deferred))
+        copies.enqueue(self._sample_pieces(lambda sample: sample.before, sample_memory), sample_memory)
         copies.enqueue(self._pieces(chunks, memory), memory)
         copies.mark().precede_caller()
-        copies.enqueue(self._sample_pieces(lambda sample: sample.before, sample_memory), sample_memory)
         copies.enqueue(self._pieces(deferred, memory), memory)
         copies.enqueue(self._sample_pieces(lambda sample: sample.after, sample_memory), sample_memory)
         self._mark = copies.mark()
@@ -100,7 +100,7 @@ class DeviceStaging:
     def abandon(self) -> None:
         """Wait until no device copies any more, whatever has happened."""
         with suppress(DeviceError):
-            CopyMark(self.streams).wait()  # after all that was enqueued before an error
+            wait_for_copies(self.streams)  # also for what was enqueued before an error
         self._samples = ()
         self._sample_arena.release()
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from holdfast.errors import DeviceError, HoldfastError
+from holdfast.errors import DeviceError, HoldfastError, StateError
 from holdfast.observe.spans import span
 
 #: The bytes of memory on a device in which small and strided shards are gathered. It is kept.
@@ -51,24 +51,32 @@ class CopyStream:
         self._scratch: torch.Tensor | None = None
 
     def follow_caller(self) -> None:
-        """Let copies that are enqueued later run after what the calling thread has enqueued on its current stream."""
-        with translate_device_errors(self.device):
+        """Let copies that are enqueued later run after what the calling thread has enqueued on its current stream.
+
+        Raises ``StateError`` if the thread captures a graph there: then nothing of that runs before the graph does.
+        """
+        with self._used():
+            require_no_capture(self.device)
             self._stream.wait_event(self._module.current_stream(self.device).record_event())
 
     def precede_caller(self, event: DeviceEvent) -> None:
-        """Let what the calling thread enqueues later on its current stream run after ``event``."""
-        with translate_device_errors(self.device):
-            self._module.current_stream(self.device).wait_event(event)
+        """Let what the calling thread enqueues later on its current stream run after ``event``.
+
+        A step that is captured does not run now, and a wait for something outside would make its graph invalid.
+        """
+        with self._used():
+            if not _is_capturing(self._module):
+                self._module.current_stream(self.device).wait_event(event)
 
     @contextmanager
     def enqueue(self) -> Iterator[None]:
         """Enqueue on this stream inside the ``with`` block. Only one thread does so at a time: it has the scratch."""
-        with self._lock, translate_device_errors(self.device), self._module.stream(self._stream):
+        with self._lock, self._used(), self._module.stream(self._stream):
             yield
 
     def record_event(self) -> DeviceEvent:
         """Return an event after all copies that are enqueued."""
-        with translate_device_errors(self.device):
+        with self._used():
             event: DeviceEvent = self._stream.record_event()
             return event
 
@@ -78,14 +86,21 @@ class CopyStream:
 
     def wait_for(self, event: DeviceEvent) -> None:
         """Wait until the device has reached an event."""
-        with translate_device_errors(self.device):
+        with self._used():
             event.synchronize()
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Call the device's runtime inside the ``with`` block. Raises ``DeviceError``."""
+        with translate_device_errors(self.device), select_device(self.device):
+            yield
 
     @property
     def scratch(self) -> torch.Tensor:
         """Memory on the device, for the thread that enqueues. What is enqueued later may use it again."""
         if self._scratch is None:
-            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+            with torch.inference_mode(mode=False):  # or no later save could write to it
+                self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
         return self._scratch
 
 
@@ -130,6 +145,18 @@ def begin_copies(tensors: Iterable[HasDevice]) -> list[CopyStream]:
     return streams
 
 
+def wait_for_copies(streams: Iterable[CopyStream]) -> None:
+    """Wait until no device copies any more, also if some are lost. Raises the first ``DeviceError``."""
+    errors = []
+    for stream in streams:
+        try:
+            stream.wait()
+        except DeviceError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def synchronize_devices(tensors: Iterable[HasDevice]) -> None:
     """Wait until the tensors are up to date: for the caller's current streams of the accelerators that hold them."""
     for device in find_accelerators(tensors):
@@ -138,6 +165,29 @@ def synchronize_devices(tensors: Iterable[HasDevice]) -> None:
                 torch.accelerator.synchronize(device)
             else:
                 torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def select_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one of the calling thread inside the ``with`` block.
+
+    That of a new thread is the first one, and almost any call would make a context there: half a gigabyte on a GPU that
+    belongs to another rank.
+    """
+    module = torch.get_device_module(device)
+    return module.device(device) if hasattr(module, "device") else nullcontext()
+
+
+def require_no_capture(device: torch.device) -> None:
+    """Raise ``StateError`` if the calling thread captures a graph on its current stream of the current device."""
+    if _is_capturing(torch.get_device_module(device)):
+        raise StateError(
+            f"the current stream of {device} captures a graph, and what is captured has not run: save and load outside "
+            "of the capture"
+        )
+
+
+def _is_capturing(module: Any) -> bool:
+    return hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.engine.io.device_copies import CopyMark
-from holdfast.engine.io.device_streams import CopyStream
+from holdfast.engine.io.device_streams import CopyStream, wait_for_copies
 from holdfast.engine.io.pinned_memory import pin_for
 from holdfast.engine.io.requests import SinkOf
 from holdfast.engine.io.tensor_bytes import TensorBytes
@@ -85,4 +85,4 @@ class Intake:
     ) -> None:
         """Wait until no device copies out of the buffers any more. Raises ``DeviceError``."""
         with suppress(*([] if error is None else [DeviceError])):
-            self._mark_copies().wait()
+            wait_for_copies(self._streams.values())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.engine.io.device_streams import CopyStream
+from holdfast.engine.io.device_streams import CopyStream, select_device
 from holdfast.observe.units import format_size
 from holdfast.observe.warning import warn_caller
 from holdfast.storage.memory import Bytes
@@ -44,9 +44,11 @@ class PinnedMemory:
         if not nbytes or address in self._known:
             return
         runtime = _find_runtime(device)
-        is_pinned = self._known[address] = runtime is not None and _register(runtime, address, nbytes, device)
+        self._known[address] = runtime is not None  # until it is known: an interrupt may follow the registration
         # The memory is mapped until after this call: the array refers to its mapping.
-        weakref.finalize(memory, partial(self._forget, address, runtime, os.getpid())).atexit = False
+        weakref.finalize(memory, partial(self._forget, address, runtime, device, os.getpid())).atexit = False
+        with select_device(device):
+            is_pinned = self._known[address] = runtime is not None and _register(runtime, address, nbytes, device)
         if is_pinned or self._has_warned:
             return
         self._has_warned = True
@@ -58,9 +60,10 @@ class PinnedMemory:
             f"are slower, and the call waits for them: {reason}"
         )
 
-    def _forget(self, address: int, runtime: Any, process: int) -> None:
-        if os.getpid() == process and self._known.pop(address):  # a forked process has the memory, but not the device
-            with suppress(RuntimeError):  # the device is lost
+    def _forget(self, address: int, runtime: Any, device: torch.device, process: int) -> None:
+        # A forked process has the memory, but not the device.
+        if os.getpid() == process and self._known.pop(address, False):
+            with suppress(RuntimeError), select_device(device):  # the device is lost
                 runtime.cudaHostUnregister(address)
 
 

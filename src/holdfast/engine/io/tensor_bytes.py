@@ -7,7 +7,7 @@ what the caller of the save or load has enqueued before anything is copied here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -168,8 +168,10 @@ class TensorBytes:
 
     def scatter(self, start: int, data: Bytes, *, non_blocking: bool = True) -> None:
         """Enqueue copies of ``data`` to the bytes from ``start`` on, on the current stream."""
-        for box_view, values in self._iter_boxes(start, torch.from_numpy(data)):
-            box_view.copy_(values, non_blocking=non_blocking)
+        # A tensor that was made in inference mode may be changed only there, and each thread has a mode of its own.
+        with torch.inference_mode() if self._tensor.is_inference() else nullcontext():
+            for box_view, values in self._iter_boxes(start, torch.from_numpy(data)):
+                box_view.copy_(values, non_blocking=non_blocking)
 
     def _iter_boxes(self, start: int, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the boxes of the tensor that contain the bytes from ``start`` on, each with its part of ``data``."""
