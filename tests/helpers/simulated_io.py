@@ -186,7 +186,7 @@ class SimulatedLoad:
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
         held = {numbers[tensor.group, tensor.name]: tensor for tensor in self.job.membership().iter_tensors()}
         files = read_plan._FileIndex(self.stored, numbers, held)
-        plan = load_plan.plan_load(held, rank, files.locate_tensor, exchange=self.exchange)
+        plan = load_plan.plan_load(held, rank, files.locate_bytes, exchange=self.exchange)
         return plan, list(files.numbers)
 
     def run(self, rank: int, p2p: ThreadP2P) -> Fragments:

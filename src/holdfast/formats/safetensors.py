@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.reader import FileExtent
 from holdfast.ondisk import block_crcs, header
-from holdfast.ondisk.files import CRC_KEY, TIED_KEY, TensorInfo
+from holdfast.ondisk.files import CRC_KEY, TIED_KEY, TensorInfo, intern_info
 from holdfast.ondisk.header import SafetensorsHeader, parse_json_object
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.storage.store import store_of
@@ -63,7 +63,7 @@ class SafetensorsFile:
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """The tensors of the file."""
-        return {name: TensorInfo(entry.dtype, entry.shape) for name, entry in self.header.entries.items()}
+        return {name: intern_info(entry.dtype, entry.shape) for name, entry in self.header.entries.items()}
 
     @cached_property
     def tied(self) -> Mapping[str, str]:

@@ -234,15 +234,15 @@ class LoadOperation:
         """Return the tensors that all ranks request. Of ranks with equal specs only the lowest rank sends its spec."""
         directory = decision.spec_directory
         spec, meshes = targets.inventory.build_spec(), targets.inventory.build_meshes()
-        encoded_specs = [(spec.encode(), meshes.encode())]
-        if not directory.is_uniform:
-            _, raw = self._session.vote(
-                "exchanging tensor specs",
-                lambda: directory.encode_contribution(self._session.rank, spec, meshes),
-                _encode,
-                lambda posted: _encode([msgspec.msgpack.decode(raw, type=_EncodedSpec) for raw in posted]),
-            )
-            encoded_specs = msgspec.msgpack.decode(raw, type=list[_EncodedSpec])
+        if directory.is_uniform:
+            return directory.share_spec(spec, meshes, self._ranks.global_ranks())
+        _, raw = self._session.vote(
+            "exchanging tensor specs",
+            lambda: directory.encode_contribution(self._session.rank, spec, meshes),
+            _encode,
+            lambda posted: _encode([msgspec.msgpack.decode(raw, type=_EncodedSpec) for raw in posted]),
+        )
+        encoded_specs = msgspec.msgpack.decode(raw, type=list[_EncodedSpec])
         return directory.build_global_spec(encoded_specs, self._ranks.global_ranks())
 
     def _plan_reads(

@@ -46,9 +46,10 @@ class _FileIndex:
         self._numbering, self._keys = numbering, list(numbering)
         self.numbers: dict[Source, int] = {}
         self._whole: dict[int, Sequence[FileRange]] = {}
+        groups = stored.groups
         for tensor in sorted(readable):
             group, name = self._keys[tensor]
-            extents = stored.find_extents(group, name, 0, stored.groups[group][name].nbytes)
+            extents = stored.find_extents(group, name, 0, groups[group][name].nbytes)
             self._whole[tensor] = self._number_files(tensor, 0, extents)
 
     def _number_files(self, tensor: int, start: int, extents: Iterable[FileExtent]) -> Sequence[FileRange]:
@@ -59,11 +60,8 @@ class _FileIndex:
             for file, offset, first, last in extents
         ]
 
-    def locate_tensor(self, tensor: int) -> Locate:
-        """Return a function that maps byte ranges of a stored tensor to file ranges."""
-        return partial(self._locate_bytes, tensor)
-
-    def _locate_bytes(self, tensor: int, start: int, stop: int) -> Sequence[FileRange]:
+    def locate_bytes(self, tensor: int, start: int, stop: int) -> Sequence[FileRange]:
+        """Return the file ranges of bytes of a stored tensor."""
         whole = self._whole[tensor]
         if whole and start == 0 and stop == whole[-1].stop:
             return whole
@@ -75,13 +73,13 @@ class _FileIndex:
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
         if len(mapping.ranges) == 1:
-            return self.locate_tensor(self._numbering[group, mapping.ranges[0].name])
+            return partial(self.locate_bytes, self._numbering[group, mapping.ranges[0].name])
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
             return [
                 file_range._replace(local=file_range.local + at - start)
                 for at, (name, first, last) in mapping.find_ranges(start, stop)
-                for file_range in self._locate_bytes(self._numbering[group, name], first, last)
+                for file_range in self.locate_bytes(self._numbering[group, name], first, last)
             ]
 
         return find_file_ranges
@@ -122,9 +120,15 @@ class ReadPlan:
         requested = {first_parts[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in first_parts}
         files = _FileIndex(reader, number, _find_readable(keys, number, mappings))
 
-        def locate_requested(number: int) -> Locate:
-            tensor = requested[number]
-            return files.locate_mapping(tensor.group, mappings[tensor.group, tensor.name])
+        joined = {
+            first_parts[key]: files.locate_mapping(key[0], mapping)
+            for key, mapping in mappings.items()
+            if len(mapping.ranges) > 1
+        }
+
+        def locate_requested(number: int, start: int, stop: int) -> Sequence[FileRange]:
+            locate = joined.get(number)
+            return files.locate_bytes(number, start, stop) if locate is None else locate(start, stop)
 
         global_rank = ranks.global_ranks()[ranks.rank]
         return cls(

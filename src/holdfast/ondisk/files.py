@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -59,16 +59,22 @@ _UNITS = {
 }
 
 
-class TensorInfo(msgspec.Struct, frozen=True):
+class TensorInfo(msgspec.Struct, frozen=True, dict=True):
     """A tensor of a checkpoint: its dtype by safetensors name, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
         return math.prod(self.shape) * dtype_width(self.dtype)
+
+
+@lru_cache(maxsize=4096)
+def intern_info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Return the first description of such tensors: tensors have few shapes, and the size is computed once."""
+    return TensorInfo(dtype, shape)
 
 
 @dataclass(frozen=True)

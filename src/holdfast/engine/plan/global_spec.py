@@ -16,7 +16,7 @@ from holdfast.engine.plan.shards import local_shard
 from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from holdfast.engine.plan.split_tensors import Splits
 from holdfast.errors import RankMismatchError, StateError
-from holdfast.ondisk.files import TensorInfo
+from holdfast.ondisk.files import TensorInfo, intern_info
 
 #: Stands for ranks of a mesh that are not in the process group.
 _OUTSIDE = -1
@@ -180,7 +180,7 @@ class GlobalSpec:
         holders = self._holder_tables.get(naming)
         if holders is None:
             holders = self._holder_tables[naming] = self._build_holder_table(tensor, naming)
-        info = TensorInfo(tensor.dtype, tensor.shape)
+        info = intern_info(tensor.dtype, tensor.shape)
         global_tensor = GlobalTensor(
             tensor.group, tensor.name, info, tensor.shared, *holders, splits=tensor.splits, apart=tensor.apart
         )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from holdfast.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
 from holdfast.engine.plan.global_spec import GlobalTensor
 from holdfast.engine.plan.routes import (
-    Locate,
     OwnedStripe,
     StripeRoutes,
     StripeTask,
@@ -58,8 +58,8 @@ class LoadPlan:
         )
 
 
-#: Returns the function that locates bytes of tensor number n in files.
-LocateTensor = Callable[[int], Locate]
+#: Returns the file ranges of bytes ``[start, stop)`` of tensor number n; their ``local`` counts from ``start``.
+LocateInTensor = Callable[[int, int, int], Sequence[FileRange]]
 
 
 class _Turn(NamedTuple):
@@ -74,7 +74,7 @@ class _Turn(NamedTuple):
     start: tuple[int, int]
 
 
-def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTensor, *, exchange: bool) -> LoadPlan:
+def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateInTensor, *, exchange: bool) -> LoadPlan:
     """Return the plan of ``rank`` for tensors by number. With ``exchange`` each byte is read by one rank only.
 
     Tensors and files must have the same numbers on all ranks.
@@ -88,17 +88,17 @@ def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateTens
             continue
         if is_striped(tensor):
             if exchange:
-                stripes = routes.route_tensor(tensor, locate(number))
+                stripes = routes.route_tensor(tensor, partial(locate, number))
                 turns += [(_Turn(_first_byte(stripe), 0, _first_byte(stripe)), stripe) for stripe in stripes]
             else:
-                plan.local_stripes += local_stripes(tensor, rank, locate(number))
+                plan.local_stripes += local_stripes(tensor, rank, partial(locate, number))
             continue
         file_ranges = copies.setdefault(tensor.holder_ranks(coordinate), [])
         if tensor.division:
             shard = local_shard(tensor.info, tensor.division, coordinate)
-            file_ranges.extend(contiguous_requests(shard, locate(number)))
+            file_ranges.extend(contiguous_requests(shard, partial(locate, number)))
         elif nbytes := tensor.info.nbytes:
-            file_ranges.extend(locate(number)(0, nbytes))
+            file_ranges.extend(locate(number, 0, nbytes))
     plan.file_ranges = copies.pop((rank,), [])
     for holders, file_ranges in copies.items():
         if exchange:
