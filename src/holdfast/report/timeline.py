@@ -23,7 +23,7 @@ class Timeline:
     is_journalled: bool
 
     def as_record(self) -> dict[str, Any]:
-        """Return the timeline as JSON: a list for each entry. Placements and names of phases are lists beside them."""
+        """Return the timeline as JSON: a list for each entry. Placements and names of phases are lists of their own."""
         placements = {placement: number for number, placement in enumerate(dict.fromkeys(map(_cut, self.entries)))}
         names = [*dict.fromkeys(name for entry in self.entries for name, _ in entry.phases)][:_MAX_PHASES]
         rows = [
