@@ -207,7 +207,10 @@ class TestInAnObjectStore:
         with pytest.raises(holdfast.TagExistsError):
             holdfast.save_checkpoint(run_path(), "s2", {"net": state(2)}, step=2)
         save(3, keep=2)
-        holdfast.restore(run_path(), model={"net": state(0)}, dataloader=None, optimizer=None)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        holdfast.save_checkpoint(run_path(), "s4", model, optimizer, step=4)
+        holdfast.load_checkpoint(run_path(), model=model, optimizer=optimizer)
         found = read_journal(run_path())
         assert [(line.kind, line.tag, line.step) for line in found] == [
             ("saved", "s1", 1),
@@ -215,8 +218,10 @@ class TestInAnObjectStore:
             ("failed", "s2", 2),
             ("saved", "s3", 3),
             ("removed", "s1", 1),
+            ("saved", "s4", 4),
+            ("resumed", "s4", 4),
         ]
-        info, saved = holdfast.list_checkpoints(run_path())[-1], found[3]
+        info, saved = holdfast.list_checkpoints(run_path())[-2], found[3]
         assert (saved.nbytes, saved.run, saved.world_size) == (info.nbytes, info.run, 1)
         assert [name for name, _ in saved.phases] == ["prepare", "write", "commit"]
         assert sum(seconds for _, seconds in saved.phases) == pytest.approx(saved.seconds, abs=1e-5)

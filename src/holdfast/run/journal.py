@@ -19,6 +19,7 @@ import msgspec
 from holdfast.errors import StorageError
 from holdfast.observe.events import DrainFailed, Event, Loaded, Saved, SaveFailed
 from holdfast.observe.warning import warn_caller
+from holdfast.run.object_run import tag_of
 from holdfast.storage.appended_file import append_line, read_lines
 from holdfast.storage.object_path import ObjectPath
 
@@ -93,7 +94,7 @@ def describe_event(event: Event, time: float) -> JournalEntry | None:
         return JournalEntry(
             "saved",
             time,
-            event.path.name,
+            tag_of(event.path),
             event.step,
             blocking_seconds=round(event.blocking_seconds, 6),
             seconds=round(event.seconds, 6),
@@ -102,9 +103,9 @@ def describe_event(event: Event, time: float) -> JournalEntry | None:
             phases=tuple((phase, round(max(seconds, 0.0), 6)) for phase, seconds in event.phases.items()),
         )
     if isinstance(event, Loaded):
-        return JournalEntry("resumed", time, event.path.name, event.step, seconds=round(event.seconds, 6))
+        return JournalEntry("resumed", time, tag_of(event.path), event.step, seconds=round(event.seconds, 6))
     if isinstance(event, SaveFailed | DrainFailed):
-        return JournalEntry("failed", time, event.path.name, error=str(event.error)[:_MAX_ERROR])
+        return JournalEntry("failed", time, tag_of(event.path), error=str(event.error)[:_MAX_ERROR])
     return None
 
 
