@@ -71,9 +71,12 @@ class TensorInfo(msgspec.Struct, frozen=True, dict=True):
         return math.prod(self.shape) * dtype_width(self.dtype)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def intern_info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """Return the first description of such tensors: tensors have few shapes, and the size is computed once."""
+    """Return the first description of such tensors: tensors have few shapes, and the size is computed once.
+
+    Few are kept, because each is compared with all others if a file has shapes of one hash.
+    """
     return TensorInfo(dtype, shape)
 
 

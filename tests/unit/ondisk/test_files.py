@@ -25,6 +25,7 @@ from holdfast.ondisk.files import (
     TensorInfo,
     build_index,
     index_path,
+    intern_info,
     pack_files,
     parse_size,
     split_by_size,
@@ -261,3 +262,25 @@ def test_the_size_of_a_tensor_is_that_of_its_elements() -> None:
     assert TensorInfo("C64", (3, 5)).nbytes == 8 * math.prod((3, 5))
     assert TensorInfo("BF16", ()).nbytes == 2
     assert TensorInfo("F64", (7, 0)).nbytes == 0
+
+
+class CountingShape(tuple[int, ...]):
+    """A shape with the hash of all others. It counts comparisons."""
+
+    comparisons = 0
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        CountingShape.comparisons += 1
+        return tuple.__eq__(self, other)
+
+
+def test_shapes_of_one_hash_are_not_all_compared_with_one_another() -> None:
+    intern_info.cache_clear()
+    count = 5000
+    for size in range(count):
+        assert intern_info("F32", CountingShape((0, size))).shape == (0, size)
+    intern_info.cache_clear()
+    assert CountingShape.comparisons < 300 * count
