@@ -267,6 +267,7 @@ def test_the_size_of_a_tensor_is_that_of_its_elements() -> None:
 class CountingShape(tuple[int, ...]):
     """A shape with the hash of all others. It counts comparisons."""
 
+    __slots__ = ()
     comparisons = 0
 
     def __hash__(self) -> int:
@@ -283,4 +284,4 @@ def test_shapes_of_one_hash_are_not_all_compared_with_one_another() -> None:
     for size in range(count):
         assert intern_info("F32", CountingShape((0, size))).shape == (0, size)
     intern_info.cache_clear()
-    assert CountingShape.comparisons < 300 * count
+    assert CountingShape.comparisons < 500 * count
