@@ -37,7 +37,7 @@ def _get_state(name: str) -> Any:
         return np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is the one to save
     if name == TORCH:
         return torch.get_rng_state()
-    require_no_capture(torch.device(name))
+    require_no_capture(name)
     return torch.get_device_module(name).get_rng_state()
 
 

@@ -177,7 +177,7 @@ def select_device(device: torch.device) -> AbstractContextManager[Any]:
     return module.device(device) if hasattr(module, "device") else nullcontext()
 
 
-def require_no_capture(device: torch.device) -> None:
+def require_no_capture(device: torch.device | str) -> None:
     """Raise ``StateError`` if the calling thread captures a graph on its current stream of the current device."""
     if _is_capturing(torch.get_device_module(device)):
         raise StateError(
