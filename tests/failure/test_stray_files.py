@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import app
 from holdfast.errors import HoldfastError
+from tests.helpers.fake_s3 import AWS, FakeS3
+from tests.helpers.object_histories import run_path, store_with_two_checkpoints
 
 OLD, NEW = 1.0, 7.0
 
@@ -194,3 +196,12 @@ def test_a_folder_of_checkpoints_of_another_system_is_no_run_and_the_newest_is_n
         with pytest.raises(holdfast.EmptyRunError, match="checkpoint-10 is one: pass its path"):
             call(tmp_path)
     assert torch.equal(holdfast.open(tmp_path / "checkpoint-10")["model/w"], torch.full((4,), OLD))
+
+
+def test_what_an_interrupted_save_has_uploaded_is_not_named() -> None:
+    with store_with_two_checkpoints(FakeS3(AWS)) as fake:
+        for key in [key for key in fake.objects if "/.tags/" in key]:
+            del fake.objects[key]
+        with pytest.raises(holdfast.EmptyRunError) as caught:
+            holdfast.open(run_path())
+    assert "is one" not in str(caught.value)

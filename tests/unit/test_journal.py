@@ -226,11 +226,18 @@ class TestInAnObjectStore:
         assert [name for name, _ in saved.phases] == ["prepare", "write", "commit"]
         assert sum(seconds for _, seconds in saved.phases) == pytest.approx(saved.seconds, abs=1e-5)
 
-    def test_a_report_shows_it(self, tmp_path: Path) -> None:
-        with pytest.raises(holdfast.TagExistsError):
-            holdfast.save_checkpoint(run_path(), "s2", {"net": state(2)}, step=2)
+    def test_a_report_shows_it(self) -> None:
         data = describe_run(run_path(), "s2", ReportOptions(lambda checkpoint: None))  # noqa: ARG005
         assert data["timeline"]["journalled"]
+        assert [row[0] for row in data["timeline"]["entries"]] == ["saved", "saved"]
+
+    def test_a_save_needs_two_requests_for_it(self, fake: FakeStore) -> None:
+        fake.requests.clear()
+        save(3)
+        assert [request.kind for request in fake.requests if object_journal.FOLDER in str(vars(request))] == [
+            "list",
+            "put",
+        ]
 
     def test_only_a_committed_save_creates_it(self, fake: FakeStore) -> None:
         other = run_path().parent / "other"
@@ -242,7 +249,7 @@ class TestInAnObjectStore:
         assert [line.kind for line in read_journal(other)] == ["saved", "removed"]
 
     def test_it_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(object_journal, "MAX_ENTRIES", 5)
+        monkeypatch.setattr(journal, "MAX_OBJECTS", 5)
         for number in range(3, 13):
             save(number, keep=3)
         assert [line.tag for line in read_journal(run_path()) if line.kind == "saved"] == ["s11", "s12"]

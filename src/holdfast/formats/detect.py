@@ -42,8 +42,9 @@ def describe_contents(folder: Path) -> str:
     irregular = [path for path in paths if store_of(path).path_exists(path) and not store_of(path).is_file(path)]
     clauses = [f"; {path} is not a regular file" for path in irregular]
     children = sorted(store_of(folder).list_subdirectories(folder), key=lambda child: (len(child.name), child.name))
-    if (inside := next(filter(is_checkpoint, reversed(children[-_MOST_CHILDREN:])), None)) is not None:
-        clauses.append(f", but {inside} is one: pass its path")
+    for child in reversed(children[-_MOST_CHILDREN:]):
+        if is_checkpoint(child) and not is_native(child):  # one of holdfast is an interrupted save in an object store
+            return "".join([*clauses, f", but {child} is one: pass its path"])
     return "".join(clauses)
 
 

@@ -29,6 +29,9 @@ NAME, OLDER_NAME = ".journal.jsonl", ".journal.1.jsonl"
 #: The bytes from which on a journal is replaced by a new one.
 MAX_BYTES = 2**20
 
+#: The most entries of a journal in an object store.
+MAX_OBJECTS = 1000
+
 #: The most bytes of a line. One write of so few is not divided.
 _MAX_LINE = 4096
 
@@ -130,7 +133,7 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
         if isinstance(run, ObjectPath):
             from holdfast.run.object_journal import append_object  # noqa: PLC0415 - few jobs use an object store
 
-            append_object(run, line, entry.time, create=is_saved)
+            append_object(run, line, entry.time, limit=MAX_OBJECTS, create=is_saved)
         else:
             append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
     except StorageError as error:
@@ -141,7 +144,7 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
             _log.debug("the journal of %s is not written", run, exc_info=True)
 
 
-def read_journal(run: Path, count: int = 1000) -> list[JournalEntry]:
+def read_journal(run: Path, count: int = MAX_OBJECTS) -> list[JournalEntry]:
     """Return the newest entries of the journal of a run, oldest first. What is no entry is skipped.
 
     In an object store these are at most ``count``, each a request; in a directory, all.

@@ -18,19 +18,19 @@ from holdfast.storage.store import map_requests
 #: The name of the folder.
 FOLDER = ".journal"
 
-#: The most entries that stay.
-MAX_ENTRIES = 1000
-
 _log = logging.getLogger("holdfast")
 
 
-def append_object(run: ObjectPath, data: bytes, time: float, *, create: bool) -> None:
-    """Write an entry as an object. Without ``create``, nothing is written into a run that has no journal."""
+def append_object(run: ObjectPath, data: bytes, time: float, *, limit: int, create: bool) -> None:
+    """Write an entry as an object, and keep the newest ``limit`` entries.
+
+    Without ``create``, nothing is written into a run that has no journal.
+    """
     folder, store = run / FOLDER, run.store
     names = sorted(store.list_names(folder))
     if names or create:
         store.replace_small(folder / f"{int(time * 1e9):020}.{secrets.token_hex(4)}.json", data)
-        _remove_objects([folder / name for name in names[: 1 - MAX_ENTRIES]])
+        _remove_objects([folder / name for name in names[: 1 - limit]])
 
 
 def _remove_objects(paths: Sequence[ObjectPath]) -> None:

@@ -122,7 +122,7 @@ class ObjectSave(TrainingSave):
         upload, publication = self._require_output()
         on_moved = self._reporter.progress_counter("save", self._plan.nbytes).add
         upload.send_parts(self._read_bytes, self._build_small_files, on_moved)
-        committed = upload.finish(self._begin_commit, self._publish)
+        committed = upload.finish(self._make_manifest, self._publish)
         self._release_tensors()
         info = CheckpointInfo.of(publication.folder, committed, self._request.tag)
         self._reporter.report_saved(self.path, info.step, info.nbytes, 0)
@@ -130,8 +130,8 @@ class ObjectSave(TrainingSave):
             self._session.run_on_all("removing old checkpoints", self._remove_old_checkpoints)
         return info
 
-    def _begin_commit(self, files: dict[str, FileRecord]) -> Manifest:
-        """Return the manifest, on rank 0, when all files are complete."""
+    def _make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        """Return the manifest, on rank 0. All files are complete, so the commit begins."""
         self._reporter.begin_phase("commit")
         return self._build_manifest(files)
 

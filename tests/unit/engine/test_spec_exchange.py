@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.comm.spec_exchange import SpecDirectory, digest_specs
+from holdfast.engine.plan.global_spec import GlobalSpec
 from holdfast.errors import HoldfastError
 from tests.helpers.simulated_jobs import Job, jobs
 
@@ -27,7 +28,7 @@ def test_a_spec_that_all_ranks_share_is_what_its_encoding_says(job: Job, data: s
     assert list_tensors(shared) == list_tensors(sent)
 
 
-def list_tensors(spec) -> list[object] | str:
+def list_tensors(spec: GlobalSpec) -> list[object] | str:
     try:
         return list(spec.iter_tensors())
     except HoldfastError as error:  # a shard that no rank holds
