@@ -17,6 +17,7 @@ settings.load_profile("holdfast")
 # A shell that runs tests in the background has them, and all that they start, ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
 # As in the ranks of the pool: sums over threads round otherwise.
 torch.set_num_threads(1)
 
@@ -36,6 +37,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def use_one_thread() -> None:
+    """Undo what an earlier test has changed: Accelerate sets the number of threads of its process."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

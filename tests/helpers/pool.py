@@ -101,7 +101,6 @@ class Ranks:
 
 
 def _serve(pipe: Connection, port: int) -> None:
-    torch.set_num_threads(1)
     gc.freeze()  # or each collection goes through all that torch consists of
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
@@ -132,6 +131,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # an earlier task may have changed it, as Accelerate does, and sums then round otherwise
     try:
         return _portable(function(*args))
     except BaseException as error:  # noqa: BLE001 - handed to the test
