@@ -27,9 +27,9 @@ def build_large_tensors(nbytes: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}.weight": torch.randn(nbytes // 4 // 8) for number in range(8)}
 
 
-def build_small_tensors() -> dict[str, torch.Tensor]:
+def build_small_tensors(count: int = SMALL) -> dict[str, torch.Tensor]:
     """Return very many tensors of 4 KiB."""
-    return {f"tensor.{number:05d}": torch.full((1024,), float(number)) for number in range(SMALL)}
+    return {f"tensor.{number:05d}": torch.full((1024,), float(number)) for number in range(count)}
 
 
 class Block(nn.Module):
