@@ -131,6 +131,9 @@ class _Telemetry:
         self._blocking_seconds = meter.create_histogram(
             "holdfast.save.blocking_duration", "s", "Time for which a save blocked its caller"
         )
+        self._phase_seconds = meter.create_histogram(
+            "holdfast.save.phase.duration", "s", "Time that a phase of a save took on the first rank"
+        )
         self._written = meter.create_counter("holdfast.save.written", "By", "Bytes that saves have written")
         self._failures = meter.create_counter("holdfast.save.failures", "{save}", "Saves and drains that have failed")
 
@@ -146,6 +149,8 @@ class _Telemetry:
         if isinstance(event, Saved):
             self._blocking_seconds.record(event.blocking_seconds)
             self._written.add(event.nbytes - event.shared_nbytes)
+            for phase, seconds in event.phases.items():
+                self._phase_seconds.record(seconds, {"holdfast.phase": phase})
 
     def _send_span(self, event: Saved | SavedLocally | Loaded) -> None:
         now = time.time_ns()
@@ -197,6 +202,7 @@ class _Listener:
                 "GB": event.nbytes / 1e9,
                 "shared_GB": event.shared_nbytes / 1e9,
                 "GB_per_second": event.gigabytes_per_second,
+                **{f"{phase}_seconds": seconds for phase, seconds in event.phases.items()},
             }
         if isinstance(event, Loaded):
             return {"load_seconds": event.seconds}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -82,6 +83,28 @@ class TestSaves:
         holdfast.save_checkpoint(tmp_path, "a", state(), on_event=broken)
         assert holdfast.open(tmp_path).keys() == ["model/b", "model/w"]
         assert "a listener to events" in caplog.text
+
+    @pytest.mark.parametrize("with_tier", [False, True], ids=["disk", "tier"])
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
+    def test_the_phases_on_each_rank_add_up(
+        self, ranks: Ranks, tmp_path: Path, asynchronous: bool, with_tier: bool
+    ) -> None:
+        for first, later in ranks(2, save_twice, tmp_path, asynchronous, with_tier):
+            for saved in (first, later):
+                assert sum(saved.phases.values()) == pytest.approx(saved.seconds)
+                assert min(saved.phases.values()) >= 0
+                assert ("replicate" in saved.phases) == with_tier
+                assert asynchronous <= ("copy" in saved.phases)
+            assert list(first.phases) == list(later.phases)
+
+
+def save_twice(path: Path, asynchronous: bool, with_tier: bool) -> list[Any]:
+    events: list[Any] = []
+    local = holdfast.LocalTier(path / f"host{dist.get_rank()}") if with_tier else None
+    with holdfast.RunDirectory(path / "run", local=local, async_save=asynchronous, on_event=events.append) as run:
+        for tag in ("a", "b"):
+            run.save(tag, state()).wait()
+    return of(holdfast.Saved, events)
 
 
 class TestLoads:

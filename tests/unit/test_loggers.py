@@ -20,6 +20,10 @@ from tests.helpers.pool import Ranks
 
 SAVED = {"seconds", "blocking_seconds", "GB", "shared_GB", "GB_per_second"}
 
+#: The phases of a save that blocks its caller, and of an asynchronous one.
+BLOCKING_PHASES = {"prepare_seconds", "write_seconds", "commit_seconds"}
+ASYNC_PHASES = BLOCKING_PHASES | {"copy_seconds"}
+
 
 def train(path: Path, listener: OnEvent) -> None:
     """Save steps 10 and 20, fail once, and load."""
@@ -36,11 +40,14 @@ def train(path: Path, listener: OnEvent) -> None:
 def check_figures(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
     """Check the steps and values of each figure of the run directory ``path``."""
     sizes = [(int(info.step or 0), pytest.approx(info.nbytes / 1e9)) for info in holdfast.list_checkpoints(path)]
-    assert points.keys() == {f"checkpoint/{name}" for name in SAVED | {"load_seconds", "failed_saves"}}
+    assert points.keys() == {f"checkpoint/{name}" for name in SAVED | ASYNC_PHASES | {"load_seconds", "failed_saves"}}
     assert [step for step, _ in points["checkpoint/seconds"]] == [10, 20]
     assert points["checkpoint/GB"] == sizes
     assert points["checkpoint/load_seconds"][0][0] == points["checkpoint/failed_saves"][0][0] == 20
     assert points["checkpoint/failed_saves"][0][1] == 1
+    phases = [[value for _, value in points[f"checkpoint/{name}"]] for name in sorted(ASYNC_PHASES)]
+    whole = [value for _, value in points["checkpoint/seconds"]]
+    assert [sum(parts) for parts in zip(*phases, strict=True)] == pytest.approx(whole, rel=1e-5)
     assert all(value >= 0 for row in points.values() for _, value in row)
 
 
@@ -184,6 +191,7 @@ def test_opentelemetry(tmp_path: Path) -> None:
     assert telemetry.metrics() == {
         "holdfast.save.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 2),
         "holdfast.save.blocking_duration": ("s", pytest.approx(sum(event.blocking_seconds for event in saved)), 2),
+        "holdfast.save.phase.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 8),
         "holdfast.save.written": ("By", written, 1),
         "holdfast.load.duration": ("s", pytest.approx((loaded.end_time - loaded.start_time) / 1e9), 1),
         "holdfast.save.failures": ("{save}", 1, 1),
@@ -224,7 +232,7 @@ def save_with(path: str) -> list[str]:
 
 def test_only_the_first_rank_sends(ranks: Ranks, tmp_path: Path) -> None:
     first, *others = ranks(3, save_with, str(tmp_path))
-    assert first == sorted(f"checkpoint/{name}" for name in SAVED)
+    assert first == sorted(f"checkpoint/{name}" for name in SAVED | BLOCKING_PHASES)
     assert others == [[], []]
 
 
