@@ -72,7 +72,7 @@ def _measure_parameters(setting: Setting) -> list[Table]:
 def _build_training() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the module and its AdamW after a step."""
     torch.manual_seed(0)  # replicas must be equal
-    model: nn.Module = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_PARAMETERS // 2))
+    model: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_PARAMETERS // 2)))
     if dist.get_world_size() > 1:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
