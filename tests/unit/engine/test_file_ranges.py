@@ -19,7 +19,7 @@ from holdfast.engine.io.read_order import WINDOW, rotate_by_rank
 from holdfast.engine.io.requests import merge_fragments
 from holdfast.engine.io.tensor_bytes import TensorBytes
 from holdfast.engine.plan import file_ranges
-from holdfast.engine.plan.file_ranges import FileRange, IoChunk, file_chunks, tensor_chunks
+from holdfast.engine.plan.file_ranges import FileRange, IoChunk, alternate_files, file_chunks, tensor_chunks
 from holdfast.ondisk import block_crcs
 from holdfast.ondisk.block_crcs import Fragment, crc64
 from holdfast.process.worker_threads import run_in_threads
@@ -101,6 +101,21 @@ def test_neighbours_that_fit_share_a_chunk(pieces: list[FileRange]) -> None:
         neighbours = (chunk.file, chunk.offset + chunk.size) == (following.file, following.offset)
         first = following.file_ranges[0]
         assert not neighbours or chunk.size + first.stop - first.start > CHUNK
+
+
+@given(st.lists(st.integers(0, 4)))
+def test_files_alternate_as_long_as_they_have_chunks(files: list[int]) -> None:
+    chunks = [IoChunk(file, place, 1, ()) for place, file in enumerate(files)]
+    alternated = list(alternate_files(chunks))
+    assert sorted(alternated) == sorted(chunks)
+    for file in set(files):
+        assert [chunk for chunk in alternated if chunk.file == file] == [
+            chunk for chunk in chunks if chunk.file == file
+        ]
+    for place, chunk in enumerate(alternated):
+        before = alternated[:place]
+        turn = sum(other.file == chunk.file for other in before)
+        assert all(sum(o.file == file for o in before) >= min(turn, files.count(file)) for file in set(files))
 
 
 @given(st.integers(0, 200), st.integers(0, 10_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -57,3 +58,26 @@ def test_memory_that_changes_while_it_is_written_has_the_crc_of_what_was_written
     assert written.any()
     for fragment in fragments[0]:
         assert fragment.crc == crc64(written[fragment.start : fragment.stop])
+
+
+@pytest.mark.parametrize(("files", "threads"), [(1, 2), (3, 3), (9, 4)])
+def test_few_threads_wait_for_the_lock_of_a_file_in_memory(tmp_path: Path, files: int, threads: int) -> None:
+    """A write that copies locks its file. Before, four threads wrote one file after another and waited for its lock."""
+    first_file = dict[int, int]()
+    all_write = threading.Barrier(threads)
+
+    class TogetherWriter(BufferedWriter):
+        def write(self, offset: int, data: memoryview) -> None:
+            if threading.get_ident() not in first_file:
+                first_file[threading.get_ident()] = int(self._path.name)
+                all_write.wait(30)
+            super().write(offset, data)
+
+    paths = [tmp_path / str(number) for number in range(files)]
+    for path in paths:
+        path.write_bytes(bytes(SIZE))
+    ranges = [FileRange(number, 0, SIZE, 0, number, 0) for number in range(files)]
+    tensors = [torch.full((SIZE,), number + 1, dtype=torch.uint8) for number in range(files)]
+    write_file_ranges(paths, ranges, lambda number: TensorBytes(tensors[number]), open_writer=TogetherWriter)
+    assert sorted(first_file.values()) == sorted([*range(files), 0][:threads])
+    assert [path.read_bytes() for path in paths] == [tensor.numpy().tobytes() for tensor in tensors]

@@ -19,10 +19,10 @@ from holdfast.engine.io.requests import (
     merge_fragments,
 )
 from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, file_chunks
+from holdfast.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, alternate_files, file_chunks
 from holdfast.observe.spans import span, traced
 from holdfast.ondisk.block_crcs import Fragment, crc64
-from holdfast.process.worker_threads import run_in_threads
+from holdfast.process.worker_threads import THREADS, run_in_threads
 from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
 from holdfast.storage.memory import BufferPool, Bytes
 
@@ -57,7 +57,12 @@ def write_file_ranges(
                 on_moved(chunk.size)
                 return fragments
 
-            results += run_in_threads(write_one, file_chunks(some_ranges))
+            chunks, threads = file_chunks(some_ranges), THREADS
+            if any(writer.copies_bytes for writer in writers.values()):
+                # A write that copies keeps all others out of its file. So each thread has another file; of one file,
+                # a second thread hashes meanwhile.
+                chunks, threads = alternate_files(chunks), min(THREADS, max(2, len(writers)))
+            results += run_in_threads(write_one, chunks, threads)
             with span("sync", "sync"):
                 for writer in writers.values():
                     writer.sync()

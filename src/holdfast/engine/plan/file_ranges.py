@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,15 @@ def file_chunks(file_ranges: Iterable[FileRange]) -> Iterator[IoChunk]:
         lambda file_range: file_range.offset % CHUNK == 0,
         CHUNK,
     )
+
+
+def alternate_files(chunks: Iterable[IoChunk]) -> Iterator[IoChunk]:
+    """Yield chunks of the files in turn; those of one file stay in order."""
+    by_file: dict[int, list[IoChunk]] = {}
+    for chunk in chunks:
+        by_file.setdefault(chunk.file, []).append(chunk)
+    turns = itertools.zip_longest(*by_file.values())
+    return (chunk for turn in turns for chunk in turn if chunk is not None)
 
 
 def tensor_chunks(file_ranges: Iterable[FileRange], limit: int | None = None) -> Iterator[IoChunk]:
