@@ -54,9 +54,11 @@ def make_model(dropout: float = 0.0) -> transformers.PreTrainedModel:
 
 @contextmanager
 def launch() -> Iterator[None]:
-    """As torchrun would have started this rank; Accelerate forgets it at the end."""
+    """As torchrun would have started this rank, with one thread; Accelerate forgets it at the end."""
     size, rank = str(dist.get_world_size()), str(dist.get_rank())
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    # Without it Accelerate takes all processors, and sums round otherwise than those of a rank with one thread.
+    about["OMP_NUM_THREADS"] = "1"
     # Accelerate ends the group at the end of the process, which the pool does here.
     cpu = mock.patch("torch.distributed.fsdp._init_utils._get_device_from_device_id", return_value=None)
     with mock.patch.dict(os.environ, about | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}), cpu:

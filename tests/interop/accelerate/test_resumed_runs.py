@@ -92,6 +92,17 @@ def save_with_accelerate(path: Path, make_optimizer: Any, options: dict[str, Any
     go_on_with_accelerate(path, make_optimizer, save=True, **options)
 
 
+def count_threads() -> int:
+    with launch():
+        Accelerator(cpu=True)
+    return torch.get_num_threads()
+
+
+def test_both_train_with_the_same_number_of_threads(ranks: Ranks) -> None:
+    """On some processors the last bits of a product of matrices depend on it."""
+    assert ranks(1, count_threads) == ranks(1, torch.get_num_threads) == [1]
+
+
 def load_with_accelerate(path: Path, make_optimizer: Any) -> Weights:
     return go_on_with_accelerate(path, make_optimizer, save=False)
 
