@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,6 +168,7 @@ sessions = st.builds(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(jobs=st.lists(sessions, min_size=1, max_size=3))
+@example(jobs=[Session(1, 1, dict.fromkeys(SHAPES, "whole"), [Step(frozenset()), Step(frozenset("abcdeg"))])])
 def test_an_incremental_save_has_the_bytes_of_a_full_one(
     ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, jobs: list[Session]
 ) -> None:
@@ -181,10 +182,12 @@ def test_an_incremental_save_has_the_bytes_of_a_full_one(
             new = inc / f"s{number:03d}"
             assert read_state_files(new) == read_state_files(full / new.name)
             changed = (step.changed | ({step.touched} if step.touched else set())) - {EMPTY}
-            for file in new.glob("model/*.safetensors"):
-                stored = tensor_names(file)
-                is_linked = str(file.relative_to(new)) in of_step
-                assert is_linked == (number > 0 and not stored & changed), (number, file.name, stored, changed)
+            sizes = {str(file.relative_to(new)): file.stat().st_size for file in new.glob("model/*.safetensors")}
+            unchanged = {name for name in sizes if number and not tensor_names(new / name) & changed}
+            linked = of_step & sizes.keys()
+            # To compare less than a thousandth of the bytes takes longer than to write them.
+            is_worth_it = sum(map(sizes.__getitem__, unchanged)) >= sum(sizes.values()) / 1000
+            assert linked == unchanged if is_worth_it else linked <= unchanged, (number, linked, unchanged)
             number += 1
 
 
