@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,16 +57,23 @@ def write_file_ranges(
                 on_moved(chunk.size)
                 return fragments
 
-            chunks, threads = file_chunks(some_ranges), THREADS
-            if any(writer.copies_bytes for writer in writers.values()):
-                # A write that copies keeps all others out of its file. So each thread has another file; of one file,
-                # a second thread hashes meanwhile.
-                chunks, threads = alternate_files(chunks), min(THREADS, max(2, len(writers)))
-            results += run_in_threads(write_one, chunks, threads)
+            results += run_in_threads(write_one, *_schedule_chunks(some_ranges, writers.values()))
             with span("sync", "sync"):
                 for writer in writers.values():
                     writer.sync()
     return merge_fragments(results)
+
+
+def _schedule_chunks(
+    file_ranges: Sequence[FileRange], writers: Collection[FileWriter]
+) -> tuple[Iterator[IoChunk], int]:
+    """Return the chunks in the order in which threads begin them, and the number of threads."""
+    chunks = file_chunks(file_ranges)
+    if not any(writer.copies_bytes for writer in writers):
+        return chunks, THREADS
+    # A write that copies keeps all others out of its file. So each thread has another file; of one file, a second
+    # thread hashes meanwhile.
+    return alternate_files(chunks), min(THREADS, max(2, len(writers)))
 
 
 def _iterate_shards(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Iterator[TensorBytes]:
