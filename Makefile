@@ -18,7 +18,7 @@ demo-hosts: .venv/installed
 #: Three at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
-## test: lint, types, and the tests of holdfast itself
+## test: lint, types, and the tests of rankless itself
 test: lint
 	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
 
@@ -34,7 +34,7 @@ frameworks: .frameworks/installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .frameworks --requirement requirements-frameworks.txt
 	touch $@
 
-## peers: the tests in which DeepSpeed and megatron-core, which are installed into .peers (0.1 GB) once, load what holdfast writes
+## peers: the tests in which DeepSpeed and megatron-core, which are installed into .peers (0.1 GB) once, load what rankless writes
 peers: .peers/installed
 	PYTHONPATH=.peers $(BIN)/python $(PYTEST) tests/peers
 
@@ -47,7 +47,7 @@ accelerator: .venv/installed
 	$(BIN)/python -m pytest -rs tests/simulated tests/accelerator
 	$(BIN)/python -m benchmarks.accelerator
 
-## report-browser: the pages of `holdfast report` in Chromium, which the system must have; Playwright is installed into .browser (0.1 GB)
+## report-browser: the pages of `rankless report` in Chromium, which the system must have; Playwright is installed into .browser (0.1 GB)
 report-browser: .browser/installed
 	PYTHONPATH=.browser:src $(BIN)/python -m pytest tests/browser
 
@@ -63,7 +63,7 @@ report-picture: .browser/installed
 report-speed: .browser/installed
 	PYTHONPATH=.browser $(BIN)/python -m campaigns.report_speed
 
-## matrix: the tests of holdfast itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
+## matrix: the tests of rankless itself with torch 2.7 to 2.15 on each Python that is on the PATH; 8 GB a version
 matrix:
 	$(PYTHON) -m campaigns.versions
 
@@ -158,7 +158,7 @@ tier-kill: .venv/installed
 
 ## gcs: the suite of all stores with a real bucket of Google Cloud Storage, BUCKET=name; it deletes what it writes
 gcs: .venv/installed
-	HOLDFAST_TEST_GCS=$(BUCKET) $(BIN)/python -m pytest tests/unit/storage/test_store_conformance.py -k "real and google"
+	RANKLESS_TEST_GCS=$(BUCKET) $(BIN)/python -m pytest tests/unit/storage/test_store_conformance.py -k "real and google"
 
 #: How many chains of jobs run at each server.
 CHAINS ?= 10

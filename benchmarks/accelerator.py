@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch_checkpointing import CheckpointManager
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-import holdfast
+import rankless
 from benchmarks import raw, states
 
 #: Begins a save of the n-th checkpoint, and returns a function that waits until it is durable.
@@ -110,7 +110,7 @@ class AcceleratorRun:
         yield f"load, {size}", list(self._measure_loads())
 
     def _contenders(self) -> dict[str, Saver]:
-        ours = {f"holdfast, {staging}": Saver(partial(self._begin, staging)) for staging in ("eager", "overlapped")}
+        ours = {f"rankless, {staging}": Saver(partial(self._begin, staging)) for staging in ("eager", "overlapped")}
         kind = "pinned" if self._dcp_options else "pageable"
         savers = {**ours, f"dcp.async_save, {kind}": Saver(self._begin_dcp)}
         if self._device.type == "cuda":  # it takes any accelerator for CUDA
@@ -118,7 +118,7 @@ class AcceleratorRun:
         return savers
 
     def _begin(self, staging: str, number: int) -> Callable[[], object]:
-        return holdfast.save_checkpoint(
+        return rankless.save_checkpoint(
             self._folder / "run", f"step_{number}", self._model, self._optimizer, async_save=True, staging=staging,
             rng=False, keep=1,
         ).wait  # fmt: skip
@@ -212,14 +212,14 @@ class AcceleratorRun:
             "reading the files, from the page cache",
             self._format_rate(self._time(lambda: raw.read_into_cache(checkpoint))),
         )
-        load = partial(holdfast.load_checkpoint, self._folder / "run", model=self._model, optimizer=self._optimizer)
-        yield "holdfast, from the page cache, verified", self._format_rate(self._time(load))
+        load = partial(rankless.load_checkpoint, self._folder / "run", model=self._model, optimizer=self._optimizer)
+        yield "rankless, from the page cache, verified", self._format_rate(self._time(load))
         name, device = "safetensors, from the page cache", f"{self._device.type}:0"
         yield from _rows_or_error(
             name,
             lambda: [(name, self._format_rate(self._time(lambda: [load_file(file, device) for file in files])))],
         )
-        yield "holdfast, cold", self._format_rate(self._time(load, before=lambda: raw.evict_from_cache(checkpoint)))
+        yield "rankless, cold", self._format_rate(self._time(load, before=lambda: raw.evict_from_cache(checkpoint)))
         self._remove_files()
 
     def _time_pinned_copies(self, *, to_host: bool) -> list[float]:
@@ -253,7 +253,7 @@ class AcceleratorRun:
             parameter.grad = torch.full_like(parameter, 1e-3)
 
     def _remove_files(self) -> None:
-        holdfast.finalize()  # frees its memory
+        rankless.finalize()  # frees its memory
         for folder in self._folder.iterdir():
             shutil.rmtree(folder)
 

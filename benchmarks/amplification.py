@@ -1,7 +1,7 @@
-"""Read amplification: bytes read for each byte of a checkpoint that four ranks load, by holdfast and by PyTorch DCP.
+"""Read amplification: bytes read for each byte of a checkpoint that four ranks load, by rankless and by PyTorch DCP.
 
 *Asked* is the number of bytes that all ranks together request from storage (``rchar``), as if each rank were on a host
-of its own; holdfast then exchanges data between ranks. *Delivered* is the number of bytes that the disk delivers to
+of its own; rankless then exchanges data between ranks. *Delivered* is the number of bytes that the disk delivers to
 ranks of one host that start with cold caches.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-import holdfast
+import rankless
 from benchmarks import raw
 from benchmarks.measure import Figure, Table
 from benchmarks.parallel import run_on_ranks
@@ -52,16 +52,16 @@ def _measure_case(case: str, setting: Setting) -> list[Table]:
     saved, loaded = CASES[case]
     state = partial(_build_state, _compute_shape(setting.nbytes // 4))
     ours, theirs = setting.folder / OURS, setting.folder / DCP
-    holdfast.save_checkpoint(ours, "s", state(saved))
+    rankless.save_checkpoint(ours, "s", state(saved))
     dcp.save(state(saved), checkpoint_id=theirs)
     peer: Load = partial(dcp.load, checkpoint_id=theirs)
     asked: dict[str, Load] = {
-        f"{OURS}, share_reads='always'": lambda target: holdfast.load_checkpoint(
+        f"{OURS}, share_reads='always'": lambda target: rankless.load_checkpoint(
             ours, model=target, share_reads="always"
         ),
         DCP: peer,
     }
-    delivered: dict[str, Load] = {OURS: lambda target: holdfast.load_checkpoint(ours, model=target), DCP: peer}
+    delivered: dict[str, Load] = {OURS: lambda target: rankless.load_checkpoint(ours, model=target), DCP: peer}
     target = partial(state, loaded)
     of = f"each byte of a load, {case}, {RANKS} ranks"
     return [

@@ -1,4 +1,4 @@
-"""``holdfast.save_model`` and ``load_model`` against ColossalAI's calls of the same form: sharded safetensors files.
+"""``rankless.save_model`` and ``load_model`` against ColossalAI's calls of the same form: sharded safetensors files.
 
 ColossalAI runs in an environment of its own, which is created at its first use. Its process times itself.
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-import holdfast
+import rankless
 from benchmarks import peers, raw, states
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
@@ -30,11 +30,11 @@ def measure_colossalai(setting: Setting) -> Iterator[Table]:
     with _start_colossalai(setting.nbytes) as peer:
         peer.wait_until_ready()
         saves = {
-            OURS: peers.make_fresh(ours, lambda path: holdfast.save_model(model, path, shard=True)),
+            OURS: peers.make_fresh(ours, lambda path: rankless.save_model(model, path, shard=True)),
             COLOSSALAI: peers.make_fresh(theirs, partial(peer.request, "save")),
         }
         loads = {
-            OURS: peers.make_cold(folder, partial(holdfast.load_model, model, ours)),
+            OURS: peers.make_cold(folder, partial(rankless.load_model, model, ours)),
             COLOSSALAI: peers.make_cold(folder, partial(peer.request, "load", theirs)),
         }
         case = f"weights of {setting.gigabytes}, sharded safetensors files"

@@ -103,7 +103,7 @@ def time_resharding(versions: list[Version], setting: Setting) -> Rounds:
 
 
 def time_starts(versions: list[Version], setting: Setting) -> Rounds:
-    """Time interpreters that import holdfast, and the command's ``--help``."""
+    """Time interpreters that import rankless, and the command's ``--help``."""
     figures: dict[str, Mapping[str, Figure]] = {}
     for case, arguments in STARTS.items():
         contenders = {
@@ -174,7 +174,7 @@ def main() -> None:
 def check_out(reference: str) -> Iterator[Path]:
     """Check out a commit of this repository into a temporary directory."""
     git = ["git", "-C", str(ROOT), "worktree"]
-    with tempfile.TemporaryDirectory(prefix="holdfast-compare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rankless-compare-") as folder:
         checkout = Path(folder).resolve() / "checkout"
         subprocess.run([*git, "add", "--quiet", "--detach", str(checkout), reference], check=True)
         try:

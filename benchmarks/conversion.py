@@ -1,6 +1,6 @@
 """Conversion of a checkpoint between formats, against ``cp`` of the same bytes and the tools of other projects.
 
-All start with cold caches, and end when their output is durable. Only holdfast verifies: its input, if the format has
+All start with cold caches, and end when their output is durable. Only rankless verifies: its input, if the format has
 checksums, and, unless disabled, its output.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-import holdfast
+import rankless
 from benchmarks import raw
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
@@ -39,7 +39,7 @@ def measure_conversion(setting: Setting) -> Iterator[Table]:
 
 
 def _measure_pair(setting: Setting, source: str, to: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
-    ours = partial(holdfast.convert, to=to)
+    ours = partial(rankless.convert, to=to)
     converts: dict[str, Convert] = {OURS: ours, f"{OURS}, verify=False": partial(ours, verify=False), **peers}
     jobs = {name: _build_timer(setting.folder, source, convert) for name, convert in converts.items()}
     path, made = setting.folder / "large" / source, setting.folder / "made"
@@ -77,7 +77,7 @@ def _save_sources(folder: Path, nbytes: int) -> None:
     del model
     dcp_to_torch_save(folder / "dcp", folder / "torch")
     for to in ("hf", "native"):
-        holdfast.convert(folder / "dcp", folder / to, to=to, verify=False)
+        rankless.convert(folder / "dcp", folder / to, to=to, verify=False)
 
 
 def _save_lightning(folder: Path, model: dict[str, torch.Tensor]) -> None:

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from benchmarks.measure import measure_seconds
-from holdfast.engine.integrity.crc_gather import bucket_size
-from holdfast.engine.integrity.fragments import (
+from rankless.engine.integrity.crc_gather import bucket_size
+from rankless.engine.integrity.fragments import (
     FRAGMENT_BYTES,
     FragmentTable,
     decode_fragments,
     encode_fragments,
     merge_adjacent_fragments,
 )
-from holdfast.engine.io.requests import Fragments
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.block_crcs import BLOCK_BYTES, Fragment
+from rankless.engine.io.requests import Fragments
+from rankless.ondisk import block_crcs
+from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment
 
 #: The number of ranks, the number of tensors, and the bytes that each rank has of each tensor.
 RANKS, TENSORS, NBYTES = 64, 8000, 43_750

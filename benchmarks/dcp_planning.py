@@ -1,4 +1,4 @@
-"""Planning of a save of many simulated ranks on one rank, and reading of the metadata, by holdfast and by DCP.
+"""Planning of a save of many simulated ranks on one rank, and reading of the metadata, by rankless and by DCP.
 
 DCP's rank 0 gathers a plan from every rank, merges them and sends each rank its own. Every rank that loads reads the
 metadata of all. Ranks are simulated by the messages that they would send; nothing goes over a network.
@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-import holdfast
+import rankless
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import DCP, OURS
 from benchmarks.planning import build_plan, build_sharded_specs
 from benchmarks.setting import Setting
-from holdfast.formats.native import NativeReader
+from rankless.formats.native import NativeReader
 
 #: The number of tensors, each sharded by rows over all ranks, and the numbers of ranks.
 TENSORS, RANKS = 1000, (64, 512)
@@ -42,7 +42,7 @@ def measure_dcp_planning(setting: Setting) -> Iterator[Table]:
     yield time_interleaved(contenders, setting.rounds).build_table(
         f"plan of a save at rank 0, {TENSORS} sharded tensors"
     )
-    readers = {OURS: Contender(partial(NativeReader, _save_holdfast(setting.folder)))}
+    readers = {OURS: Contender(partial(NativeReader, _save_rankless(setting.folder)))}
     for ranks in RANKS:
         path = _write_dcp_metadata(setting.folder / f"dcp{ranks}", ranks)
         readers[f"{DCP}, {ranks} ranks"] = Contender(FileSystemReader(path).read_metadata)
@@ -77,9 +77,9 @@ def _decide_globally(posted: list[bytes], folder: Path) -> list[bytes]:
     return [pickle.dumps(rank_plan) for rank_plan in writer.prepare_global_plan(plans)]
 
 
-def _save_holdfast(folder: Path) -> Path:
+def _save_rankless(folder: Path) -> Path:
     state = {f"layers.{number}.weight": torch.zeros(8, 4) for number in range(TENSORS)}
-    holdfast.save_checkpoint(folder / "ours", "s", state, rng=False)
+    rankless.save_checkpoint(folder / "ours", "s", state, rng=False)
     return folder / "ours" / "s"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-import holdfast
+import rankless
 from benchmarks import raw
 from benchmarks.conversion import CP, Convert
 from benchmarks.measure import Contender, Table, time_interleaved
@@ -57,7 +57,7 @@ def measure_foreign(setting: Setting) -> Iterator[Table]:
 
 def _measure_conversion(setting: Setting, name: str, to: str, peers: Mapping[str, Convert]) -> Iterator[Table]:
     source, small, made = (setting.folder / part for part in ("source", "small", "made"))
-    convert = partial(holdfast.convert, to=to)
+    convert = partial(rankless.convert, to=to)
     converts: dict[str, Convert] = {OURS: convert, f"{OURS}, verify=False": partial(convert, verify=False), **peers}
     jobs = {
         kind: ProcessTimer(

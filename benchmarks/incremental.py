@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-import holdfast
+import rankless
 from benchmarks import peers, raw, states
 from benchmarks.measure import Contender, Figure, Table, time_interleaved
 from benchmarks.parallel import run_on_ranks, run_together
@@ -32,7 +32,7 @@ from benchmarks.setting import Setting
 CASES = (("plain", 1), ("FSDP2", 2), ("FSDP2", 4), ("TP", 2))
 
 #: The contenders: a full save, the default, and the default with files for the frozen parameters.
-FULL, MIXED, APART = "holdfast, full", "holdfast", 'holdfast, frozen="apart"'
+FULL, MIXED, APART = "rankless, full", "rankless", 'rankless, frozen="apart"'
 
 #: The bytes of a trained parameter: itself and two moments, in float32.
 _TRAINED_BYTES = 12
@@ -111,7 +111,7 @@ class _Run:
     ) -> None:
         self.path = folder / name
         self._model, self._optimizer = model, optimizer
-        self._checkpointer = holdfast.RunDirectory(self.path, keep=2, **options)  # type: ignore[arg-type]
+        self._checkpointer = rankless.RunDirectory(self.path, keep=2, **options)  # type: ignore[arg-type]
         self._number = 0
 
     def train(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-import holdfast
+import rankless
 from benchmarks import raw
 from benchmarks.measure import Contender, SelfTimed, Table, time_interleaved
 from benchmarks.peers import DCP, OURS
@@ -59,8 +59,8 @@ def _build_contenders(folder: Path, model: nn.Module, optimizer: torch.optim.Opt
     peer = DcpSaver(model, optimizer)
     savers = {
         NO_SAVES: Saver(lambda *_: None),
-        OURS: Saver(partial(_save_holdfast, model, optimizer, "eager"), holdfast.finalize),
-        f"{OURS}, overlapped": Saver(partial(_save_holdfast, model, optimizer, "overlapped"), holdfast.finalize),
+        OURS: Saver(partial(_save_rankless, model, optimizer, "eager"), rankless.finalize),
+        f"{OURS}, overlapped": Saver(partial(_save_rankless, model, optimizer, "overlapped"), rankless.finalize),
         DCP: Saver(peer.save, peer.finish),
     }
     return {
@@ -80,8 +80,8 @@ def _time_steps(saver: Saver, folder: Path, model: nn.Module, optimizer: torch.o
     return timed
 
 
-def _save_holdfast(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, path: Path, step: int) -> None:
-    holdfast.save_checkpoint(path, f"step_{step}", model, optimizer, async_save=True, staging=staging)
+def _save_rankless(model: nn.Module, optimizer: torch.optim.Optimizer, staging: str, path: Path, step: int) -> None:
+    rankless.save_checkpoint(path, f"step_{step}", model, optimizer, async_save=True, staging=staging)
 
 
 class DcpSaver:

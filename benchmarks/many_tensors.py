@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
+import rankless
 from benchmarks import peers, raw, states
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.parallel import run_on_ranks, run_together
@@ -52,12 +52,12 @@ def _measure_parameters(setting: Setting) -> list[Table]:
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     saves = {
         OURS: peers.make_fresh(
-            folder / OURS, lambda path: holdfast.save_checkpoint(path, "s", model, optimizer, rng=False)
+            folder / OURS, lambda path: rankless.save_checkpoint(path, "s", model, optimizer, rng=False)
         ),
         DCP: peers.build_dcp_saves(folder, state)[DCP],
     }
     loads: dict[str, Callable[[], object]] = {
-        OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=model, optimizer=optimizer),
+        OURS: lambda: rankless.load_checkpoint(folder / OURS, model=model, optimizer=optimizer),
         DCP: lambda: dcp.load(dict(target), checkpoint_id=folder / DCP),
     }
     cold: dict[str, Contender] = {name: peers.make_cold(folder, load) for name, load in loads.items()}

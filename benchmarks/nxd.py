@@ -18,15 +18,15 @@ from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
 from benchmarks.process_timer import ProcessTimer, build_memory_table
 from benchmarks.setting import Setting
-from holdfast.compat.nxd.convert.torch_files import write_torch_files
-from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
-from holdfast.compat.nxd.format import zero
-from holdfast.compat.nxd.format.rank_file_writer import plan_rank_files
-from holdfast.conversion.torch_names_hash import names_hash
-from holdfast.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
-from holdfast.engine.plan.ranges import IndexBox
-from holdfast.formats.tensor_slices import JoinedTensor
-from holdfast.ondisk.files import TensorInfo
+from rankless.compat.nxd.convert.torch_files import write_torch_files
+from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
+from rankless.compat.nxd.format import zero
+from rankless.compat.nxd.format.rank_file_writer import plan_rank_files
+from rankless.conversion.torch_names_hash import names_hash
+from rankless.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
+from rankless.engine.plan.ranges import IndexBox
+from rankless.formats.tensor_slices import JoinedTensor
+from rankless.ondisk.files import TensorInfo
 
 #: Rows and columns of each parameter, which has two states and a master weight of 4 bytes an element.
 ROWS, COLUMNS = 8190, 4096

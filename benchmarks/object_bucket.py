@@ -12,7 +12,7 @@ from http import HTTPStatus
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
-from holdfast.storage.http.xml import find_text, local_name, parse_xml
+from rankless.storage.http.xml import find_text, local_name, parse_xml
 
 _CRC = "x-amz-checksum-crc64nvme"
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from awscrt.checksums import crc64nvme
 
-import holdfast
+import rankless
 from benchmarks.object_server import Endpoint
 from benchmarks.peers import DCP, OURS, State
 
@@ -90,15 +90,15 @@ class _BytesPeer:
         return safetensors.torch.load(bytes(loaded))
 
 
-class _Holdfast(_TensorPeer):
+class _Rankless(_TensorPeer):
     def __init__(self, endpoint: Endpoint) -> None:
         self._root = make_store(endpoint).path(BUCKET)
 
     def save(self, name: str, packed: State) -> None:
-        holdfast.save_checkpoint(self._root / name, "s", packed, rng=False)
+        rankless.save_checkpoint(self._root / name, "s", packed, rng=False)
 
     def load(self, name: str, target: State) -> State:
-        holdfast.load_checkpoint(self._root / name, model=target)
+        rankless.load_checkpoint(self._root / name, model=target)
         return target
 
 
@@ -296,9 +296,9 @@ def _encode(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(8, "big")).decode()
 
 
-def make_store(endpoint: Endpoint) -> holdfast.S3:
-    """Return holdfast's store."""
-    return holdfast.S3(endpoint=endpoint.url, credentials=CREDENTIALS, ca_file=endpoint.ca_file)
+def make_store(endpoint: Endpoint) -> rankless.S3:
+    """Return rankless's store."""
+    return rankless.S3(endpoint=endpoint.url, credentials=CREDENTIALS, ca_file=endpoint.ca_file)
 
 
 def list_s3fs_options(endpoint: Endpoint) -> Mapping[str, Any]:
@@ -324,7 +324,7 @@ def _import_fsspec() -> Any:
 #: The names in tables.
 S3FS, BARE, BARE_CRC = f"{DCP} + s3fs", "bare loop", "bare loop, CRC-64"
 
-#: The peers among which holdfast is compared with the best.
+#: The peers among which rankless is compared with the best.
 TRANSFERS: Mapping[str, Callable[[Endpoint], ObjectPeer]] = {
     "boto3": _Boto3,
     "boto3, no checksums": lambda endpoint: _Boto3(endpoint, "when_required"),
@@ -335,7 +335,7 @@ TRANSFERS: Mapping[str, Callable[[Endpoint], ObjectPeer]] = {
 }
 
 PEERS: Mapping[str, Callable[[Endpoint], ObjectPeer]] = {
-    OURS: _Holdfast,
+    OURS: _Rankless,
     **TRANSFERS,
     S3FS: _Dcp,
     BARE: _BareLoop,

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 from benchmarks import states
 from benchmarks.measure import Figure, Table
 from benchmarks.object_client import WARM, check_equal
@@ -51,13 +51,13 @@ class Training:
             for shard in self.list_shards().values():
                 shard.fill_(7)
 
-    def save_holdfast(self, name: str) -> None:
-        """Save with holdfast."""
-        holdfast.save_checkpoint(self._path(name), "s", self.model, self.optimizer, rng=False)
+    def save_rankless(self, name: str) -> None:
+        """Save with rankless."""
+        rankless.save_checkpoint(self._path(name), "s", self.model, self.optimizer, rng=False)
 
-    def load_holdfast(self, name: str) -> None:
-        """Load with holdfast."""
-        holdfast.load_checkpoint(self._path(name), model=self.model, optimizer=self.optimizer)
+    def load_rankless(self, name: str) -> None:
+        """Load with rankless."""
+        rankless.load_checkpoint(self._path(name), model=self.model, optimizer=self.optimizer)
 
     def save_dcp(self, name: str) -> None:
         """Save with DCP."""
@@ -75,7 +75,7 @@ class Training:
 
 #: How each system saves and loads.
 SYSTEMS: Mapping[str, tuple[Callable[[Training, str], None], Callable[[Training, str], None]]] = {
-    OURS: (Training.save_holdfast, Training.load_holdfast),
+    OURS: (Training.save_rankless, Training.load_rankless),
     S3FS: (Training.save_dcp, Training.load_dcp),
 }
 

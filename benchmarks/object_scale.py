@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
-from holdfast.engine.io.upload_parts import GRAIN, PART_BYTES
-from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.placements import MeshShape, Sharded
-from holdfast.engine.plan.save_plan import SavePlan, plan_save
-from holdfast.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.ondisk.files import parse_size
+from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.io.upload_parts import GRAIN, PART_BYTES
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.placements import MeshShape, Sharded
+from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.ondisk.files import parse_size
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _build_figure(values: Sequence[float]) -> Figure:
 
 
 def _compare_in_note(table: Table) -> Table:
-    """Return the table with the ratios of holdfast to the best transfer client, and to DCP."""
+    """Return the table with the ratios of rankless to the best transfer client, and to DCP."""
     medians = {name: figure.median for name, figure in table.figures.items()}
     best = min((name for name in TRANSFERS if name in medians), key=lambda name: medians[name], default=S3FS)
     ratios = "; ".join(f"{_divide(medians, name):.2f} of {name}" for name in dict.fromkeys((best, S3FS)))

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-import holdfast
+import rankless
 from benchmarks import peers, raw, states
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import DCP, OURS
@@ -78,7 +78,7 @@ def _measure_layout(layout: str, setting: Setting) -> list[Table]:
 def _loads(case: str, setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Table]:
     folder, state = setting.folder, states.list_tensors(model, optimizer)
     loads: dict[str, Callable[[], object]] = {
-        OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=model, optimizer=optimizer),
+        OURS: lambda: rankless.load_checkpoint(folder / OURS, model=model, optimizer=optimizer),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / DCP),
     }
     reads = build_raw_reads(folder)
@@ -93,7 +93,7 @@ def _loads(case: str, setting: Setting, model: nn.Module, optimizer: torch.optim
 
 def _save_once(layout: str, setting: Setting) -> list[Table]:
     model, optimizer = states.build_training(layout, setting.nbytes)
-    holdfast.save_checkpoint(setting.folder / OURS, "s", model, optimizer, rng=False)
+    rankless.save_checkpoint(setting.folder / OURS, "s", model, optimizer, rng=False)
     dcp.save(states.list_tensors(model, optimizer), checkpoint_id=setting.folder / DCP)
     return []
 
@@ -117,7 +117,7 @@ def _measure_small(setting: Setting) -> list[Table]:
 
 
 def _our_save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
-    return peers.make_fresh(path, lambda path: holdfast.save_checkpoint(path, "s", model, optimizer, rng=False))
+    return peers.make_fresh(path, lambda path: rankless.save_checkpoint(path, "s", model, optimizer, rng=False))
 
 
 def _build_raw_writes(folder: Path, layout: str, state: dict[str, torch.Tensor]) -> dict[str, Contender]:
@@ -133,7 +133,7 @@ def _build_raw_writes(folder: Path, layout: str, state: dict[str, torch.Tensor])
 
 
 def build_raw_reads(folder: Path) -> dict[str, Callable[[], object]]:
-    """Read each rank's share of the files that holdfast saved."""
+    """Read each rank's share of the files that rankless saved."""
     files = sorted((folder / OURS).rglob("*.safetensors"))
     share = partial(raw.read_share, files, dist.get_rank(), dist.get_world_size())
     return {f"raw {kind} read": partial(share, direct=kind == "direct") for kind in ("direct", "buffered")}

@@ -21,7 +21,7 @@ from torch_checkpointing import CheckpointManager
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-import holdfast
+import rankless
 from benchmarks import raw
 from benchmarks.measure import Contender
 
@@ -32,7 +32,7 @@ State = Mapping[str, torch.Tensor]
 
 #: The names of the contenders in tables.
 OURS, DCP, TORCH, SAFETENSORS, TORCH_CHECKPOINTING = (
-    "holdfast",
+    "rankless",
     "PyTorch DCP",
     "torch.save",
     "safetensors",
@@ -52,7 +52,7 @@ def build_dcp_saves(folder: Path, state: State) -> dict[str, Contender]:
 def build_saves(folder: Path, state: State) -> dict[str, Contender]:
     """Return every system that can save the tensors of one process, each with a directory of its own."""
     every: dict[str, Callable[[Path], object]] = {
-        OURS: lambda path: holdfast.save_checkpoint(path, "s", state, rng=False),
+        OURS: lambda path: rankless.save_checkpoint(path, "s", state, rng=False),
         TORCH: partial(_save_torch, state),
         SAFETENSORS: partial(_save_safetensors, state),
         TORCH_CHECKPOINTING: partial(_save_torch_checkpointing, state),
@@ -61,10 +61,10 @@ def build_saves(folder: Path, state: State) -> dict[str, Contender]:
 
 
 def build_loads(folder: Path, state: State) -> dict[str, Callable[[], object]]:
-    """Return the loads of the files that :func:`build_saves` has saved. Only holdfast verifies the data."""
+    """Return the loads of the files that :func:`build_saves` has saved. Only rankless verifies the data."""
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     return {
-        OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=target),
+        OURS: lambda: rankless.load_checkpoint(folder / OURS, model=target),
         DCP: lambda: dcp.load(dict(target), checkpoint_id=folder / DCP),
         "torch.load(mmap=True), copied": partial(_load_torch, folder / TORCH, target),
         "safetensors, copied": partial(_load_safetensors, folder / SAFETENSORS, target),

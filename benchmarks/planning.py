@@ -7,11 +7,11 @@ from functools import partial
 
 from benchmarks.measure import Contender, Figure, Table, time_interleaved
 from benchmarks.setting import Setting
-from holdfast.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
-from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.placements import MeshShape, Sharded
-from holdfast.engine.plan.save_plan import plan_save
-from holdfast.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.placements import MeshShape, Sharded
+from rankless.engine.plan.save_plan import plan_save
+from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 
 #: The number of parameters, each with two moments and a step count.
 PARAMETERS = 2000
@@ -24,10 +24,10 @@ _LIMIT = 5 * 10**9
 
 def measure_planning(setting: Setting) -> Iterator[Table]:
     """Measure rank 0 from receiving the specs of all ranks to its finished plan."""
-    plans = {f"holdfast, {ranks} ranks": Contender(partial(build_plan, *build_shards(ranks))) for ranks in _RANKS}
+    plans = {f"rankless, {ranks} ranks": Contender(partial(build_plan, *build_shards(ranks))) for ranks in _RANKS}
     clock = time_interleaved(plans, setting.rounds)
     yield clock.build_table(f"plan of a save, {PARAMETERS} parameters with AdamW")
-    nbytes = {f"holdfast, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
+    nbytes = {f"rankless, {ranks} ranks": Figure((float(_told(ranks)),)) for ranks in _RANKS}
     yield Table(f"metadata that one rank tells others, {PARAMETERS} parameters with AdamW", "bytes", nbytes)
 
 

@@ -1,4 +1,4 @@
-"""The plot of the results: times relative to holdfast, with a panel for each kind of work."""
+"""The plot of the results: times relative to rankless, with a panel for each kind of work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw_plot(tables: Sequence[Table], path: Path) -> None:
     scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     scale.set_minor_formatter(NullFormatter())
-    subplots[-1, 0].set_xlabel("times as long as holdfast, each system at its fastest setting")
+    subplots[-1, 0].set_xlabel("times as long as rankless, each system at its fastest setting")
     marks = [plt.Line2D([], [], marker="o", linestyle="", color=color, label=name) for name, color in colors.items()]
     chart.legend(handles=marks, fontsize=8, loc="outside lower center", ncols=4)
     chart.savefig(path, dpi=130)
@@ -59,7 +59,7 @@ def draw_plot(tables: Sequence[Table], path: Path) -> None:
 
 
 def compute_ratios(tables: Sequence[Table]) -> Ratios:
-    """Return the time of each system's fastest setting relative to holdfast, by panel and table."""
+    """Return the time of each system's fastest setting relative to rankless, by panel and table."""
     rows = {table.title: _compute_row(table) for table in tables if table.unit == "s" and OURS in table.figures}
     panels = {
         panel: {title: row for title, row in rows.items() if title.startswith(beginnings) and row}

@@ -23,10 +23,10 @@ def store_tables(tables: Sequence[Table], folder: Path, heading: Iterable[str]) 
 
 
 def format_report(tables: Iterable[Table]) -> Iterator[str]:
-    """Return each contender's median and spread, relative to holdfast and to the best limit."""
+    """Return each contender's median and spread, relative to rankless and to the best limit."""
     yield ""
-    yield "Each figure is the median of the rounds ± half the range between the quartiles. *x holdfast*: how many times"
-    yield "as much as holdfast; *of the limit*: the best raw figure divided by this one."
+    yield "Each figure is the median of the rounds ± half the range between the quartiles. *x rankless*: how many times"
+    yield "as much as rankless; *of the limit*: the best raw figure divided by this one."
     for table in tables:
         yield ""
         yield from format_table(table)
@@ -36,7 +36,7 @@ def format_table(table: Table) -> Iterator[str]:
     """Return one table."""
     limit = min((table.figures[name].median for name in table.limits), default=None)
     ours = next(figure.median for name, figure in table.figures.items() if name.startswith(OURS))
-    yield f"| {table.title} | {table.unit} | x holdfast |{' of the limit |' if limit else ''}"
+    yield f"| {table.title} | {table.unit} | x rankless |{' of the limit |' if limit else ''}"
     yield f"|---|---:|---:|{'---:|' if limit else ''}"
     for name, figure in table.figures.items():
         ratio = f"{figure.median / ours:.2f}" if ours > 0 else ""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from benchmarks import crc_merging
 from benchmarks.measure import measure_seconds
 from benchmarks.planning import PARAMETERS, build_plan, build_shards
-from holdfast.engine.comm.host_map import combine_outcomes, separate_outcomes
-from holdfast.engine.comm.vote import VoteOutcome, unpack_outcomes
-from holdfast.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
-from holdfast.engine.integrity.fragments import FRAGMENT_BYTES
-from holdfast.ondisk.block_crcs import BLOCK_BYTES
+from rankless.engine.comm.host_map import combine_outcomes, separate_outcomes
+from rankless.engine.comm.vote import VoteOutcome, unpack_outcomes
+from rankless.engine.integrity.crc_gather import MAX_FLAT_RANKS, bucket_size
+from rankless.engine.integrity.fragments import FRAGMENT_BYTES
+from rankless.ondisk.block_crcs import BLOCK_BYTES
 
 RANKS = (8, 64, 512, 2048, 16384)
 

@@ -1,6 +1,6 @@
 """Several hosts: loads by one rank on each of four hosts from a network disk, with links of 1 Gbit/s.
 
-A host is a network namespace with a limited link, a mount of its own, and a kernel boot id of its own, so holdfast
+A host is a network namespace with a limited link, a mount of its own, and a kernel boot id of its own, so rankless
 takes its ranks for those of another host. The disk of 250 MB/s is behind one server with such a link
 (:mod:`benchmarks.network_disk`). Needs root, ``iproute2``, ``mfusepy``, and the libfuse that the test bed unpacks
 (``python -m campaigns.hosts setup``).
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import holdfast
+import rankless
 from benchmarks import network_disk, raw, states
 from benchmarks.measure import Contender, Figure, SelfTimed, Table, time_interleaved
 from benchmarks.parallel import build_raw_reads, run_on_ranks
@@ -76,7 +76,7 @@ def _missing_parts() -> list[str]:
 
 def _save(layout: str, setting: Setting) -> list[Table]:
     model, optimizer = states.build_training(layout, setting.nbytes)
-    holdfast.save_checkpoint(setting.folder / layout / OURS, "s", model, optimizer, rng=False)
+    rankless.save_checkpoint(setting.folder / layout / OURS, "s", model, optimizer, rng=False)
     dcp.save(states.list_tensors(model, optimizer), checkpoint_id=setting.folder / layout / DCP)
     return []
 
@@ -183,7 +183,7 @@ def _measure_loads(saved: str, loaded: str, folder: Path, setting: Setting, sent
     model, optimizer = states.build_training(loaded, setting.nbytes)
     tensors, path = states.list_tensors(model, optimizer), folder / saved
     loads: dict[str, Callable[[], object]] = {
-        OURS: lambda: holdfast.load_checkpoint(path / OURS, model=model, optimizer=optimizer),
+        OURS: lambda: rankless.load_checkpoint(path / OURS, model=model, optimizer=optimizer),
         DCP: lambda: dcp.load(dict(tensors), checkpoint_id=path / DCP),
         "raw read of a share by each rank": build_raw_reads(path)["raw direct read"],
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-import holdfast
+import rankless
 from benchmarks import peers, raw, states
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import DCP, OURS, SAFETENSORS, TORCH
@@ -70,9 +70,9 @@ def _measure_verification(setting: Setting, state: peers.State) -> Table:
 
     def load(*, verify: bool) -> Contender:
         path = setting.folder / OURS
-        return peers.make_cold(setting.folder, partial(holdfast.load_checkpoint, path, model=target, verify=verify))
+        return peers.make_cold(setting.folder, partial(rankless.load_checkpoint, path, model=target, verify=verify))
 
-    contenders = {OURS: load(verify=True), "holdfast, verify=False": load(verify=False)}
+    contenders = {OURS: load(verify=True), "rankless, verify=False": load(verify=False)}
     return time_interleaved(contenders, setting.rounds).build_table(
         f"load, {setting.gigabytes}, cold, without verification"
     )
@@ -83,7 +83,7 @@ def _measure_one_tensor(setting: Setting, state: peers.State) -> Table:
     target = {name: torch.zeros_like(state[name])}
 
     def ours() -> object:
-        return holdfast.open(folder / OURS)[f"model/{name}"]
+        return rankless.open(folder / OURS)[f"model/{name}"]
 
     def safetensors() -> object:
         with safe_open(folder / SAFETENSORS, "pt") as file:

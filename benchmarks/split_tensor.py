@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import holdfast
+import rankless
 from benchmarks import peers, raw
 from benchmarks.footprint import measure_rise
 from benchmarks.measure import Contender, Figure, Table, time_interleaved
@@ -34,7 +34,7 @@ def _count_elements(setting: Setting) -> int:
 
 def _save_tensor(setting: Setting) -> list[Table]:
     state = {"weight": torch.randn(_count_elements(setting))}
-    holdfast.save_checkpoint(setting.folder / OURS, "s", state, rng=False)
+    rankless.save_checkpoint(setting.folder / OURS, "s", state, rng=False)
     dcp.save(state, checkpoint_id=setting.folder / DCP)
     return []
 
@@ -43,7 +43,7 @@ def _measure_loads(setting: Setting) -> list[Table]:
     folder, shard = setting.folder, torch.zeros(_count_elements(setting) // RANKS)
     state = {"weight": DTensor.from_local(shard, init_device_mesh("cpu", (RANKS,)), [Shard(0)], run_check=False)}
     loads: dict[str, Callable[[], object]] = {
-        OURS: lambda: holdfast.load_checkpoint(folder / OURS, model=state),
+        OURS: lambda: rankless.load_checkpoint(folder / OURS, model=state),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / DCP),
     }
     reads = build_raw_reads(folder)

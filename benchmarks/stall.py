@@ -1,6 +1,6 @@
 """The blocking time of an asynchronous save, and the time until it is durable.
 
-A model with AdamW is saved by holdfast (eager and overlapped) and by ``dcp.async_save``. The limits are warm memcpys
+A model with AdamW is saved by rankless (eager and overlapped) and by ``dcp.async_save``. The limits are warm memcpys
 (one thread) of the bytes that this rank writes into large pages: from its tensors, which torch allocates in small
 pages, and from large pages. The first round, in which memory is fresh, does not count.
 """
@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import rankless
 from benchmarks import raw, states
 from benchmarks.measure import Figure, Table
 from benchmarks.parallel import run_on_ranks
@@ -78,7 +78,7 @@ def _build_contenders(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     copy = source.copy()
 
     def save(path: Path, staging: str) -> Callable[[], object]:
-        return holdfast.save_checkpoint(
+        return rankless.save_checkpoint(
             path.parent, path.name, model, optimizer, async_save=True, staging=staging, rng=False
         ).wait
 

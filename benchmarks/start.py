@@ -12,8 +12,8 @@ from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.setting import Setting
 
 _IMPORTS = {
-    "holdfast": "import holdfast",
-    "holdfast, first use of save_checkpoint": "import holdfast; holdfast.save_checkpoint",
+    "rankless": "import rankless",
+    "rankless, first use of save_checkpoint": "import rankless; rankless.save_checkpoint",
     "torch": "import torch",
     "PyTorch DCP": "import torch.distributed.checkpoint",
     "torch_checkpointing": "import torch_checkpointing",
@@ -22,20 +22,20 @@ _IMPORTS = {
 }
 
 
-#: The arguments of interpreters that start with holdfast alone.
+#: The arguments of interpreters that start with rankless alone.
 STARTS = {
-    "import holdfast": ("-c", "import holdfast"),
-    "import of save_checkpoint": ("-c", "import holdfast; holdfast.save_checkpoint"),
-    "holdfast --help": ("-m", "holdfast", "--help"),
+    "import rankless": ("-c", "import rankless"),
+    "import of save_checkpoint": ("-c", "import rankless; rankless.save_checkpoint"),
+    "rankless --help": ("-m", "rankless", "--help"),
 }
 
 
 def measure_start(setting: Setting) -> Iterator[Table]:
-    """Measure interpreters that import holdfast, and the command's ``--help``."""
+    """Measure interpreters that import rankless, and the command's ``--help``."""
     imports = {name: build_interpreter("-c", code) for name, code in _IMPORTS.items()}
     yield time_interleaved(imports, setting.rounds).build_table("import")
-    command = {"holdfast": build_interpreter("-m", "holdfast", "--help"), "nothing": build_interpreter("-c", "pass")}
-    yield time_interleaved(command, setting.rounds).build_table("holdfast --help")
+    command = {"rankless": build_interpreter("-m", "rankless", "--help"), "nothing": build_interpreter("-c", "pass")}
+    yield time_interleaved(command, setting.rounds).build_table("rankless --help")
 
 
 def build_interpreter(*arguments: str, environment: Mapping[str, str] | None = None) -> Contender:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import holdfast
+import rankless
 from benchmarks import raw
 from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
@@ -19,18 +19,18 @@ from benchmarks.setting import Setting
 #: The number of tensors.
 _TENSORS = 20
 
-_VERIFY, _BARE = "holdfast verify", "bare NumPy loop"
+_VERIFY, _BARE = "rankless verify", "bare NumPy loop"
 
 
 def measure_statistics(setting: Setting) -> Iterator[Table]:
     """Measure a checkpoint in float32, and one in bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         run, size = setting.folder / "run", setting.nbytes // dtype.itemsize // _TENSORS
-        holdfast.save_checkpoint(run, "a", {f"w{n}": torch.randn(size).to(dtype) for n in range(_TENSORS)})
+        rankless.save_checkpoint(run, "a", {f"w{n}": torch.randn(size).to(dtype) for n in range(_TENSORS)})
         files = sorted((run / "a").rglob("*.safetensors"))
         evict = partial(raw.evict_from_cache, run)
         contenders = {
-            f"{OURS} stats": Contender(partial(holdfast.compute_statistics, run), evict),
+            f"{OURS} stats": Contender(partial(rankless.compute_statistics, run), evict),
             _VERIFY: Contender(partial(_verify, run), evict),
             _BARE: Contender(partial(_measure_files, files, dtype), evict),
         }
@@ -42,7 +42,7 @@ def measure_statistics(setting: Setting) -> Iterator[Table]:
 
 
 def _verify(run: Path) -> None:
-    list(holdfast.open(run).verify())
+    list(rankless.open(run).verify())
 
 
 def _measure_files(files: Sequence[Path], dtype: torch.dtype) -> None:

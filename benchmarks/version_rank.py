@@ -1,7 +1,7 @@
-"""One rank of one version of holdfast: it saves and loads on request, for ``python -m benchmarks.compare``.
+"""One rank of one version of rankless: it saves and loads on request, for ``python -m benchmarks.compare``.
 
 ``python -m benchmarks.version_rank WORKLOAD BYTES RANK RANKS STORE`` answers each line ``WORK PATH`` with the seconds
-taken. It uses only public names of holdfast, because the version may be an older one than that of this file.
+taken. It uses only public names of rankless, because the version may be an older one than that of this file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ answers, sys.stdout = sys.stdout, sys.stderr  # warnings of the packages must no
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import holdfast  # noqa: E402
+import rankless  # noqa: E402
 from benchmarks import states  # noqa: E402
 
 #: Works on a path. Returns the seconds that count, or ``None`` if all of them do.
@@ -34,7 +34,7 @@ def main() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     works = WORKLOADS[workload](nbytes)
-    print(holdfast.__file__, file=answers, flush=True)
+    print(rankless.__file__, file=answers, flush=True)
     for line in sys.stdin:
         work, _, path = line.rstrip("\n").partition(" ")
         print(_time_work(works[work], Path(path)), file=answers, flush=True)
@@ -68,25 +68,25 @@ def _build_tensor_works(state: dict[str, torch.Tensor]) -> Mapping[str, Work]:
 
 
 def _save_tensors(state: dict[str, torch.Tensor], path: Path) -> None:
-    holdfast.save_checkpoint(path, "s", state, rng=False)
+    rankless.save_checkpoint(path, "s", state, rng=False)
 
 
 def _load_tensors(target: dict[str, torch.Tensor], path: Path) -> None:
-    holdfast.load_checkpoint(path, model=target)
+    rankless.load_checkpoint(path, model=target)
 
 
 def _build_training(layout: str, nbytes: int) -> Mapping[str, Work]:
     model, optimizer = states.build_training(layout, nbytes)
 
     def save(path: Path) -> None:
-        holdfast.save_checkpoint(path, "s", model, optimizer, rng=False)
+        rankless.save_checkpoint(path, "s", model, optimizer, rng=False)
 
     def load(path: Path) -> None:
-        holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+        rankless.load_checkpoint(path, model=model, optimizer=optimizer)
 
     def measure_stall(staging: str, path: Path) -> float:
         started = time.perf_counter()
-        handle = holdfast.save_checkpoint(path, "s", model, optimizer, async_save=True, staging=staging, rng=False)
+        handle = rankless.save_checkpoint(path, "s", model, optimizer, async_save=True, staging=staging, rng=False)
         seconds = time.perf_counter() - started
         handle.wait()
         return seconds

@@ -24,8 +24,8 @@ from campaigns.common import case_runner
 _SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-import holdfast, holdfast.save.shard_writer
-from holdfast.errors import StorageError
+import rankless, rankless.save.shard_writer
+from rankless.errors import StorageError
 
 path = sys.argv[1]
 dist.init_process_group("gloo")
@@ -34,16 +34,16 @@ state = {{"w": torch.ones(8)}}
 def break_writing():
     def fail(*_):
         raise StorageError(28, "the disk is full")
-    holdfast.save.shard_writer.write_file_ranges = fail
+    rankless.save.shard_writer.write_file_ranges = fail
 
-holdfast.save_checkpoint(path, "first", state)
+rankless.save_checkpoint(path, "first", state)
 {action}
 """
 
-_LOAD = "holdfast.load_checkpoint(path, model=state)"
-_SAVE = 'holdfast.save_checkpoint(path, "last", state)'
-_CHECKPOINTER = 'with holdfast.Checkpointer(path + "2", model=state, async_save=True) as run:'
-_SAVE_ASYNC = 'holdfast.save_checkpoint(path, "last", state, async_save=True)'
+_LOAD = "rankless.load_checkpoint(path, model=state)"
+_SAVE = 'rankless.save_checkpoint(path, "last", state)'
+_CHECKPOINTER = 'with rankless.Checkpointer(path + "2", model=state, async_save=True) as run:'
+_SAVE_ASYNC = 'rankless.save_checkpoint(path, "last", state, async_save=True)'
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ending:
 
 ENDINGS = (
     Ending("load", _LOAD),
-    Ending("load of a model", 'holdfast.load_model(state, path + "/first/model")'),
+    Ending("load of a model", 'rankless.load_model(state, path + "/first/model")'),
     Ending("load, group destroyed", f"{_LOAD}; dist.destroy_process_group()"),
     Ending("save", _SAVE, saves=True),
     Ending("asynchronous save", _SAVE_ASYNC, saves=True),
@@ -70,23 +70,23 @@ ENDINGS = (
     Ending("failed asynchronous save", f"break_writing(); {_SAVE_ASYNC}", succeeds=False),
     Ending(
         "failed asynchronous save of a model",
-        'break_writing(); holdfast.save_model(state, path + "/model.pt", use_async=True)',
+        'break_writing(); rankless.save_model(state, path + "/model.pt", use_async=True)',
         succeeds=False,
     ),
     Ending(
         "failed asynchronous save, caught",
-        f"break_writing(); {_SAVE_ASYNC}\ntry:\n    holdfast.finalize()\nexcept StorageError:\n    pass",
+        f"break_writing(); {_SAVE_ASYNC}\ntry:\n    rankless.finalize()\nexcept StorageError:\n    pass",
     ),
     Ending(
         "signal",
-        "with holdfast.preemption(signal.SIGTERM) as stop:\n"
+        "with rankless.preemption(signal.SIGTERM) as stop:\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    while not stop.requested():\n"
         "        pass\n"
         f"    {_SAVE}",
         saves=True,
     ),
-    Ending("preemption left open", f"stop = holdfast.preemption(); {_LOAD}"),
+    Ending("preemption left open", f"stop = rankless.preemption(); {_LOAD}"),
     Ending("checkpointer", f"{_CHECKPOINTER}\n    run.step(1)\nassert len(run.list()) == 1"),
     Ending("checkpointer left open", _CHECKPOINTER.removeprefix("with ").replace(" as run:", ".step(1)")),
     Ending("checkpointer, failed save", f"break_writing()\n{_CHECKPOINTER}\n    run.step(1)", succeeds=False),

@@ -1,4 +1,4 @@
-"""``python -m campaigns.matrix``: holdfast and DCP load each other's checkpoints in every pair of layouts."""
+"""``python -m campaigns.matrix``: rankless and DCP load each other's checkpoints in every pair of layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import holdfast
+import rankless
 from tests.helpers import dcp_matrix
 from tests.helpers.dcp_matrix import CASES, OPTIMIZERS, Case
 from tests.helpers.pool import Ranks
@@ -24,7 +24,7 @@ def main() -> int:
     writers = [case for case in CASES if not options.writer or str(case) in options.writer]
     failed = done = 0
     ranks = Ranks()
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rankless-") as folder:
         for kind, writer in product(options.optimizer or OPTIMIZERS, writers):
             for name, error in _load_everywhere(ranks, Path(folder), kind, writer):
                 done += 1
@@ -44,7 +44,7 @@ def _load_everywhere(ranks: Ranks, folder: Path, kind: str, writer: Case) -> Ite
     ours, theirs = (folder / f"{kind}-{writer}-{name}" for name in ("ours", "theirs"))
     ranks(writer.ranks, dcp_matrix.write_ours, str(ours), writer.layout, kind, str(seed))
     ranks(writer.ranks, dcp_matrix.write_theirs, str(theirs), writer.layout, kind, str(seed))
-    converted = holdfast.convert(ours, folder / f"{kind}-{writer}-dcp", to="dcp")
+    converted = rankless.convert(ours, folder / f"{kind}-{writer}-dcp", to="dcp")
     for reader in CASES:
         for load, path in ((dcp_matrix.load_theirs, converted), (dcp_matrix.load_ours, theirs)):
             outcomes = ranks.outcomes(reader.ranks, load, str(path), reader.layout, kind)

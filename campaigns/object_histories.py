@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from holdfast.storage.http.connection import HttpResponse
+from rankless.storage.http.connection import HttpResponse
 from tests.helpers import object_histories
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import FakeStore
@@ -81,7 +81,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.stores) - STORES.keys():
         parser.error(f"there is no store {', '.join(sorted(unknown))}")
-    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # saves that fail are checked, not shown
+    logging.getLogger("rankless").addHandler(logging.NullHandler())  # saves that fail are checked, not shown
     warnings.simplefilter("ignore")
     histories = violations = 0
     for name in options.stores or STORES:

@@ -25,7 +25,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = done = 0
     ranks = Ranks()
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rankless-") as folder:
         for kind in options.kind or KINDS:
             for name, error in _check_pairs(ranks, Path(folder) / kind, kind):
                 done += 1

@@ -1,4 +1,4 @@
-"""Draws a page of ``holdfast report`` as a picture, with Chromium: ``make report-picture``."""
+"""Draws a page of ``rankless report`` as a picture, with Chromium: ``make report-picture``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how fast large pages of ``holdfast report`` open and scroll in Chromium: ``make report-speed``.
+"""Measures how fast large pages of ``rankless report`` open and scroll in Chromium: ``make report-speed``.
 
 The pages are of 20,000 tensors with statistics of 20 checkpoints, in a run of 20 and one of 1,000 checkpoints.
 """

@@ -22,13 +22,13 @@ from campaigns.common.case_runner import format_table
 
 ROOT = Path(__file__).parents[1]
 
-#: The packages besides torch and holdfast, which brings its own, that the core tests import.
+#: The packages besides torch and rankless, which brings its own, that the core tests import.
 PACKAGES = frozenset(
     {"hypothesis", "jsonschema", "numpy", "pytest", "pytest-timeout", "pytest-xdist", "safetensors", "torchdata"}
     | {"awscrt", "click", "msgspec", "rich", "typer"}
 )
 
-#: All tests of holdfast itself, and those with torch's own checkpoints.
+#: All tests of rankless itself, and those with torch's own checkpoints.
 CORE = (
     *("tests/unit", "tests/distributed", "tests/failure", "tests/golden", "tests/hostile"),
     *("tests/interop/torch", "tests/interop/dcp"),
@@ -118,7 +118,7 @@ def _select_pairs(options: argparse.Namespace) -> Sequence[Pair]:
 
 def _run_pair(pair: Pair, options: argparse.Namespace) -> Outcome:
     tests = options.tests or (SHORT if options.short else CORE)
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="rankless-") as temporary:
         folder = (options.folder or Path(temporary)).absolute() / f"python{pair.python}-torch{pair.torch}"
         try:
             python = _install(pair, folder)

@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-import holdfast
+import rankless
 
 TRAIN = Path(__file__).with_name("train.py")
 FOLDER = Path("demo_run")
@@ -201,7 +201,7 @@ def kill_job(job: Job, run: Path, known: set[str]) -> int:
     job.kill()
     if not 0 < job.last_step < STEPS:
         raise DemoError(f"the job was to be killed in the middle, and was at step {job.last_step}")
-    newest = int(holdfast.list_checkpoints(run)[-1].step or 0)
+    newest = int(rankless.list_checkpoints(run)[-1].step or 0)
     print_text(f"[red]kill -9[/] for torchrun and its {job.steps[0].ranks} ranks, after step {job.last_step}.")
     for name in sorted(list_staging_directories(run) - known):
         print_text(f"It was in the middle of a save, which left {name}: hidden, never listed, never loaded.")
@@ -243,7 +243,7 @@ def compare_losses(reference: list[Step], jobs: list[list[Step]]) -> None:
 
 
 def generate_text(folder: Path) -> Text:
-    """Complete the start of a function with the model of a checkpoint. Nothing here uses holdfast."""
+    """Complete the start of a function with the model of a checkpoint. Nothing here uses rankless."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     beginning = torch.tensor([list(b"def ")])
@@ -258,8 +258,8 @@ def generate_text(folder: Path) -> Text:
 def write_report(run: Path, page: Path) -> None:
     """Write the report of a run."""
     options = [str(run), "--stats", "--output", str(page)]
-    print_text(f"[bold]$ holdfast report {' '.join(options)}[/]")
-    done = subprocess.run([sys.executable, "-m", "holdfast", "report", *options], check=False, capture_output=True)
+    print_text(f"[bold]$ rankless report {' '.join(options)}[/]")
+    done = subprocess.run([sys.executable, "-m", "rankless", "report", *options], check=False, capture_output=True)
     if done.returncode:
         raise DemoError(f"the report was not written: {done.stderr.decode()}")
     print_text(f"Open {page} in a browser: its saves, the kills and resumes, where the bytes are, and all tensors.")

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-import holdfast
+import rankless
 
 BATCH = 12  # sequences in each step, over all ranks; the number of ranks divides it
 LENGTH = 64  # bytes in a sequence
@@ -50,13 +50,13 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = holdfast.ResumableLoader(TensorDataset(read_sequences()), BATCH // dist.get_world_size())
+    loader = rankless.ResumableLoader(TensorDataset(read_sequences()), BATCH // dist.get_world_size())
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "dataloader": loader}
     saving: dict[str, Any] = {"save_every": options.save_every, "async_save": True, "timeout": options.timeout}
-    tier = holdfast.LocalTier(options.memory, copies=1, drain_every=options.drain_every)
+    tier = rankless.LocalTier(options.memory, copies=1, drain_every=options.drain_every)
 
     is_stopping = False
-    with holdfast.Checkpointer(options.run, **training, **saving, local=tier) as checkpointer:
+    with rankless.Checkpointer(options.run, **training, **saving, local=tier) as checkpointer:
         began = time.perf_counter()
         start = checkpointer.resume()
         seconds = time.perf_counter() - began

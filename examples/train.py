@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import holdfast
+import rankless
 
 BATCH = 12  # sequences in each step, over all ranks
 LENGTH = 128  # bytes in a sequence
@@ -41,11 +41,11 @@ def main() -> None:
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda step: compute_lr_factor(step, options.steps))
-    loader = holdfast.ResumableLoader(StandardLibrary(), BATCH // dist.get_world_size())
+    loader = rankless.ResumableLoader(StandardLibrary(), BATCH // dist.get_world_size())
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
 
     epochs = chain.from_iterable(repeat(loader))
-    with holdfast.Checkpointer(options.run, **training, save_every=options.save_every, async_save=True) as checkpointer:
+    with rankless.Checkpointer(options.run, **training, save_every=options.save_every, async_save=True) as checkpointer:
         start = checkpointer.resume()
         for step, sequences in zip(range(start + 1, options.steps + 1), epochs, strict=False):
             loss = train_step(model, optimizer, sequences)

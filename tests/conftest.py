@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from holdfast.storage import atomic_rename
+from rankless.storage import atomic_rename
 from tests.helpers.pool import Ranks
 
 settings.register_profile(
-    "holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "rankless", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
-settings.load_profile("holdfast")
+settings.load_profile("rankless")
 
 # A shell that runs tests in the background has them, and all that they start, ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

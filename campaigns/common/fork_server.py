@@ -1,4 +1,4 @@
-"""A fork server that has imported torch and holdfast: importing takes seconds, a fork milliseconds."""
+"""A fork server that has imported torch and rankless: importing takes seconds, a fork milliseconds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-        *("torch.distributed.tensor.parallel", "holdfast.run_directory", "holdfast.api", "holdfast.data.loader"),
+        *("torch.distributed.tensor.parallel", "rankless.run_directory", "rankless.api", "rankless.data.loader"),
         *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
-        *("campaigns.tier.histories.training", "holdfast.save.folder_tier_save", "holdfast.load.tier_load"),
-        *("holdfast.load.fallback", "holdfast.save.folder_drain"),
+        *("campaigns.tier.histories.training", "rankless.save.folder_tier_save", "rankless.load.tier_load"),
+        *("rankless.load.fallback", "rankless.save.folder_drain"),
     ]
 )

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import holdfast
+import rankless
 from campaigns.common import state
 from campaigns.common.job import STORES, Job, Rank, RankOutcome
 from campaigns.common.points import LOAD_POINTS, SAVE_POINTS, Point, call_at_point
 from campaigns.common.state import ViolationError
-from holdfast.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.comm.vote import COORDINATOR_RANK
 
 #: The ranks' timeout, and the time after it until which an error must come, in seconds.
 TIMEOUT, SLACK = 3.0, 2.0
@@ -123,22 +123,22 @@ def save_step(path: Path, step: int, save_kind: str, *, asynchronous: bool = Fal
     save_step_with(open_run(path, timeout), step, save_kind, asynchronous=asynchronous)
 
 
-def open_run(path: Path, timeout: float = 60.0) -> holdfast.RunDirectory:
+def open_run(path: Path, timeout: float = 60.0) -> rankless.RunDirectory:
     """Return a ``RunDirectory`` that continues the existing run, if any."""
-    checkpointer = holdfast.RunDirectory(path, timeout=timeout)
-    if holdfast.has_checkpoint(path):
+    checkpointer = rankless.RunDirectory(path, timeout=timeout)
+    if rankless.has_checkpoint(path):
         checkpointer.load()
     return checkpointer
 
 
 def save_step_with(
-    checkpointer: holdfast.RunDirectory, step: int, save_kind: str, *, asynchronous: bool = False
+    checkpointer: rankless.RunDirectory, step: int, save_kind: str, *, asynchronous: bool = False
 ) -> None:
     """Save a step with a ``RunDirectory`` that may have saved before."""
     tag = "last" if "overwrite" in SAVE_OPTIONS[save_kind] else f"step_{step}"
     with ExitStack() as stack:
         if save_kind == "two renames":
-            stack.enter_context(mock.patch("holdfast.storage.atomic_rename._renameat2", return_value=False))
+            stack.enter_context(mock.patch("rankless.storage.atomic_rename._renameat2", return_value=False))
         stack.enter_context(checkpointer)
         checkpointer.save(
             tag,
@@ -153,7 +153,7 @@ def save_step_with(
 def load_latest(path: Path, timeout: float = 60.0) -> int:
     """Load the latest checkpoint and return its step. Raises ``ViolationError`` if it is not exact."""
     model = state.build_shards(0)
-    restored = holdfast.restore(path, model=model, share_reads="always", timeout=timeout)
+    restored = rankless.restore(path, model=model, share_reads="always", timeout=timeout)
     step = restored.user_content["step"]
     exact = state.has_values_of(model, step) and restored.user_content["history"] == list(range(step))
     if not exact or not torch.equal(restored.user_content["blob"], state.build_user_content(step)["blob"]):
@@ -168,7 +168,7 @@ def save_or_load(rank: Rank, path: Path, case: Case, action: str) -> str:
     rank.wait_for_all_ranks()  # all ranks start together
     with ExitStack() as stack:
         if case.point.condition == "buckets of ranks":
-            stack.enter_context(mock.patch("holdfast.engine.integrity.crc_gather.MAX_FLAT_RANKS", 1))
+            stack.enter_context(mock.patch("rankless.engine.integrity.crc_gather.MAX_FLAT_RANKS", 1))
         if dist.get_rank() == case.victim:
             stack.enter_context(call_at_point(case.point, getattr(rank, action)))
         if checkpointer is not None:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from campaigns.common.fork_server import CONTEXT
-from holdfast.errors import HoldfastError
-from holdfast.storage import posix
+from rankless.errors import RanklessError
+from rankless.storage import posix
 
 #: The owner of the ranks' key-value store: rank 0, torchrun (here: this process), or a file.
 STORES = ("rank 0", "agent", "file")
@@ -182,7 +182,7 @@ def _run_rank(
     torch.set_num_threads(1)
     if host:
         mock.patch.object(posix, "_BOOT_ID", mock.Mock(**{"read_text.return_value": f"host {host}"})).start()
-    logging.getLogger("holdfast").addHandler(logging.NullHandler())  # the campaign reports failures
+    logging.getLogger("rankless").addHandler(logging.NullHandler())  # the campaign reports failures
     dist.init_process_group(
         backend,
         store=_open_store(pipe, rank, size, store, address),
@@ -194,7 +194,7 @@ def _run_rank(
         result = part(Rank(pipe), *args)
         end = RankOutcome(time.monotonic(), result)
     except Exception as error:  # noqa: BLE001 - the campaign checks it
-        typed = isinstance(error, HoldfastError)
+        typed = isinstance(error, RanklessError)
         message = str(error) if typed else traceback.format_exc()
         end = RankOutcome(time.monotonic(), None, type(error).__name__, message, typed)
     pipe.send(("end", end))

@@ -28,32 +28,32 @@ class Point:
     condition: str = ""
 
 
-_POST = "holdfast.engine.comm.vote.VoteRound.post_outcome"
-_HOST_VOTE = "holdfast.engine.comm.host_vote_channel.HostVoteChannel"
-_WRITER = "holdfast.storage.direct_io.DirectWriter"
-_STAGING = "holdfast.run.staging_dir.StagingDirectory"
+_POST = "rankless.engine.comm.vote.VoteRound.post_outcome"
+_HOST_VOTE = "rankless.engine.comm.host_vote_channel.HostVoteChannel"
+_WRITER = "rankless.storage.direct_io.DirectWriter"
+_STAGING = "rankless.run.staging_dir.StagingDirectory"
 
 SAVE_POINTS = (
-    Point("opening the session", "holdfast.engine.comm.session.RankGroup.open_session"),
-    Point("capturing the objects", "holdfast.save.negotiation.capture_training"),
+    Point("opening the session", "rankless.engine.comm.session.RankGroup.open_session"),
+    Point("capturing the objects", "rankless.save.negotiation.capture_training"),
     Point("posting the announcement", _POST, phase="looking at what to save"),
     Point("announcement posted", _POST, after=True, phase="looking at what to save"),
-    Point("deciding for all ranks", "holdfast.save.negotiation._decide_globally", rank_0_only=True),
-    Point("planning", "holdfast.save.checkpoint_save.plan_save"),
-    Point("comparing replicas", "holdfast.engine.integrity.replicas.digest_replicas"),
+    Point("deciding for all ranks", "rankless.save.negotiation._decide_globally", rank_0_only=True),
+    Point("planning", "rankless.save.checkpoint_save.plan_save"),
+    Point("comparing replicas", "rankless.engine.integrity.replicas.digest_replicas"),
     Point("creating the staging directory", f"{_STAGING}.create", rank_0_only=True),
-    Point("sizing a file", "holdfast.storage.posix.allocate_space", rank_0_only=True),
+    Point("sizing a file", "rankless.storage.posix.allocate_space", rank_0_only=True),
     Point("staging directory created", f"{_STAGING}.create", after=True, rank_0_only=True),
     Point("prepared", _POST, after=True, phase="preparing the save"),
-    Point("making a gloo group", "holdfast.engine.comm.session._make_gloo_group", condition="a second process group"),
-    Point("staging", "holdfast.save.shard_writer.stage_tensors", condition="asynchronous"),
+    Point("making a gloo group", "rankless.engine.comm.session._make_gloo_group", condition="a second process group"),
+    Point("staging", "rankless.save.shard_writer.stage_tensors", condition="asynchronous"),
     Point("staged", _POST, after=True, phase="copying what is to be saved", condition="asynchronous"),
-    Point("sending a stripe", "holdfast.engine.io.p2p.P2PExchange.send"),
-    Point("receiving a stripe", "holdfast.engine.io.p2p.P2PExchange.receive"),
-    Point("waiting for a stripe", "holdfast.engine.io.p2p.P2PExchange.wait"),
-    Point("assembling a stripe", "holdfast.engine.plan.stripes.StripeSlice.copy_in"),
-    Point("posting to the host", "holdfast.storage.host_board.HostBoard.post", condition="several hosts"),
-    Point("posted to the host", "holdfast.storage.host_board.HostBoard.post", after=True, condition="several hosts"),
+    Point("sending a stripe", "rankless.engine.io.p2p.P2PExchange.send"),
+    Point("receiving a stripe", "rankless.engine.io.p2p.P2PExchange.receive"),
+    Point("waiting for a stripe", "rankless.engine.io.p2p.P2PExchange.wait"),
+    Point("assembling a stripe", "rankless.engine.plan.stripes.StripeSlice.copy_in"),
+    Point("posting to the host", "rankless.storage.host_board.HostBoard.post", condition="several hosts"),
+    Point("posted to the host", "rankless.storage.host_board.HostBoard.post", after=True, condition="several hosts"),
     # A rank may send or poll for its host in any vote, in the last one, too.
     Point("sending the host's outcomes", f"{_HOST_VOTE}._send", may_be_committed=True, condition="several hosts"),
     Point(
@@ -69,29 +69,29 @@ SAVE_POINTS = (
         may_be_committed=True,
         condition="several hosts",
     ),
-    Point("sending bytes of cells", "holdfast.engine.io.cell_exchange.CellExchange.start", condition="several hosts"),
-    Point("writing bytes of cells", "holdfast.engine.io.cell_exchange.CellExchange.finish", condition="several hosts"),
+    Point("sending bytes of cells", "rankless.engine.io.cell_exchange.CellExchange.start", condition="several hosts"),
+    Point("writing bytes of cells", "rankless.engine.io.cell_exchange.CellExchange.finish", condition="several hosts"),
     Point("writing", f"{_WRITER}.write"),
     Point("syncing", f"{_WRITER}.sync"),
-    Point("encoding the CRCs", "holdfast.engine.integrity.crc_gather.encode_fragments"),
+    Point("encoding the CRCs", "rankless.engine.integrity.crc_gather.encode_fragments"),
     Point(
         "sending CRCs to the bucket",
-        "holdfast.engine.integrity.crc_gather._RankBucket.publish_report",
+        "rankless.engine.integrity.crc_gather._RankBucket.publish_report",
         condition="buckets of ranks",
     ),
     Point(
         "merging the CRCs of the bucket",
-        "holdfast.engine.integrity.crc_gather._RankBucket.merge_reports",
+        "rankless.engine.integrity.crc_gather._RankBucket.merge_reports",
         condition="buckets of ranks",
     ),
     Point("CRCs reported", _POST, after=True, phase="writing", may_be_committed=True),
-    Point("writing headers", "holdfast.ondisk.files.DataFile.build_header", rank_0_only=True),
-    Point("writing small files", "holdfast.storage.posix.write_small", rank_0_only=True),
-    Point("syncing directories", "holdfast.storage.posix.fsync_directory", rank_0_only=True),
+    Point("writing headers", "rankless.ondisk.files.DataFile.build_header", rank_0_only=True),
+    Point("writing small files", "rankless.storage.posix.write_small", rank_0_only=True),
+    Point("syncing directories", "rankless.storage.posix.fsync_directory", rank_0_only=True),
     Point("publishing", f"{_STAGING}.publish", rank_0_only=True, condition="a new name"),
     Point("overwriting", f"{_STAGING}.replace", rank_0_only=True, condition="a name that is taken"),
-    Point("renaming", "holdfast.storage.atomic_rename._renameat2", rank_0_only=True),
-    Point("renamed", "holdfast.storage.atomic_rename._renameat2", after=True, rank_0_only=True, may_be_committed=True),
+    Point("renaming", "rankless.storage.atomic_rename._renameat2", rank_0_only=True),
+    Point("renamed", "rankless.storage.atomic_rename._renameat2", after=True, rank_0_only=True, may_be_committed=True),
     Point(
         "published", f"{_STAGING}.publish", after=True, rank_0_only=True, may_be_committed=True, condition="a new name"
     ),
@@ -105,19 +105,19 @@ SAVE_POINTS = (
     ),
     Point(
         "removing old checkpoints",
-        "holdfast.save.checkpoint_save.CheckpointSave._remove_old_checkpoints",
+        "rankless.save.checkpoint_save.CheckpointSave._remove_old_checkpoints",
         may_be_committed=True,
         condition="old checkpoints removed",
     ),
     Point(
         "between two renames",
-        "holdfast.storage.atomic_rename.fsync_directory",
+        "rankless.storage.atomic_rename.fsync_directory",
         rank_0_only=True,
         condition="no exchange of names",
     ),
     Point(
         "old checkpoint hidden",
-        "holdfast.run.cleanup.rename_path",
+        "rankless.run.cleanup.rename_path",
         after=True,
         rank_0_only=True,
         may_be_committed=True,
@@ -131,29 +131,29 @@ SAVE_POINTS = (
         may_be_committed=True,
         condition="old checkpoints removed",
     ),
-    Point("leaving the session", "holdfast.engine.comm.session.Session.leave", may_be_committed=True),
+    Point("leaving the session", "rankless.engine.comm.session.Session.leave", may_be_committed=True),
 )
 
 LOAD_POINTS = (
-    Point("opening the session", "holdfast.engine.comm.session.RankGroup.open_session"),
-    Point("selecting the checkpoint", "holdfast.load.selection.CheckpointSelector.select_next", rank_0_only=True),
+    Point("opening the session", "rankless.engine.comm.session.RankGroup.open_session"),
+    Point("selecting the checkpoint", "rankless.load.selection.CheckpointSelector.select_next", rank_0_only=True),
     Point("checkpoint selected", _POST, after=True, phase="finding the checkpoint"),
-    Point("opening the checkpoint", "holdfast.load.operation.LoadOperation._open_reader"),
-    Point("matching the tensors", "holdfast.state.restore.LoadTargets.match_targets"),
+    Point("opening the checkpoint", "rankless.load.operation.LoadOperation._open_reader"),
+    Point("matching the tensors", "rankless.state.restore.LoadTargets.match_targets"),
     Point("tensors matched", _POST, after=True, phase="reading the metadata"),
-    Point("planning", "holdfast.load.read_plan.plan_load"),
-    Point("making a gloo group", "holdfast.engine.comm.session._make_gloo_group", condition="a second process group"),
-    Point("reading", "holdfast.engine.io.source_reader.SourceReader.read"),
-    Point("sending a stripe", "holdfast.engine.io.p2p.P2PExchange.send"),
-    Point("receiving a stripe", "holdfast.engine.io.p2p.P2PExchange.receive"),
-    Point("waiting for a stripe", "holdfast.engine.io.p2p.P2PExchange.wait"),
-    Point("verifying checksums", "holdfast.engine.integrity.verify.ChecksumVerifier.verify_local"),
+    Point("planning", "rankless.load.read_plan.plan_load"),
+    Point("making a gloo group", "rankless.engine.comm.session._make_gloo_group", condition="a second process group"),
+    Point("reading", "rankless.engine.io.source_reader.SourceReader.read"),
+    Point("sending a stripe", "rankless.engine.io.p2p.P2PExchange.send"),
+    Point("receiving a stripe", "rankless.engine.io.p2p.P2PExchange.receive"),
+    Point("waiting for a stripe", "rankless.engine.io.p2p.P2PExchange.wait"),
+    Point("verifying checksums", "rankless.engine.integrity.verify.ChecksumVerifier.verify_local"),
     Point(
         "verifying checksums across ranks",
-        "holdfast.engine.integrity.verify.ChecksumVerifier.verify_across_ranks",
+        "rankless.engine.integrity.verify.ChecksumVerifier.verify_across_ranks",
         rank_0_only=True,
     ),
-    Point("applying the values", "holdfast.state.restore.LoadTargets.apply", may_be_committed=True),
+    Point("applying the values", "rankless.state.restore.LoadTargets.apply", may_be_committed=True),
 )
 
 

@@ -81,7 +81,7 @@ def _record_cases(scenarios: Sequence[Scenario], parent: Path | None) -> Iterato
     try:
         for scenario in scenarios:
             for ranks in (1, 2, 4):
-                with tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=parent) as folder:
+                with tempfile.TemporaryDirectory(prefix="rankless-crash-", dir=parent) as folder:
                     yield _Case(scenario, ranks, record_scenario(scenario, ranks, pool, Path(folder)))
     finally:
         pool.close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import holdfast
+import rankless
 from campaigns.crash.scenarios import Listing, Save
 from campaigns.crash.training import Training
-from holdfast.errors import HoldfastError, NoCheckpointError
-from holdfast.run.cleanup import clean_up
-from holdfast.storage.posix import list_hidden_directories
+from rankless.errors import NoCheckpointError, RanklessError
+from rankless.run.cleanup import clean_up
+from rankless.storage.posix import list_hidden_directories
 
 #: The only message that a single process may get about a checkpoint of several ranks.
 _NO_RANK_CONTENT = r"loaded \S+, but not all that was asked for:\n  per_rank_content: [^\n]+\Z"
@@ -30,12 +30,12 @@ def check_run(run: Path, before: Listing, after: Listing, resumed: Save, trainin
             warnings.simplefilter("error", UserWarning)  # a checkpoint that is skipped as corrupt is a violation, too
             warnings.filterwarnings("ignore", _NO_RANK_CONTENT, UserWarning)
             return _check_run(run, before, after, resumed, training)
-    except (HoldfastError, UserWarning) as error:
+    except (RanklessError, UserWarning) as error:
         raise Violation(f"{type(error).__name__}: {error}") from error
 
 
 def _check_run(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
-    _require(holdfast.has_checkpoint(run) or not before, "has_checkpoint tells of none")
+    _require(rankless.has_checkpoint(run) or not before, "has_checkpoint tells of none")
     latest = _load_latest(run, training)
     listing = _load_all_listed(run, latest, training)
     _require(not latest or latest == list(listing.items())[-1], f"{latest} is loaded, and not the last of {listing}")
@@ -53,13 +53,13 @@ def _load_latest(run: Path, training: Training) -> tuple[str, int] | None:
     try:
         return _load_and_compare(run, None, training)
     except NoCheckpointError:
-        _require(not holdfast.has_checkpoint(run), "has_checkpoint tells of one that cannot be loaded")
+        _require(not rankless.has_checkpoint(run), "has_checkpoint tells of one that cannot be loaded")
         return None
 
 
 def _load_all_listed(run: Path, latest: tuple[str, int] | None, training: Training) -> dict[str, int]:
     """Return the step of each listed checkpoint. All of them, and the latest, must be loadable."""
-    infos = holdfast.list_checkpoints(run)
+    infos = rankless.list_checkpoints(run)
     for info in infos:
         _require(info.status == "complete", f"{info.tag} is {info.status}: {info.problem}")
     known = dict([latest] if latest else [])
@@ -69,7 +69,7 @@ def _load_all_listed(run: Path, latest: tuple[str, int] | None, training: Traini
 def _load_and_compare(run: Path, tag: str | None, training: Training) -> tuple[str, int]:
     """Load a checkpoint and compare every bit."""
     training.set_step(0)
-    restored = holdfast.restore(run, tag, training.model, training.optimizer, rng=False)
+    restored = rankless.restore(run, tag, training.model, training.optimizer, rng=False)
     step = restored.user_content["step"]
     content = training.build_user_content(step)
     wrong = training.find_differences(step)
@@ -86,14 +86,14 @@ def _check_next_save(run: Path, listing: Listing, resumed: Save, training: Train
     resumed.run(run, training)
     expected = resumed.list_after(listing)
     _require(_load_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
-    infos = {info.tag: info for info in holdfast.list_checkpoints(run)}
+    infos = {info.tag: info for info in rankless.list_checkpoints(run)}
     _require(list(infos) == list(expected), f"after the next save {list(infos)} are there, and not {list(expected)}")
     leftovers = [folder.name for folder in list_hidden_directories(run) if infos[resumed.tag].run in folder.name]
     _require(not leftovers, f"the next save left {leftovers}")
     clean_up(run, None)
     _require(not list_hidden_directories(run), f"{list_hidden_directories(run)} cannot be removed")
     _require(
-        [info.tag for info in holdfast.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint"
+        [info.tag for info in rankless.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint"
     )
 
 

@@ -31,7 +31,7 @@ from campaigns.crash.operations import (
     Sync,
     Write,
 )
-from holdfast.storage import atomic_rename, shared_files
+from rankless.storage import atomic_rename, shared_files
 
 _RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "link", "mkdir", "rename", "unlink", "rmdir")
 _REFUSED = (

@@ -10,13 +10,13 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
-import holdfast
+import rankless
 from campaigns.crash.training import MAX_SHARD_SIZE, Training
-from holdfast.cli.main import app
-from holdfast.errors import HoldfastError
-from holdfast.run.staging_dir import StagingDirectory
-from holdfast.save import base_files
-from holdfast.storage import atomic_rename
+from rankless.cli.main import app
+from rankless.errors import RanklessError
+from rankless.run.staging_dir import StagingDirectory
+from rankless.save import base_files
+from rankless.storage import atomic_rename
 
 #: The checkpoints of a run, oldest first: the step of each tag.
 Listing = Mapping[str, int]
@@ -35,7 +35,7 @@ class Save:
     def run(self, path: Path, training: Training) -> None:
         """Save, and wait until it is acknowledged."""
         training.set_step(self.step)
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             path,
             self.tag,
             training.model,
@@ -93,7 +93,7 @@ class KilledSave:
         with (
             self.interrupt(),
             mock.patch.object(StagingDirectory, "discard"),
-            suppress(HoldfastError, SimulatedDeath),
+            suppress(RanklessError, SimulatedDeath),
         ):
             self.save.run(path, training)
             raise AssertionError("the save did not die")
@@ -105,7 +105,7 @@ class KilledSave:
 
 @dataclass(frozen=True)
 class Prune:
-    """``holdfast prune`` in the process of rank 0."""
+    """``rankless prune`` in the process of rank 0."""
 
     keep: int
 
@@ -127,7 +127,7 @@ class Load:
 
     def run(self, path: Path, training: Training) -> None:
         """Load the latest checkpoint."""
-        holdfast.load_checkpoint(path, None, training.model, training.optimizer, rng=False)
+        rankless.load_checkpoint(path, None, training.model, training.optimizer, rng=False)
 
     def list_after(self, before: Listing) -> Listing:
         """Return the checkpoints, unchanged."""

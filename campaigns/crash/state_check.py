@@ -48,7 +48,7 @@ def check_states(scenario: Scenario, history: History, limit: int, seed: int = 0
     before, after = scenario.list_checkpoints_by_step()[-2:]
     training, findings = Training(scenario.models), Findings()
     with (
-        tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=_find_memory_directory()) as folder,
+        tempfile.TemporaryDirectory(prefix="rankless-crash-", dir=_find_memory_directory()) as folder,
         scenario.emulate_file_system(),
     ):
         store = _TreeStore(Path(folder))

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-import holdfast
+import rankless
 from campaigns.common import interruption, state
 from campaigns.common.job import Rank
 from campaigns.common.state import ViolationError
 from campaigns.faults.cases import Fault, FaultyCall, generate_faults
 from campaigns.faults.faulty_file_system import FaultyFileSystem
-from holdfast.errors import HoldfastError
+from rankless.errors import RanklessError
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _FaultTrial:
                 self._checkpointer, 2, self._faulty_call.save_kind, asynchronous=self._faulty_call.asynchronous
             )
         except Exception as error:  # noqa: BLE001 - rank 0 checks it
-            return _RankReport(type(error).__name__, str(error), isinstance(error, HoldfastError))
+            return _RankReport(type(error).__name__, str(error), isinstance(error, RanklessError))
         return _RankReport()
 
     def _check_outcome(self, reports: list[_RankReport], *, must_succeed: bool, untouched: bool) -> str:
@@ -199,7 +199,7 @@ class _FaultTrial:
         """Check that the earlier checkpoint, or its replacement, is there and loads. Return the problem, if any."""
         try:
             step = interruption.load_latest(self._run)
-        except (HoldfastError, ViolationError) as error:
+        except (RanklessError, ViolationError) as error:
             return f"what is there cannot be loaded: {error!r}"
         if step != latest:
             return f"step {latest} is there, and a load gives step {step}"
@@ -216,7 +216,7 @@ class _FaultTrial:
         try:
             if self._faulty_call.save_kind:
                 interruption.save_step_with(self._checkpointer, 3, "retention")
-            elif self._run.exists() and holdfast.has_checkpoint(self._run):
+            elif self._run.exists() and rankless.has_checkpoint(self._run):
                 interruption.load_latest(self._run)
         except Exception as error:  # noqa: BLE001 - the campaign reports it
             problem = f"the next save or load failed: {error!r}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from holdfast.storage import atomic_rename
+from rankless.storage import atomic_rename
 
 #: The errors of each call: no space if it allocates some, no permission if it changes something, an I/O error. Calls
 #: that only read get no permission errors, because these would be permanent and not a fault.

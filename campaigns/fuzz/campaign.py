@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--kind", action="append", help="only checkpoints of this kind; may be repeated")
     options = parser.parse_args()
     ends, violations, done = time.monotonic() + 60 * options.minutes, 0, 0
-    with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rankless-fuzz-") as folder:
         fuzzer = Fuzzer(Path(folder), options.seed)
         for path, violation in fuzzer.run_cases(options.first, options.kind):
             done += 1

@@ -15,11 +15,11 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-import holdfast
-from holdfast.dcp import FileSystemReader
-from holdfast.errors import HoldfastError
-from holdfast.formats.megatron.folder import is_megatron
-from holdfast.formats.registry import LAYOUT, MEGATRON_HF
+import rankless
+from rankless.dcp import FileSystemReader
+from rankless.errors import RanklessError
+from rankless.formats.megatron.folder import is_megatron
+from rankless.formats.registry import LAYOUT, MEGATRON_HF
 from tests.helpers.bounded_reads import limit_memory
 
 #: Audit events of Python that show that external code could run.
@@ -50,7 +50,7 @@ class ReadChecker:
             with limit_memory():
                 _read_everything(path)
             self.read += 1
-        except HoldfastError as error:
+        except RanklessError as error:
             self.refused += 1
             if str(path.name) not in str(error) and path.parent.name not in str(error):
                 return f"the error does not name the file: {error}"
@@ -68,7 +68,7 @@ class ReadChecker:
 
 def _read_everything(path: Path) -> None:
     """Read everything in a checkpoint, in all ways."""
-    opened = holdfast.open(path)
+    opened = rankless.open(path)
     for name in opened:
         opened[name]
     _ = opened.values
@@ -77,7 +77,7 @@ def _read_everything(path: Path) -> None:
     if (path / ".metadata").exists():
         _read_by_dcp(path)
     if is_megatron(path):
-        list(holdfast.open(path, keys={LAYOUT: MEGATRON_HF}))
+        list(rankless.open(path, keys={LAYOUT: MEGATRON_HF}))
 
 
 def _read_by_dcp(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of the fuzzer: an intact checkpoint of each format that holdfast reads."""
+"""The inputs of the fuzzer: an intact checkpoint of each format that rankless reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-import holdfast
-from holdfast.dcp import FileSystemWriter
+import rankless
+from rankless.dcp import FileSystemWriter
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.deepspeed_tensor_parallel import write_tensor_parallel
 from tests.helpers.megatron_folders import save_bridge, save_fsdp, save_nemo
@@ -34,7 +34,7 @@ def create_seeds(folder: Path) -> dict[str, Path]:
     made = {"native": native}
     for to, options in CONVERTED.items():
         name = "c.safetensors" if to == "safetensors" else "c.ckpt"
-        made[to] = holdfast.convert(native, folder / to / name, to=to, **options)
+        made[to] = rankless.convert(native, folder / to / name, to=to, **options)
     made["dcp+checksums"] = folder / "dcp+checksums/c"
     dcp.save(_build_state(), storage_writer=FileSystemWriter(made["dcp+checksums"]), no_dist=True)
     if hasattr(dcp, "HuggingFaceStorageWriter"):  # from torch 2.8 on
@@ -45,7 +45,7 @@ def create_seeds(folder: Path) -> dict[str, Path]:
     for stage in (1, 3):
         made[f"deepspeed ZeRO-{stage}"] = _save_deepspeed(folder / f"zero{stage}/c", stage)
     made["deepspeed universal"] = folder / "universal/c"
-    holdfast.convert(made["deepspeed ZeRO-1"], made["deepspeed universal"], to="deepspeed-universal")
+    rankless.convert(made["deepspeed ZeRO-1"], made["deepspeed universal"], to="deepspeed-universal")
     made["deepspeed AutoTP"] = folder / "autotp/c"
     write_tensor_parallel(made["deepspeed AutoTP"], folder / "autotp")
     made["accelerate"] = _save_accelerate(folder / "accelerate/c")
@@ -80,7 +80,7 @@ def _save_native(run: Path) -> Path:
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     content = {"step": 1, "name": "a", "table": torch.arange(50), "pair": (1, [torch.ones(2)])}
-    holdfast.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
+    rankless.save_checkpoint(run, "s", model, optimizer, scheduler, content, per_rank_content={"own": torch.ones(3)})
     return run / "s"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from campaigns.hosts.commands import run
 
 #: Where the packages are unpacked if no other folder is given.
-DEFAULT_FOLDER = Path.home() / ".cache" / "holdfast-hosts"
+DEFAULT_FOLDER = Path.home() / ".cache" / "rankless-hosts"
 
 #: The kernel; the user-space part of NFS with its libraries; FUSE; a server of 9p with its libraries.
 PACKAGES = (

@@ -80,8 +80,8 @@ def running_testbed(
     """Boot a server and clients. At the end of the context they are ended at once, and their disks removed."""
     packages = Packages(folder)
     network.create_networks()
-    scratch = Path(tempfile.mkdtemp(prefix="holdfast-hosts-"))
-    in_memory = Path(tempfile.mkdtemp(prefix="holdfast-hosts-", dir="/dev/shm"))  # hosts cannot read this folder
+    scratch = Path(tempfile.mkdtemp(prefix="rankless-hosts-"))
+    in_memory = Path(tempfile.mkdtemp(prefix="rankless-hosts-", dir="/dev/shm"))  # hosts cannot read this folder
     disk = in_memory / "disk"
     with disk.open("wb") as file:
         file.truncate(disk_gigabytes * 2**30)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 
 #: The memory that a rank may need in addition to its shard, in bytes.
 SLACK = 256 * 2**20
@@ -64,7 +64,7 @@ def save_model(folder: Path, nbytes: int) -> int:
     model = build_meta_model(nbytes).to_empty(device="cpu")
     for number, part in enumerate(_list_shards(model)):
         part.fill_(number)
-    holdfast.save_model(model, folder, shard=True)
+    rankless.save_model(model, folder, shard=True)
     return 0
 
 
@@ -73,7 +73,7 @@ def load_and_measure_memory(folder: Path, nbytes: int) -> int:
     model = build_meta_model(nbytes)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _read_peak_memory()
-    holdfast.load_model(model, folder)
+    rankless.load_model(model, folder)
     grown = _read_peak_memory() - before
     for number, part in enumerate(_list_shards(model)):
         if not bool((part == number).all()):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import holdfast
+import rankless
 
 
 def check_round_trip(folder: Path, nbytes: int) -> None:
@@ -16,11 +16,11 @@ def check_round_trip(folder: Path, nbytes: int) -> None:
     for name in ("one.safetensors", "one.pt"):
         model = nn.Module()
         model.register_buffer("large", numbers)
-        holdfast.save_model(model, folder / name)
+        rankless.save_model(model, folder / name)
         with torch.device("meta"):
             other = nn.Module()
             other.register_buffer("large", torch.empty(len(numbers), dtype=torch.int32))
-        holdfast.load_model(other, folder / name)
+        rankless.load_model(other, folder / name)
         if not torch.equal(other.get_buffer("large"), numbers):
             raise SystemExit(f"{name} does not hold what was saved")
         (folder / name).unlink()

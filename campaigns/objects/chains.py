@@ -16,13 +16,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import holdfast
+import rankless
 from campaigns.common import interruption
 from campaigns.common.job import Job, Rank
 from campaigns.common.state import ViolationError
 from campaigns.objects import oracle
-from holdfast.errors import TagExistsError
-from holdfast.storage.object_path import ObjectPath
+from rankless.errors import TagExistsError
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.small_parts import small_parts
 
 #: The jobs of one chain, and the most seconds that a job saves before something happens to it.
@@ -53,7 +53,7 @@ class ChainResult:
 def save_until_killed(rank: Rank, path: ObjectPath, draws: int, in_small_parts: bool) -> None:
     """Resume, and save as fast as possible, in all ways, as one rank."""
     with small_parts(_PART) if in_small_parts else nullcontext():
-        step = interruption.load_latest(path) if holdfast.has_checkpoint(path) else 0
+        step = interruption.load_latest(path) if rankless.has_checkpoint(path) else 0
         rank.send_message(f"at {step}")
         while True:
             step += 1

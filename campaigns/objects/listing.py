@@ -1,4 +1,4 @@
-"""``python -m campaigns.objects.listing SERVER``: times ``holdfast ls`` of 1,000 checkpoints at a real object store.
+"""``python -m campaigns.objects.listing SERVER``: times ``rankless ls`` of 1,000 checkpoints at a real object store.
 
 One checkpoint is saved, and its objects are copied under the names of the others. The requests are counted by
 ``tests/unit/cli/test_ls.py``.
@@ -18,13 +18,13 @@ from uuid import uuid4
 
 import torch
 
-import holdfast
+import rankless
 from campaigns.objects.server import S3Server
 from campaigns.objects.servers import SERVERS
-from holdfast.run.pointers import pointer_path
-from holdfast.storage.http.object_reads import as_object
-from holdfast.storage.object_path import ObjectPath
-from holdfast.storage.store import map_requests
+from rankless.run.pointers import pointer_path
+from rankless.storage.http.object_reads import as_object
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import map_requests
 
 _ROUNDS = 3
 
@@ -44,12 +44,12 @@ def main() -> None:
         run = server.path(f"{uuid4().hex}/run")
         _make_checkpoints(run, options.checkpoints)
         seconds = median(_time_list(server, run, options.checkpoints) for _ in range(_ROUNDS))
-    print(f"{options.server}: holdfast ls of {options.checkpoints} checkpoints took {seconds:.1f} s")
+    print(f"{options.server}: rankless ls of {options.checkpoints} checkpoints took {seconds:.1f} s")
 
 
 def _make_checkpoints(run: ObjectPath, count: int) -> None:
-    holdfast.RunDirectory(run).save("step_0", {"w": torch.ones(100)}, step=0)
-    store, folder = run.store, as_object(holdfast.list_checkpoints(run)[0].path)
+    rankless.RunDirectory(run).save("step_0", {"w": torch.ones(100)}, step=0)
+    store, folder = run.store, as_object(rankless.list_checkpoints(run)[0].path)
     files = {info.path.relative_to(folder): store.read_small(info.path) for info in store.list_objects(folder)}
     pointer = json.loads(store.read_small(pointer_path(run, "step_0", 1)))
 
@@ -67,7 +67,7 @@ def _make_checkpoints(run: ObjectPath, count: int) -> None:
 
 def _time_list(server: S3Server, run: ObjectPath, count: int) -> float:
     keys = {"AWS_ACCESS_KEY_ID": server.access_key, "AWS_SECRET_ACCESS_KEY": server.secret_key}
-    command = [sys.executable, "-m", "holdfast", "ls", str(run), "--json"]
+    command = [sys.executable, "-m", "rankless", "ls", str(run), "--json"]
     started = time.monotonic()
     done = subprocess.run(
         command, env={**os.environ, **keys, "AWS_ENDPOINT_URL": server.url}, check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Checks of a run in an object store that read it without holdfast."""
+"""Checks of a run in an object store that read it without rankless."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from urllib.error import HTTPError
 from campaigns.common import state
 from campaigns.common.state import ViolationError
 from campaigns.objects.readers import Reader
-from holdfast.run import cleanup
-from holdfast.storage.object_path import ObjectPath
+from rankless.run import cleanup
+from rankless.storage.object_path import ObjectPath
 
 #: How often a list is compared with its objects, and the seconds between.
 _LOOKS, _LOOK_SECONDS = 60, 0.5

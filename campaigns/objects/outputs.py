@@ -1,7 +1,7 @@
 """Single files, conversions and DCP's checkpoints at a real server, written by ranks and compared with those on a disk.
 
 Ranks save a model, an optimizer and a scheduler as files and as folders, then others in their place; they save twice by
-DCP's calls, and one of them converts a checkpoint. A reader without holdfast downloads what is there: each file must
+DCP's calls, and one of them converts a checkpoint. A reader without rankless downloads what is there: each file must
 have the bytes that one process writes to a disk, and PyTorch must load the checkpoint of DCP. A save that fails,
 because the proxy has cut its connections for too long, is repeated: it must not report success.
 """
@@ -20,13 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-import holdfast
-import holdfast.dcp
+import rankless
+import rankless.dcp
 from campaigns.common.job import Job, Rank
 from campaigns.common.state import ViolationError
 from campaigns.objects import oracle
-from holdfast.errors import CorruptCheckpointError, RankFailedError, StorageError, TagExistsError
-from holdfast.storage.object_path import ObjectPath
+from rankless.errors import CorruptCheckpointError, RankFailedError, StorageError, TagExistsError
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import Run, gather_run, train_run
 
@@ -74,9 +74,9 @@ def check_outputs(path: ObjectPath, direct: oracle.Run, scratch: Path, in_small_
 def _write_expected(folder: Path) -> None:
     """Write to the disk what the objects must be, and the checkpoint that is converted."""
     run = _train("plain", _STEPS)
-    holdfast.save_checkpoint(folder / "run", "s", run.model)
+    rankless.save_checkpoint(folder / "run", "s", run.model)
     _save_files(run, folder / "disk", Counter())
-    holdfast.convert(folder / "run", folder / "disk/hf", to="hf")
+    rankless.convert(folder / "run", folder / "disk/hf", to="hf")
 
 
 def _train(layout: str, steps: int) -> Run:
@@ -92,8 +92,8 @@ def write_outputs(_rank: Rank, path: ObjectPath, folder: Path, in_small_parts: b
             _repeat(failures, _save_by_dcp, path / "dcp", steps)
     _repeat(failures, _convert, folder / "run", path / "hf")
     loaded, run = _train("fsdp", 0), _train("fsdp", _STEPS)
-    _repeat(failures, holdfast.load_model, loaded.model, path / "model.safetensors")
-    _repeat(failures, holdfast.load_optimizer, loaded.optimizer, path / "optimizer", model=loaded.model)
+    _repeat(failures, rankless.load_model, loaded.model, path / "model.safetensors")
+    _repeat(failures, rankless.load_optimizer, loaded.optimizer, path / "optimizer", model=loaded.model)
     found, expected = gather_run(loaded), gather_run(run)
     wrong = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
     if wrong:
@@ -104,22 +104,22 @@ def write_outputs(_rank: Rank, path: ObjectPath, folder: Path, in_small_parts: b
 def _save_files(run: Run, path: Path, failures: Counter[str]) -> None:
     model, optimizer, whole = run.model, run.optimizer, {"model": run.model}
     for name in ("model.safetensors", "model.pt"):
-        _repeat(failures, holdfast.save_model, model, path / name)
+        _repeat(failures, rankless.save_model, model, path / name)
     shards = {"shard": True, "size_per_shard": _SHARD_GB}
-    _repeat(failures, holdfast.save_model, model, path / "folder", use_safetensors=False, **shards)
-    _repeat(failures, holdfast.save_optimizer, optimizer, path / "optimizer", shard=True, **whole)
-    _repeat(failures, holdfast.save_optimizer, optimizer, path / "optimizer.pt", **whole)
-    _repeat(failures, holdfast.save_lr_scheduler, run.scheduler, path / "scheduler.pt")
+    _repeat(failures, rankless.save_model, model, path / "folder", use_safetensors=False, **shards)
+    _repeat(failures, rankless.save_optimizer, optimizer, path / "optimizer", shard=True, **whole)
+    _repeat(failures, rankless.save_optimizer, optimizer, path / "optimizer.pt", **whole)
+    _repeat(failures, rankless.save_lr_scheduler, run.scheduler, path / "scheduler.pt")
 
 
 def _save_by_dcp(path: Path, steps: int) -> None:
     state = {"model": _train("fsdp", steps).model.state_dict()}
-    dcp.save(state, storage_writer=holdfast.dcp.FileSystemWriter(path))
+    dcp.save(state, storage_writer=rankless.dcp.FileSystemWriter(path))
 
 
 def _convert(source: Path, path: Path) -> None:
     with suppress(TagExistsError):  # an earlier try has written it, and its reply was lost, or another job has
-        holdfast.convert(source, path, to="hf")
+        rankless.convert(source, path, to="hf")
 
 
 def _repeat(failures: Counter[str], function: Callable[..., object], *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Readers of buckets that share no code with holdfast: they list objects and download them, one request at a time."""
+"""Readers of buckets that share no code with rankless: they list objects and download them, one request at a time."""
 
 from __future__ import annotations
 

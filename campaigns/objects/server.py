@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from campaigns.objects.readers import AzureReader, Reader, S3Reader
-from holdfast import S3, Azure
-from holdfast.errors import StorageError
-from holdfast.storage.object_path import ObjectPath
-from holdfast.storage.s3.signing import Credentials
+from rankless import S3, Azure
+from rankless.errors import StorageError
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.s3.signing import Credentials
 
 #: The bucket of all campaigns.
-BUCKET = "holdfast-tests"
+BUCKET = "rankless-tests"
 
 #: The seconds after which a server that does not answer counts as broken.
 _START_SECONDS = 180.0
@@ -58,7 +58,7 @@ class Server(ABC):
 
     @abstractmethod
     def reader(self) -> Reader:
-        """Return a reader of the bucket that does not use holdfast."""
+        """Return a reader of the bucket that does not use rankless."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class S3Server(Server):
 
     def environment(self) -> Mapping[str, str]:
         """See :class:`Server`."""
-        racy = {"HOLDFAST_TEST_S3_IS_RACY": "1"} if self.is_racy else {}
+        racy = {"RANKLESS_TEST_S3_IS_RACY": "1"} if self.is_racy else {}
         keys = {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
-        return {"HOLDFAST_TEST_S3": self.url, **keys, **racy}
+        return {"RANKLESS_TEST_S3": self.url, **keys, **racy}
 
     def create_bucket(self) -> None:
         """See :class:`Server`."""
@@ -110,7 +110,7 @@ class AzureServer(Server):
     def environment(self) -> Mapping[str, str]:
         """See :class:`Server`."""
         endpoint = f"BlobEndpoint={self.url}/{self.account}"
-        return {"HOLDFAST_TEST_AZURE": f"AccountName={self.account};AccountKey={self.key};{endpoint}"}
+        return {"RANKLESS_TEST_AZURE": f"AccountName={self.account};AccountKey={self.key};{endpoint}"}
 
     def create_bucket(self) -> None:
         """See :class:`Server`."""

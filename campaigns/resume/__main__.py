@@ -27,7 +27,7 @@ def main() -> int:
     for number in range(options.rounds):
         for kind in ("same size", "other sizes"):
             moments = random.Random(f"{options.seed}/{number}/{kind}")
-            with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+            with tempfile.TemporaryDirectory(prefix="rankless-") as folder:
                 outcome = _interrupt_training(Path(folder), kind, options.ranks, moments)
             _print_outcome(f"{number} {kind}", outcome)
             failed += bool(outcome.problems)

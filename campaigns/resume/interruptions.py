@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-import holdfast
+import rankless
 from campaigns.resume import step_log
 from campaigns.resume.job import Job
 from campaigns.resume.training import TrainingConfig
@@ -100,7 +100,7 @@ def _find_end_problems(plan: TrainingConfig, codes: Sequence[int | None], steps:
     last = {rank: max(entry.step for entry in steps if entry.rank == rank) for rank in {entry.rank for entry in steps}}
     problems = [f"the ranks' processes ended with {codes}"] if set(codes) != {0} else []
     problems += [f"the ranks stopped after different steps: {last}"] if len(set(last.values())) > 1 else []
-    saved = [info.step for info in holdfast.list_checkpoints(plan.run)]
+    saved = [info.step for info in rankless.list_checkpoints(plan.run)]
     if not plan.done.exists() and saved[-1:] != [max(last.values(), default=0)]:
         problems.append(f"the ranks stopped after step {last}, and the checkpoints are of steps {saved}")
     return problems

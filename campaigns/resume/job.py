@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-import holdfast
+import rankless
 from campaigns.common.fork_server import CONTEXT
 from campaigns.resume.training import TrainingConfig, train_model
 
@@ -91,6 +91,6 @@ def _run_rank(plan: TrainingConfig, attempt: int, rank: int, size: int, port: in
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     # Never closed: a rank that is told to stop at its end still finishes its saves.
-    train_model(plan, attempt, holdfast.preemption())
-    holdfast.finalize()
+    train_model(plan, attempt, rankless.preemption())
+    rankless.finalize()
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
-import holdfast
+import rankless
 
 _WIDTH = 8
 
@@ -68,16 +68,16 @@ class StepLog:
         self._file.flush()
 
 
-def train_model(plan: TrainingConfig, attempt: int, stop: holdfast.Preemption) -> None:
+def train_model(plan: TrainingConfig, attempt: int, stop: rankless.Preemption) -> None:
     """Train from the latest checkpoint until all epochs are done, or until told to stop."""
     torch.manual_seed(0)
     model, optimizer, scheduler = _build_training()
     _seed_generators(dist.get_rank())
-    loader = holdfast.ResumableLoader(SampleDataset(plan.samples), plan.batch, num_workers=plan.workers, seed=1)
+    loader = rankless.ResumableLoader(SampleDataset(plan.samples), plan.batch, num_workers=plan.workers, seed=1)
     training: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": loader}
     step = 0
-    if holdfast.has_checkpoint(plan.run):
-        step = holdfast.load_checkpoint(plan.run, **training)["step"]
+    if rankless.has_checkpoint(plan.run):
+        step = rankless.load_checkpoint(plan.run, **training)["step"]
     log = StepLog(plan.run, attempt, dist.get_rank())
     while loader.epoch < plan.epochs:
         for numbers, vectors in loader:
@@ -96,7 +96,7 @@ def train_model(plan: TrainingConfig, attempt: int, stop: holdfast.Preemption) -
 def _save_checkpoint(plan: TrainingConfig, step: int, training: dict[str, Any]) -> None:
     content = {"step": step}
     options: dict[str, Any] = {"async_save": True, "num_kept_ckpts": 2, "step": step}
-    holdfast.save_checkpoint(plan.run, f"step_{step}", **training, user_content=content, **options)
+    rankless.save_checkpoint(plan.run, f"step_{step}", **training, user_content=content, **options)
 
 
 def _build_training() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -25,7 +25,7 @@ def main() -> int:
     try:
         while time.monotonic() < ends:
             for name, scenario in SCENARIOS.items():
-                with tempfile.TemporaryDirectory(prefix="holdfast-") as path:
+                with tempfile.TemporaryDirectory(prefix="rankless-") as path:
                     seen = ranks(len(scenario.actions), run_scenario, path, name, 10.0)
                     check_outcome(Path(path), name, seen)
                     print(f"{name}: {' | '.join(map(_format_counts, seen))}", flush=True)

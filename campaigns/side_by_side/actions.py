@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.errors import CheckpointReplacedError
+import rankless
+from rankless.cli.main import app
+from rankless.errors import CheckpointReplacedError
 
 #: The elements of a tensor, and the tensors of a checkpoint, which has two files.
 ELEMENTS, TENSORS = 5_000, 4
 
 #: An action, which is called with the run and the number of earlier calls.
-Action = Callable[[holdfast.RunDirectory, int], object]
+Action = Callable[[rankless.RunDirectory, int], object]
 
 
 class Violation(AssertionError):  # noqa: N818 - of what is promised
@@ -40,17 +40,17 @@ def check_state(tensors: dict[str, torch.Tensor], step: int) -> None:
     require(all(bool((tensor == step).all()) for tensor in tensors.values()), f"not all is of step {step}")
 
 
-def save_keeping_one(run: holdfast.RunDirectory, step: int) -> None:
+def save_keeping_one(run: rankless.RunDirectory, step: int) -> None:
     """Save under a new name, and remove the previous one."""
     run.save(f"{dist.get_rank()}_{step}", build_state(step), user_content=step, num_kept_ckpts=1)
 
 
-def overwrite_tag(run: holdfast.RunDirectory, step: int) -> None:
+def overwrite_tag(run: rankless.RunDirectory, step: int) -> None:
     """Save under the same name each time."""
     run.save("last", build_state(step), user_content=step, overwrite=True)
 
 
-def overwrite_keeping_one(run: holdfast.RunDirectory, step: int) -> None:
+def overwrite_keeping_one(run: rankless.RunDirectory, step: int) -> None:
     """Save under one name again and again, and remove it in between."""
     if step % 2:
         save_keeping_one(run, step)
@@ -58,34 +58,34 @@ def overwrite_keeping_one(run: holdfast.RunDirectory, step: int) -> None:
         run.save("last", build_state(step), user_content=step, overwrite=True, num_kept_ckpts=1)
 
 
-def save_under_shared_tag(run: holdfast.RunDirectory, step: int) -> None:
+def save_under_shared_tag(run: rankless.RunDirectory, step: int) -> None:
     """Save under a name that another job uses, too."""
     run.save(f"step_{step}", build_state(step), user_content=step)
 
 
-def load_latest(run: holdfast.RunDirectory, number: int) -> None:
+def load_latest(run: rankless.RunDirectory, number: int) -> None:
     """Load the latest checkpoint, verified or not."""
     tensors = build_state(0)
     check_state(tensors, run.load(model=tensors, verify=number % 2 == 0))
 
 
-def load_tag(run: holdfast.RunDirectory, number: int) -> None:
+def load_tag(run: rankless.RunDirectory, number: int) -> None:
     """Load the checkpoint that is being overwritten."""
     tensors = build_state(0)
     check_state(tensors, run.load("last", model=tensors, verify=number % 2 == 0))
 
 
-def read_view(run: holdfast.RunDirectory, _: int) -> None:
+def read_view(run: rankless.RunDirectory, _: int) -> None:
     """Read through an open view: its checkpoint may be replaced, and the view must then say so."""
-    view = holdfast.open(run.path)
+    view = rankless.open(run.path)
     with suppress(CheckpointReplacedError):
         step = view.values["user_content"]
         check_state({name: view[name] for name in view}, step)
 
 
-def read_pinned(run: holdfast.RunDirectory, number: int) -> None:
+def read_pinned(run: rankless.RunDirectory, number: int) -> None:
     """Read a pinned checkpoint in all ways: no other job may remove it."""
-    with holdfast.pin(run.path) as view:
+    with rankless.pin(run.path) as view:
         step = view.values["user_content"]
         for _ in range(2):
             check_state({name: view[name] for name in view}, step)
@@ -94,9 +94,9 @@ def read_pinned(run: holdfast.RunDirectory, number: int) -> None:
         check_state(tensors, step)
 
 
-def list_checkpoints(run: holdfast.RunDirectory, _: int) -> None:
+def list_checkpoints(run: rankless.RunDirectory, _: int) -> None:
     """List the checkpoints: there is always one, and none is reported corrupt."""
-    require(holdfast.has_checkpoint(run.path), "has_checkpoint tells of none")
+    require(rankless.has_checkpoint(run.path), "has_checkpoint tells of none")
     infos = run.list()
     require({info.status for info in infos} == {"complete"}, f"the list is {infos}")
 
@@ -104,14 +104,14 @@ def list_checkpoints(run: holdfast.RunDirectory, _: int) -> None:
 def make_command(*words: str) -> Action:
     """Run a command, which must succeed."""
 
-    def run_it(run: holdfast.RunDirectory, _: int) -> None:
+    def run_it(run: rankless.RunDirectory, _: int) -> None:
         done = CliRunner().invoke(app, [*words, str(run.path)])
         require(done.exit_code == 0, done.output)
 
     return run_it
 
 
-def read_in_turn(run: holdfast.RunDirectory, number: int) -> None:
+def read_in_turn(run: rankless.RunDirectory, number: int) -> None:
     """Read in all ways, in turn."""
     ways = (
         load_latest,

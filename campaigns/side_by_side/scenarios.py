@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-import holdfast
+import rankless
 from campaigns.side_by_side.actions import (
     ELEMENTS,
     Action,
@@ -27,8 +27,8 @@ from campaigns.side_by_side.actions import (
     save_keeping_one,
     save_under_shared_tag,
 )
-from holdfast.errors import HoldfastError, TagExistsError
-from holdfast.storage import atomic_rename
+from rankless.errors import RanklessError, TagExistsError
+from rankless.storage import atomic_rename
 from tests.golden import reader
 
 
@@ -58,7 +58,7 @@ def run_scenario(path: str, name: str, seconds: float) -> Counter[str]:
     """Run this rank's part of a scenario. Return the number of successful actions, and the errors."""
     scenario, rank = SCENARIOS[name], dist.get_rank()
     process_group = [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
-    run = holdfast.RunDirectory(path, process_group=process_group, max_shard_size=ELEMENTS * 8)
+    run = rankless.RunDirectory(path, process_group=process_group, max_shard_size=ELEMENTS * 8)
     if rank == 0:
         run.save("0_0" if save_keeping_one in scenario.actions else "last", build_state(0), user_content=0)
     dist.barrier()
@@ -66,7 +66,7 @@ def run_scenario(path: str, name: str, seconds: float) -> Counter[str]:
         return Counter(_repeat_action(run, scenario.actions[rank], time.monotonic() + seconds))
 
 
-def _repeat_action(run: holdfast.RunDirectory, action: Action, ends: float) -> Iterator[str]:
+def _repeat_action(run: rankless.RunDirectory, action: Action, ends: float) -> Iterator[str]:
     number = 0
     while time.monotonic() < ends:
         number += 1
@@ -74,7 +74,7 @@ def _repeat_action(run: holdfast.RunDirectory, action: Action, ends: float) -> I
             action(run, number)
         except TagExistsError:
             yield "TagExistsError"
-        except HoldfastError as error:
+        except RanklessError as error:
             yield f"{type(error).__name__}: {error}"
         else:
             yield "well"

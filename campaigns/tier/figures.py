@@ -17,9 +17,9 @@ from campaigns.tier.job import Job, running_job
 
 _MODULES = (
     "campaigns.tier.ranks",
-    "holdfast.save.folder_tier_save",
-    "holdfast.load.tier_load",
-    "holdfast.load.fallback",
+    "rankless.save.folder_tier_save",
+    "rankless.load.tier_load",
+    "rankless.load.fallback",
 )
 _HOSTS = 4
 
@@ -98,7 +98,7 @@ def _load(setting: Setting, hosts: Sequence[Host], layout: str, held: Sequence[s
 
 
 def measure_killed_rank(setting: Setting) -> None:
-    """Measure loads after a rank was killed, and cold loads from the disk by holdfast and DCP."""
+    """Measure loads after a rank was killed, and cold loads from the disk by rankless and DCP."""
     hosts, disk = setting.hosts, setting.disk
     ours, theirs = disk.path / "ours", disk.path / "dcp"
     with running_job(hosts) as job:
@@ -107,7 +107,7 @@ def measure_killed_rank(setting: Setting) -> None:
         job.call(ranks.save, ours, "saved")
         job.call(ranks.save_with_dcp, theirs)
     warm: list[float] = []
-    cold: dict[str, list[float]] = {"holdfast": [], "DCP": []}
+    cold: dict[str, list[float]] = {"rankless": [], "DCP": []}
     read: list[int] = []
     for _ in range(setting.rounds):
         _save_in_tier(setting, 0, kill=1)
@@ -118,7 +118,7 @@ def measure_killed_rank(setting: Setting) -> None:
             job.call(ranks.build, "FSDP2", setting.nbytes, None)
             job.call(ranks.open_run, ours, None)
             job.call(ranks.evict, disk.path)
-            cold["holdfast"].append(max(seconds for seconds, _ in job.call(ranks.load, ours)))
+            cold["rankless"].append(max(seconds for seconds, _ in job.call(ranks.load, ours)))
             job.call(ranks.evict, disk.path)
             cold["DCP"].append(max(seconds for seconds, _ in job.call(ranks.load_with_dcp, theirs)))
         _empty(setting, setting.run)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 from campaigns.tier import known_state
 
 #: The number of the state that is saved.
@@ -37,8 +37,8 @@ _WARM_UP = 3
 #: No save goes to storage by itself.
 _NEVER = 10**6
 
-#: What holdfast imports at the first save and load. Peers import theirs before, with their classes.
-_MODULES = ("holdfast.save.tier_save", "holdfast.load.tier_load", "holdfast.load.fallback")
+#: What rankless imports at the first save and load. Peers import theirs before, with their classes.
+_MODULES = ("rankless.save.tier_save", "rankless.load.tier_load", "rankless.load.fallback")
 
 
 class Tier(Protocol):
@@ -54,16 +54,16 @@ class Tier(Protocol):
         """Load the newest checkpoint into the model and the optimizer. Return where it was."""
 
 
-class Holdfast:
-    """The local tier of holdfast, without copies: there is one host."""
+class Rankless:
+    """The local tier of rankless, without copies: there is one host."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for module in _MODULES:
             importlib.import_module(module)
-        local = holdfast.LocalTier(folder / "memory" / "tier", copies=0, drain_every=_NEVER)
-        self._directory = holdfast.RunDirectory(folder / "run", local=local, async_save=True, timeout=120)
+        local = rankless.LocalTier(folder / "memory" / "tier", copies=0, drain_every=_NEVER)
+        self._directory = rankless.RunDirectory(folder / "run", local=local, async_save=True, timeout=120)
         self._state = model, optimizer
-        self._handle: holdfast.SaveHandle[Any] | None = None
+        self._handle: rankless.SaveHandle[Any] | None = None
 
     def save(self, step: int) -> None:
         """Save."""
@@ -146,7 +146,7 @@ class DLRover:
 
 
 TIERS: dict[str, Callable[[Path, nn.Module, torch.optim.Optimizer], Tier]] = {
-    "holdfast": Holdfast,
+    "rankless": Rankless,
     "lm-resiliency": LmResiliency,
     "lm-resiliency, CRC-32": lambda *state: LmResiliency(*state, verify=True),
     "DLRover": DLRover,

@@ -41,7 +41,7 @@ _KINDS = ("stall", "complete", "restart", "load")
 
 #: The package of each tier.
 _PACKAGES = {
-    "holdfast": "holdfast",
+    "rankless": "rankless",
     "lm-resiliency": "lm_resiliency",
     "lm-resiliency, CRC-32": "lm_resiliency",
     "DLRover": "dlrover",

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import _ReplicationStager
 
-import holdfast
+import rankless
 from benchmarks import raw, states
 from campaigns.tier import known_state
 
@@ -36,7 +36,7 @@ class _Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    directories: dict[Path, holdfast.RunDirectory] = field(default_factory=dict)
+    directories: dict[Path, rankless.RunDirectory] = field(default_factory=dict)
 
 
 _current: list[_Training] = []
@@ -78,11 +78,11 @@ def count_missing(held: Sequence[set[int]], parts: int) -> int:
 
 def open_run(run: Path, options: dict[str, Any] | None, **settings: Any) -> None:
     """Open a run directory, with a local tier if there are options of one."""
-    local = None if options is None else holdfast.LocalTier(TIER, **options)
-    _training().directories[run] = holdfast.RunDirectory(run, local=local, timeout=120, **settings)
+    local = None if options is None else rankless.LocalTier(TIER, **options)
+    _training().directories[run] = rankless.RunDirectory(run, local=local, timeout=120, **settings)
 
 
-def _directory(run: Path) -> holdfast.RunDirectory:
+def _directory(run: Path) -> rankless.RunDirectory:
     return _training().directories[run]
 
 

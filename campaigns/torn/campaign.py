@@ -5,7 +5,7 @@ memory), optimizer states and their scalars, learning rates, schedulers, user co
 tensors, and state dicts of other objects. With ``--staging overlapped``, parameters and states change only through the
 next step of their optimizer.
 
-Each checkpoint is then read again, its tensors without holdfast: it must have the state at the call, bit for bit. It
+Each checkpoint is then read again, its tensors without rankless: it must have the state at the call, bit for bit. It
 exits with 1 on a violation.
 """
 

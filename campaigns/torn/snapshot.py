@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import holdfast
+import rankless
 
 
 class LiveStateful:
@@ -85,10 +85,10 @@ class Snapshot:
         for name in stored.keys() & self._tensors.keys():
             if not torch.equal(_take_shard(stored[name], self._live[name]), self._tensors[name]):
                 yield name
-        restored = holdfast.restore(
+        restored = rankless.restore(
             folder, dataloader=(loader := LiveStateful()), stateful={"tracker": LiveStateful()}, rng=True
         )
-        values = dict(holdfast.open(folder).values)
+        values = dict(rankless.open(folder).values)
         groups = [group["settings"] for group in values.pop("optimizer")["groups"]]
         values |= {"groups": groups, "scheduler": values["scheduler"]["state"]}
         yield from (name for name in self._values if not _are_equal(self._values[name], values[name]))

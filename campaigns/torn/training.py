@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import holdfast
+import rankless
 from campaigns.torn.layouts import LAYOUTS, WIDTH, Net
 from campaigns.torn.snapshot import LiveStateful, Snapshot, get_local
 
@@ -43,7 +43,7 @@ class ChangingTraining:
     def save_and_change(self, path: Path, step: int, staging: str) -> Iterator[str]:
         """Save asynchronously, change everything, and return the values that are not those at the call."""
         expected = Snapshot(self)
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             path,
             f"step_{step}",
             self.model,
@@ -61,7 +61,7 @@ class ChangingTraining:
             self._change_tensors(step)
         else:
             self._train_step()
-        holdfast.finalize()
+        rankless.finalize()
         yield from (f"step {step}: {name}" for name in expected.find_differences(path / f"step_{step}"))
         _wait_for_all_ranks()
         if not dist.is_initialized() or dist.get_rank() == 0:

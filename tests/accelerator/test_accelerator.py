@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.engine.io.device_streams import SCRATCH_BYTES
+import rankless
+from rankless.engine.io.device_streams import SCRATCH_BYTES
 from tests.helpers.device_training import Training, find_differences, read_saved
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def test_a_save_has_what_was_enqueued_before_it(device: str, tmp_path: Path, kin
         keep_busy(device)
         training.change_all(number + 1)
         expected = training.copies()
-        save = holdfast.save_checkpoint(tmp_path, f"s{number}", training.net, training.optimizer, **OPTIONS[kind])
+        save = rankless.save_checkpoint(tmp_path, f"s{number}", training.net, training.optimizer, **OPTIONS[kind])
         CHANGES["step" if kind == "overlapped" else "change"](training, device)
         save.wait()
         assert find_differences(read_saved(tmp_path / f"s{number}"), expected) == []
@@ -64,7 +64,7 @@ def test_what_no_step_changes_may_change_after_an_overlapped_save(device: str, t
     training = Training(device)
     keep_busy(device)
     expected = training.copies()
-    save = holdfast.save_checkpoint(
+    save = rankless.save_checkpoint(
         tmp_path, "s", training.net, training.optimizer, async_save=True, staging="overlapped"
     )
     training.net.statistics.fill_(-1)
@@ -76,10 +76,10 @@ def test_what_no_step_changes_may_change_after_an_overlapped_save(device: str, t
 def test_a_load_comes_after_what_was_enqueued_before_and_before_what_follows(device: str, tmp_path: Path) -> None:
     saved, training = Training("cpu"), Training(device)
     saved.change_all(4)
-    holdfast.save_checkpoint(tmp_path, "s", saved.net, saved.optimizer)
+    rankless.save_checkpoint(tmp_path, "s", saved.net, saved.optimizer)
     keep_busy(device)
     training.change_all(-1)
-    holdfast.load_checkpoint(tmp_path, model=training.net, optimizer=training.optimizer)
+    rankless.load_checkpoint(tmp_path, model=training.net, optimizer=training.optimizer)
     assert find_differences(training.copies(), saved.tensors()) == []
 
 
@@ -94,7 +94,7 @@ def test_a_stream_of_the_caller_is_followed(device: str, tmp_path: Path) -> None
         keep_busy(device)
         training.change_all(5)
         expected = training.copies()
-        save = holdfast.save_checkpoint(
+        save = rankless.save_checkpoint(
             tmp_path, "s", training.net, training.optimizer, async_save=True, staging="overlapped"
         )
         training.step()
@@ -114,7 +114,7 @@ def test_saves_need_no_memory_on_the_device_but_the_scratch(device: str, tmp_pat
     for number in range(3):
         module.synchronize()
         module.reset_peak_memory_stats()
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             tmp_path, f"s{number}", training.net, training.optimizer, async_save=True, staging=staging
         ).wait()
         peaks.append(module.max_memory_allocated() - before)
@@ -126,29 +126,29 @@ def test_a_capture_of_a_graph_is_not_touched(device: str, tmp_path: Path) -> Non
     if not device.startswith("cuda"):
         pytest.skip("graphs are for CUDA and HIP")
     training, count, graph = Training(device), torch.zeros(1, device=device), torch.cuda.CUDAGraph()
-    holdfast.save_checkpoint(tmp_path, "before", training.net, training.optimizer)
+    rankless.save_checkpoint(tmp_path, "before", training.net, training.optimizer)
     with torch.cuda.graph(graph):
         count.add_(1)
-        with pytest.raises(holdfast.StateError, match="captures a graph"):
-            holdfast.save_checkpoint(tmp_path, "s", training.net, training.optimizer, rng=False)
-        with pytest.raises(holdfast.StateError, match="captures a graph"):
-            holdfast.load_checkpoint(tmp_path, model=training.net)
+        with pytest.raises(rankless.StateError, match="captures a graph"):
+            rankless.save_checkpoint(tmp_path, "s", training.net, training.optimizer, rng=False)
+        with pytest.raises(rankless.StateError, match="captures a graph"):
+            rankless.load_checkpoint(tmp_path, model=training.net)
         count.add_(1)
     graph.replay()
     assert count.item() == 2
 
 
 SECOND_GPU = """
-import sys, torch, holdfast
+import sys, torch, rankless
 from tests.helpers.device_training import Training
 torch.cuda.set_device(1)
 training = Training("cuda:1")
 for number, options in enumerate([{}, {"staging": "eager"}, {"staging": "overlapped"}, {"staging": "overlapped"}]):
     training.step()
     options |= {"async_save": True} if options else {}
-    holdfast.save_checkpoint(sys.argv[1], f"s{number}", training.net, training.optimizer, **options)
-    holdfast.finalize()
-holdfast.load_checkpoint(sys.argv[1], model=training.net, optimizer=training.optimizer)
+    rankless.save_checkpoint(sys.argv[1], f"s{number}", training.net, training.optimizer, **options)
+    rankless.finalize()
+rankless.load_checkpoint(sys.argv[1], model=training.net, optimizer=training.optimizer)
 assert torch._C._cuda_hasPrimaryContext(1)
 assert not torch._C._cuda_hasPrimaryContext(0), "a context was made on the first GPU"
 """
@@ -173,7 +173,7 @@ def nccl_group(device: str) -> Iterator[None]:
 def test_a_process_group_needs_no_gloo(device: str, tmp_path: Path) -> None:
     training, blank = Training(device), Training(device)
     expected = training.copies()
-    holdfast.save_checkpoint(tmp_path, "s", training.net, training.optimizer, async_save=True).wait()
+    rankless.save_checkpoint(tmp_path, "s", training.net, training.optimizer, async_save=True).wait()
     blank.change_all(-1)
-    holdfast.load_checkpoint(tmp_path, model=blank.net, optimizer=blank.optimizer)
+    rankless.load_checkpoint(tmp_path, model=blank.net, optimizer=blank.optimizer)
     assert find_differences(blank.copies(), expected) == []

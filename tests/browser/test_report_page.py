@@ -1,4 +1,4 @@
-"""Tests the pages of ``holdfast report`` in a browser: ``make report-browser``.
+"""Tests the pages of ``rankless report`` in a browser: ``make report-browser``.
 
 They are skipped without Playwright and Chromium. No test has a network.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.run.journal import JournalEntry, append_entry
+import rankless
+from rankless.run.journal import JournalEntry, append_entry
 from tests.helpers.commands import invoke
 from tests.helpers.large_pages import make_large_page
 
@@ -56,8 +56,8 @@ def save_run(path: Path) -> Path:
         with torch.no_grad():
             model["layers"][1].up.weight.mul_(3)  # type: ignore[index]
         if step == 4:
-            holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
-        holdfast.save_checkpoint(path, f"step_{step}", model, optimizer, step=step, keep=5)
+            rankless.load_checkpoint(path, model=model, optimizer=optimizer)
+        rankless.save_checkpoint(path, f"step_{step}", model, optimizer, step=step, keep=5)
     placement = (("node-1", 3), ("node-2", 1))
     failed = JournalEntry("failed", time.time(), "step_7", world_size=5, hosts=3, error="no space", placement=placement)
     append_entry(path, failed)
@@ -78,9 +78,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "nan": torch.full((2,), torch.nan),
     }
     for step, tag in enumerate((HOSTILE, "constructor", "__proto__")):
-        holdfast.save_checkpoint(hostile, tag, tensors, step=step, metrics={HOSTILE: 1.0, "__proto__": 2.0})
+        rankless.save_checkpoint(hostile, tag, tensors, step=step, metrics={HOSTILE: 1.0, "__proto__": 2.0})
         tensors = {**tensors, "small": tensors["large"] * 1e-300}
-    holdfast.save_checkpoint(folder / "empty", "a", {"w": torch.empty(0)}, rng=False)
+    rankless.save_checkpoint(folder / "empty", "a", {"w": torch.empty(0)}, rng=False)
     arguments = {
         "run": (run, "--stats"),
         "difference": (run / "step_5", run / "step_6"),

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import holdfast
-from holdfast import api
-from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StateError, StorageError
-from holdfast.save.background import background_saves
-from holdfast.save.checkpoint_save import CheckpointSave
-from holdfast.save.shard_writer import ShardWriter
+import rankless
+from rankless import api
+from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StateError, StorageError
+from rankless.save.background import background_saves
+from rankless.save.checkpoint_save import CheckpointSave
+from rankless.save.shard_writer import ShardWriter
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
@@ -29,7 +29,7 @@ from tests.helpers.slow_writes import slow_down_writes
 
 def test_it_returns_before_it_is_committed_and_wait_tells_when(tmp_path: Path) -> None:
     with slow_down_writes():
-        handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
+        handle = rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
         assert not handle.done()
         assert handle.path == tmp_path / "s"
         assert not handle.path.exists()
@@ -45,12 +45,12 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
     model = {"w": torch.arange(1000.0), "strided": torch.arange(12.0).view(3, 4).T}
     for number in range(20):
         before = {name: tensor.clone() for name, tensor in model.items()}
-        holdfast.save_checkpoint(tmp_path, f"s{number}", model, user_content=content, async_save=True)
+        rankless.save_checkpoint(tmp_path, f"s{number}", model, user_content=content, async_save=True)
         for tensor in (*model.values(), content["tensor"]):
             tensor.add_(1)
         content["list"][0] += 1
-        holdfast.finalize()
-        checkpoint = holdfast.open(tmp_path / f"s{number}")
+        rankless.finalize()
+        checkpoint = rankless.open(tmp_path / f"s{number}")
         assert all(torch.equal(checkpoint[f"model/{name}"], tensor) for name, tensor in before.items())
         assert checkpoint.values["user_content"]["list"] == [number + 1]
         assert torch.equal(checkpoint.values["user_content"]["tensor"], torch.full((3,), float(number)))
@@ -58,84 +58,84 @@ def test_what_changes_after_the_call_is_not_in_the_file(tmp_path: Path) -> None:
 
 def test_one_save_is_under_way_at_a_time_and_the_next_one_waits(tmp_path: Path) -> None:
     with slow_down_writes(0.3):
-        first = holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(1)}, async_save=True)
-        second = holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, async_save=True)
+        first = rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(1)}, async_save=True)
+        second = rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, async_save=True)
         assert first.done()
         assert not second.done()
-    holdfast.finalize()
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["a", "b"]
+    rankless.finalize()
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["a", "b"]
 
 
 def test_a_failure_in_the_background_comes_out_at_the_next_save_or_finalize_and_once(tmp_path: Path) -> None:
     disk_full = StorageError(28, "the disk is full")
-    broken = mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=disk_full)
-    for ask in (holdfast.finalize, lambda: holdfast.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})):
+    broken = mock.patch("rankless.save.shard_writer.write_file_ranges", side_effect=disk_full)
+    for ask in (rankless.finalize, lambda: rankless.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})):
         with broken:
-            handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
+            handle = rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
             with pytest.raises(StorageError, match="the disk is full"):
                 handle.wait()
         with pytest.raises(StorageError, match="the disk is full"):
             ask()
-        holdfast.finalize()
+        rankless.finalize()
     assert not list(tmp_path.iterdir())
-    holdfast.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})
+    rankless.save_checkpoint(tmp_path, "next", {"w": torch.ones(1)})
 
 
 def test_a_context_manager_waits(tmp_path: Path) -> None:
-    with slow_down_writes(0.2), holdfast.RunDirectory(tmp_path, async_save=True) as checkpointer:
+    with slow_down_writes(0.2), rankless.RunDirectory(tmp_path, async_save=True) as checkpointer:
         checkpointer.save("s", {"w": torch.ones(1)})
-    assert holdfast.has_checkpoint(tmp_path)
+    assert rankless.has_checkpoint(tmp_path)
 
 
 def test_the_arena_is_used_again(tmp_path: Path) -> None:
-    from holdfast.engine.io import staging_memory
+    from rankless.engine.io import staging_memory
 
-    holdfast.finalize()  # which gives back what tests before have left
+    rankless.finalize()  # which gives back what tests before have left
     made = []
     make = staging_memory.aligned_buffer
     with mock.patch.object(staging_memory, "aligned_buffer", lambda size: made.append(size) or make(size)):
-        checkpointer = holdfast.RunDirectory(tmp_path, async_save=True)
+        checkpointer = rankless.RunDirectory(tmp_path, async_save=True)
         for number in range(4):
             checkpointer.save(f"s{number}", {"w": torch.ones(1000)}).wait()
     assert len(made) == 1
 
 
 def test_saves_of_different_paths_use_the_same_memory_and_finalize_frees_it(tmp_path: Path) -> None:
-    holdfast.finalize()
+    rankless.finalize()
     memory = background_saves._memory
     for number in range(8):
-        saved = holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(2**20)}, async_save=True)
+        saved = rankless.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(2**20)}, async_save=True)
         saved.wait()
-        holdfast.save_model({"w": torch.ones(2**18)}, tmp_path / f"{number}.safetensors", use_async=True).wait()
+        rankless.save_model({"w": torch.ones(2**18)}, tmp_path / f"{number}.safetensors", use_async=True).wait()
     (idle,) = memory._idle
     assert 2**22 <= len(idle) < 2**22 + 2**20
     with slow_down_writes(0.3):
         for number in range(5):  # these overlap, and each needs memory of its own
-            holdfast.save_checkpoint(tmp_path / f"o{number}", "s", {"w": torch.ones(2**18)}, async_save=True)
-    holdfast.RunDirectory(tmp_path / "o4").finalize()
+            rankless.save_checkpoint(tmp_path / f"o{number}", "s", {"w": torch.ones(2**18)}, async_save=True)
+    rankless.RunDirectory(tmp_path / "o4").finalize()
     for number in range(4):
-        holdfast.RunDirectory(tmp_path / f"o{number}").finalize()
+        rankless.RunDirectory(tmp_path / f"o{number}").finalize()
     assert len(memory._idle) <= 2
-    holdfast.finalize()
+    rankless.finalize()
     assert memory._idle == []
 
 
 def test_default_instances_of_many_paths_are_not_kept(tmp_path: Path) -> None:
-    first = holdfast.save_checkpoint(tmp_path / "0", "s", {"w": torch.ones(1)}).wait()
+    first = rankless.save_checkpoint(tmp_path / "0", "s", {"w": torch.ones(1)}).wait()
     for number in range(1, 40):
-        holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)})
+        rankless.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)})
     assert len(api._defaults._directories) <= 16
-    again = holdfast.save_checkpoint(tmp_path / "0", "t", {"w": torch.ones(1)}).wait()
+    again = rankless.save_checkpoint(tmp_path / "0", "t", {"w": torch.ones(1)}).wait()
     assert again.run == first.run
 
 
 def save_then_change(path: str, layout: str) -> None:
     run = fill_run(LAYOUTS[layout][0]())
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, async_save=True)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, async_save=True)
     with torch.no_grad():
         for _, tensor in named_tensors(run):
             local_tensor(tensor).fill_(3)
-    holdfast.finalize()
+    rankless.finalize()
 
 
 @pytest.mark.parametrize(("layout", "n"), [case for case in CASES if not case[0].startswith("pp")])
@@ -143,7 +143,7 @@ def test_the_files_are_those_of_a_synchronous_save_in_every_layout(
     ranks: Ranks, tmp_path: Path, layout: str, n: int
 ) -> None:
     run = fill_run(LAYOUTS["plain"][0]())
-    holdfast.save_checkpoint(tmp_path / "plain", "s", run.model, run.optimizer)
+    rankless.save_checkpoint(tmp_path / "plain", "s", run.model, run.optimizer)
     ranks(n, save_then_change, str(tmp_path / "other"), layout)
     assert read_state_files(tmp_path / "other/s") == read_state_files(tmp_path / "plain/s")
 
@@ -153,11 +153,11 @@ def one_fails(path: str) -> str:
     broken = mock.patch.object(ShardWriter, "write", side_effect=KeyError("lost"))
     with broken if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
-            handle = holdfast.save_checkpoint(path, "s", model, async_save=True)
+            handle = rankless.save_checkpoint(path, "s", model, async_save=True)
             handle.wait()
-        except HoldfastError as error:
+        except RanklessError as error:
             with pytest.raises(RankFailedError):
-                holdfast.finalize()
+                rankless.finalize()
             return str(error)
     return "saved"
 
@@ -172,14 +172,14 @@ SCRIPT = """
 import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-import holdfast
+import rankless
 rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 store = dist.TCPStore("127.0.0.1", int(sys.argv[5]), size, rank == 0, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-import holdfast.save.shard_writer as moving
+import rankless.save.shard_writer as moving
 write = moving.write_file_ranges
 moving.write_file_ranges = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
-holdfast.save_checkpoint(path, "s", {"w": torch.arange(100_000.0)}, async_save=True)
+rankless.save_checkpoint(path, "s", {"w": torch.arange(100_000.0)}, async_save=True)
 if how == "destroyed":
     dist.destroy_process_group()
 """
@@ -199,15 +199,15 @@ def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: s
 
 def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) -> None:
     code = (
-        "import sys, os, time, torch, holdfast, holdfast.save.shard_writer as moving\n"
+        "import sys, os, time, torch, rankless, rankless.save.shard_writer as moving\n"
         "moving.write_file_ranges = lambda *a: time.sleep(60)\n"
-        "holdfast.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
+        "rankless.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
         "os._exit(3)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
-    assert holdfast.list_checkpoints(tmp_path) == []
-    holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)})
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["b"]
+    assert rankless.list_checkpoints(tmp_path) == []
+    rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)})
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["b"]
 
 
 def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
@@ -220,12 +220,12 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         raise StorageError(5, "enough")
 
-    with mock.patch("holdfast.save.shard_writer.write_file_ranges", write):
-        handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
+    with mock.patch("rankless.save.shard_writer.write_file_ranges", write):
+        handle = rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(4)}, async_save=True)
         with pytest.raises(StorageError):
             handle.wait()
         with pytest.raises(StorageError):
-            holdfast.finalize()
+            rankless.finalize()
 
     assert seen == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
 
@@ -233,25 +233,25 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
 def test_a_save_whose_end_was_not_awaited_is_still_awaited_by_the_next(tmp_path: Path) -> None:
     """Interrupted while it waited; the arena must not be used again before."""
     model = {"w": torch.ones(1000)}
-    checkpointer = holdfast.RunDirectory(tmp_path, async_save=True)
+    checkpointer = rankless.RunDirectory(tmp_path, async_save=True)
     with slow_down_writes(0.5):
         checkpointer.save("a", model)
         model["w"].fill_(2)
         with (
-            mock.patch("holdfast.save.background.wait", side_effect=KeyboardInterrupt),
+            mock.patch("rankless.save.background.wait", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             checkpointer.save("b", model)
         checkpointer.save("b", model)
         checkpointer.finalize()
-    assert float(holdfast.open(tmp_path / "a")["model/w"][0]) == 1.0
-    assert [info.sequence for info in holdfast.list_checkpoints(tmp_path)] == [1, 2]
+    assert float(rankless.open(tmp_path / "a")["model/w"][0]) == 1.0
+    assert [info.sequence for info in rankless.list_checkpoints(tmp_path)] == [1, 2]
 
 
 INTERRUPTED = """
 import os, sys, threading, time, signal
-import torch, holdfast
-from holdfast.engine.io import write
+import torch, rankless
+from rankless.engine.io import write
 fill, started = write.copy_and_hash, []
 def slow(*a):
     if not started:
@@ -260,7 +260,7 @@ def slow(*a):
     return fill(*a)
 write.copy_and_hash = slow
 try:
-    holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(8_000_000)})
+    rankless.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(8_000_000)})
 except KeyboardInterrupt:
     pass
 files = [open(f"{sys.argv[1]}/mine{i}", "wb") for i in range(6)]
@@ -281,11 +281,11 @@ def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
 def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:
     with slow_down_writes(0.4):
         with mock.patch.object(CheckpointSave, "write_and_commit", side_effect=MemoryError):
-            holdfast.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
+            rankless.save_checkpoint(tmp_path / "x", "s", {"w": torch.ones(1)}, async_save=True)
             time.sleep(0.1)
-        other = holdfast.save_checkpoint(tmp_path / "y", "s", {"w": torch.ones(1)}, async_save=True)
+        other = rankless.save_checkpoint(tmp_path / "y", "s", {"w": torch.ones(1)}, async_save=True)
         with pytest.raises(MemoryError):
-            holdfast.finalize()
+            rankless.finalize()
         assert other.done()
 
 
@@ -296,8 +296,8 @@ def fail_and_look_for_the_group(path: str) -> bool:
 
     group = dist.new_group([0, 1])
     alive, model = weakref.ref(group), torch.nn.Linear(2, 2)
-    run = holdfast.RunDirectory(path, process_group=group, async_save=True)
-    with mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
+    run = rankless.RunDirectory(path, process_group=group, async_save=True)
+    with mock.patch("rankless.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
         run.save("s", model)
         while background_saves._flights[-1].thread.is_alive():
             time.sleep(0.01)
@@ -312,13 +312,13 @@ def test_a_failure_that_nobody_asks_about_does_not_keep_the_process_group(ranks:
 
 
 def test_each_failure_is_raised_once_also_if_several_saves_have_failed(tmp_path: Path) -> None:
-    with mock.patch("holdfast.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
+    with mock.patch("rankless.save.shard_writer.write_file_ranges", side_effect=StorageError(28, "the disk is full")):
         for number in range(2):
-            holdfast.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)}, async_save=True)
+            rankless.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(1)}, async_save=True)
         for _ in range(2):
             with pytest.raises(StorageError, match="the disk is full"):
-                holdfast.finalize()
-    holdfast.finalize()
+                rankless.finalize()
+    rankless.finalize()
 
 
 def in_threads(number: int, function: Any) -> list[BaseException | None]:
@@ -340,11 +340,11 @@ def in_threads(number: int, function: Any) -> list[BaseException | None]:
 
 def test_one_of_several_threads_that_finalize_gets_the_error(tmp_path: Path) -> None:
     with (
-        mock.patch("holdfast.engine.io.write.write_file_ranges", side_effect=StorageError(28, "full")),
+        mock.patch("rankless.engine.io.write.write_file_ranges", side_effect=StorageError(28, "full")),
         slow_down_writes(0.2),
     ):
-        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
-        errors = in_threads(3, lambda _: holdfast.finalize())
+        rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True)
+        errors = in_threads(3, lambda _: rankless.finalize())
     assert sorted(type(error).__name__ for error in errors) == ["NoneType", "NoneType", "StorageError"]
 
 
@@ -354,14 +354,14 @@ def test_threads_that_save_to_one_path_take_turns(tmp_path: Path, async_save: bo
         size = (64, 96, 32)[at]
         for number in range(6):
             model = {"w": torch.full((size, size), float(at))}
-            holdfast.save_checkpoint(tmp_path, f"{at}_{number}", model, async_save=async_save)
+            rankless.save_checkpoint(tmp_path, f"{at}_{number}", model, async_save=async_save)
 
     assert in_threads(3, save) == [None] * 3
-    holdfast.finalize()
+    rankless.finalize()
     for at, size in enumerate((64, 96, 32)):
         for number in range(6):
             assert torch.equal(
-                holdfast.open(tmp_path, f"{at}_{number}")["model/w"], torch.full((size, size), float(at))
+                rankless.open(tmp_path, f"{at}_{number}")["model/w"], torch.full((size, size), float(at))
             )
 
 
@@ -369,25 +369,25 @@ def test_a_listener_may_save_and_finalize_but_not_wait_for_its_own_save(tmp_path
     seen: list[object] = []
 
     def listen(event: object) -> None:
-        if isinstance(event, holdfast.Saved) and not seen:
+        if isinstance(event, rankless.Saved) and not seen:
             seen.append(event)
             with pytest.raises(StateError, match="a listener of the save"):
                 handles[0].wait()
-            holdfast.finalize()
-            holdfast.save_checkpoint(tmp_path, "second", {"w": torch.ones(1)})
+            rankless.finalize()
+            rankless.save_checkpoint(tmp_path, "second", {"w": torch.ones(1)})
             seen.append("saved")
 
     handles: list[Any] = []
     with slow_down_writes(0.2):
-        handles.append(holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True, on_event=listen))
+        handles.append(rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=True, on_event=listen))
         handles[0].wait(30)
     assert seen[1:] == ["saved"]
-    assert {info.tag for info in holdfast.list_checkpoints(tmp_path)} == {"s", "second"}
+    assert {info.tag for info in rankless.list_checkpoints(tmp_path)} == {"s", "second"}
 
 
 def test_polling_gives_the_result_or_says_that_it_is_not_there_yet(tmp_path: Path) -> None:
     for number in range(20):
-        handle = holdfast.save_checkpoint(tmp_path, f"s{number}", {"w": torch.ones(1)}, async_save=True)
+        handle = rankless.save_checkpoint(tmp_path, f"s{number}", {"w": torch.ones(1)}, async_save=True)
         while True:
             try:
                 assert handle.wait(0).tag == f"s{number}"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
-from holdfast.errors import EmptyRunError, NoCheckpointError, RankMismatchError
+import rankless
+from rankless.errors import EmptyRunError, NoCheckpointError, RankMismatchError
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import AVERAGES_GRADIENTS
 
@@ -29,9 +29,9 @@ def train(path: str, signal_at: int = 0) -> tuple[int, int, list[int], list[floa
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(5, 3), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = holdfast.ResumableLoader(list(range(_SAMPLES)), batch_size=_BATCH // dist.get_world_size(), seed=3)
+    loader = rankless.ResumableLoader(list(range(_SAMPLES)), batch_size=_BATCH // dist.get_world_size(), seed=3)
     samples = []
-    with holdfast.Checkpointer(
+    with rankless.Checkpointer(
         path, model=model, optimizer=optimizer, dataloader=loader, save_every=100, async_save=True
     ) as checkpointer:
         start = checkpointer.resume()
@@ -51,7 +51,7 @@ def train(path: str, signal_at: int = 0) -> tuple[int, int, list[int], list[floa
 def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(ranks: Ranks, tmp_path: Path) -> None:
     first = ranks(2, train, str(tmp_path / "a"), 1)
     ((_, stopped),) = {outcome[:2] for outcome in first}
-    assert [info.step for info in holdfast.list_checkpoints(tmp_path / "a")] == [stopped]
+    assert [info.step for info in rankless.list_checkpoints(tmp_path / "a")] == [stopped]
     second = ranks(3, train, str(tmp_path / "a"))
     assert {outcome[:2] for outcome in second} == {(stopped, _STEPS)}
     assert sorted(sample for outcome in (*first, *second) for sample in outcome[2]) == list(range(_SAMPLES))
@@ -61,7 +61,7 @@ def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(ranks: Ranks, tmp_
 
 
 def resume_nothing(path: str) -> int:
-    return holdfast.Checkpointer(path, model={"w": torch.zeros(2)}, signals=()).resume()
+    return rankless.Checkpointer(path, model={"w": torch.zeros(2)}, signals=()).resume()
 
 
 def test_all_ranks_begin_at_the_first_step_if_there_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_all_ranks_begin_at_the_first_step_if_there_is_no_checkpoint(ranks: Rank
 
 
 def load_nothing(path: str) -> None:
-    holdfast.load_checkpoint(path, model={"w": torch.zeros(2)})
+    rankless.load_checkpoint(path, model={"w": torch.zeros(2)})
 
 
 def test_all_ranks_learn_that_a_run_directory_is_empty(ranks: Ranks, tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_all_ranks_learn_that_a_run_directory_is_empty(ranks: Ranks, tmp_path: P
 
 def resume_differently(path: str) -> None:
     strict = {"model": dist.get_rank() == 0}
-    holdfast.Checkpointer(path, model={"w": torch.zeros(2)}, signals=()).resume(strict=strict)
+    rankless.Checkpointer(path, model={"w": torch.zeros(2)}, signals=()).resume(strict=strict)
 
 
 def test_ranks_must_be_equally_strict(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(2)}, step=1)
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(2)}, step=1)
     for error in ranks.outcomes(2, resume_differently, str(tmp_path)):
         assert isinstance(error, RankMismatchError)
         assert "strict" in str(error)
@@ -93,7 +93,7 @@ def test_ranks_must_be_equally_strict(ranks: Ranks, tmp_path: Path) -> None:
 def begin_differently(path: str, option: str) -> None:
     first = dist.get_rank() == 0
     options = {"save_every": 2 if first else 3} if option == "save_every" else {"signals": (10,) if first else ()}
-    holdfast.Checkpointer(path, model={"w": torch.zeros(2)}, **options).step(1)
+    rankless.Checkpointer(path, model={"w": torch.zeros(2)}, **options).step(1)
 
 
 @pytest.mark.parametrize("option", ["save_every", "signals"])

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast import CopyResult
-from holdfast.engine.io import copy_exchange
-from holdfast.errors import (
+import rankless
+from rankless import CopyResult
+from rankless.engine.io import copy_exchange
+from rankless.errors import (
     InvalidArgumentError,
     MismatchError,
     OptimizerMismatchError,
@@ -69,7 +69,7 @@ def rejoin(layout: str, newcomers: Sequence[int]) -> CopyResult:
     sources = [rank for rank in range(dist.get_world_size()) if rank not in newcomers]
     run = blank_run(run) if dist.get_rank() in newcomers else fill_run(run)
     tensors = {name: (id(tensor), local_tensor(tensor).data_ptr()) for name, tensor in run.parts[0].named_parameters()}
-    result = holdfast.copy_state(run.model, run.optimizer, sources=sources)
+    result = rankless.copy_state(run.model, run.optimizer, sources=sources)
     assert_filled(run, oracle)
     assert tensors == {
         name: (id(tensor), local_tensor(tensor).data_ptr()) for name, tensor in run.parts[0].named_parameters()
@@ -110,7 +110,7 @@ def rejoin_large() -> tuple[CopyResult, int]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(3.0 if dist.get_rank() != 2 else 0.0)
-    result = holdfast.copy_state(DistributedDataParallel(model, init_sync=False), sources=[0, 1, 3])
+    result = rankless.copy_state(DistributedDataParallel(model, init_sync=False), sources=[0, 1, 3])
     assert all(bool((parameter == 3).all()) for parameter in model.parameters())
     return result, sum(parameter.nbytes for parameter in model.parameters())
 
@@ -131,10 +131,10 @@ def reshard(before: str, old_ranks: Sequence[int], after: str, new_ranks: Sequen
     if old is not None:
         source = {"model": fill_run(old).model, "optimizer": old.optimizer}
     if new is not None:
-        result = holdfast.copy_state(blank_run(new).model, new.optimizer, source=source, rng=False)
+        result = rankless.copy_state(blank_run(new).model, new.optimizer, source=source, rng=False)
         assert_filled(new, fill_run(oracle))
     else:
-        result = holdfast.copy_state(source=source)
+        result = rankless.copy_state(source=source)
     if old is not None:
         assert_filled(old, fill_run(old_oracle))
     return result, lacking_bytes(old, new)
@@ -196,28 +196,28 @@ def test_any_layout_moves_into_any_other(
 def everything_of_a_run(path: str) -> None:
     """Scheduler, stateful objects, loaders and param groups, next to what a save and a load of the same give."""
     run = train_run("fsdp")
-    old_loader = holdfast.ResumableLoader(list(range(40)), batch_size=2)
+    old_loader = rankless.ResumableLoader(list(range(40)), batch_size=2)
     batches = iter(old_loader)
     next(batches)
     parts = {"stateful": {"counter": Counter(5 + dist.get_rank())}, "dataloader": old_loader}
     content = {"step": 7, "table": torch.arange(dist.get_rank(), 3)}
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, **parts)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, **parts)
     outcomes = []
     for copies in (True, False):
         new = start_run("ddp", seed=3)
         new_parts = {
             "stateful": {"counter": Counter()},
-            "dataloader": holdfast.ResumableLoader(list(range(40)), batch_size=2),
+            "dataloader": rankless.ResumableLoader(list(range(40)), batch_size=2),
         }
         if copies:
             source = {"model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler, **parts}
-            result: Any = holdfast.copy_state(
+            result: Any = rankless.copy_state(
                 new.model, new.optimizer, new.scheduler, source=source, user_content=content, **new_parts
             )
             assert {*result.exact} == {"model", "optimizer", "scheduler", "stateful", "user_content"}
             assert result.reconstructed == ("dataloader",)
         else:
-            result = holdfast.restore(path, "s", new.model, new.optimizer, new.scheduler, **new_parts, rng=False)
+            result = rankless.restore(path, "s", new.model, new.optimizer, new.scheduler, **new_parts, rng=False)
         groups = [{key: value for key, value in g.items() if key != "params"} for g in new.optimizer.param_groups]
         values = groups, new.scheduler.state_dict(), new_parts["stateful"]["counter"].count
         outcomes.append((gather_run(new), repr(values), new_parts["dataloader"].state_dict(), result.user_content))
@@ -245,7 +245,7 @@ def continue_random(alike: bool) -> tuple[tuple[float, ...], tuple[str, ...]]:
         model.bias.fill_(1)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1 if alike and dist.get_rank() < 2 else 100 + dist.get_rank())
-    result = holdfast.copy_state(model, sources=[0, 1], rng=True)
+    result = rankless.copy_state(model, sources=[0, 1], rng=True)
     return draw_numbers(), result.reconstructed
 
 
@@ -307,7 +307,7 @@ def diverged(change: str) -> str:
     if dist.get_rank() == 2:
         blank_run(run)
     try:
-        holdfast.copy_state(run.model, run.optimizer, sources=[0, 1])
+        rankless.copy_state(run.model, run.optimizer, sources=[0, 1])
     except ReplicaMismatchError as error:
         if dist.get_rank() == 2:
             assert all(bool((tensor == 7).all()) for _, tensor in named_tensors(run))
@@ -343,7 +343,7 @@ def copy_into_other(receiver: dict[str, Any], source: dict[str, Any], options: d
     model = Other(**(receiver if dist.get_rank() == 1 else source))
     before = copy.deepcopy(model.state_dict())
     try:
-        result = holdfast.copy_state(model, sources=[0], **options)
+        result = rankless.copy_state(model, sources=[0], **options)
     except MismatchError as error:
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, before[name])
@@ -373,13 +373,13 @@ def test_a_mismatch_is_one_error_on_all_ranks_and_changes_nothing(
 def test_names_may_differ_if_the_copy_is_not_strict(ranks: Ranks) -> None:
     assert ranks(2, copy_into_other, {}, {"extra": True}, {"strict": False})[1] == "((), ('b.weight', 'b.bias'))"
     with pytest.warns(match="copied the state of rank 0, but not all.*\n  missing in the source: b.weight"):
-        result = holdfast.copy_state(Other(extra=True), source={"model": Other()}, strict=False)
+        result = rankless.copy_state(Other(extra=True), source={"model": Other()}, strict=False)
     assert result.missing == ("b.weight", "b.bias")
 
 
 def test_one_process_copies_from_one_model_to_another_one() -> None:
     old, new = Other(dtype=torch.float64), Other()
-    result = holdfast.copy_state(new, source={"model": old}, cast_dtype=True)
+    result = rankless.copy_state(new, source={"model": old}, cast_dtype=True)
     assert result.reconstructed == ("model",)
     assert result.local_bytes == sum(parameter.nbytes for parameter in old.parameters())
     for name, tensor in new.state_dict().items():
@@ -390,7 +390,7 @@ def test_a_model_on_the_meta_device_gets_memory() -> None:
     with torch.device("meta"):
         new = Other()
     old = Other()
-    holdfast.copy_state(new, source={"model": old})
+    rankless.copy_state(new, source={"model": old})
     for name, tensor in new.state_dict().items():
         assert torch.equal(tensor, old.state_dict()[name])
 
@@ -398,7 +398,7 @@ def test_a_model_on_the_meta_device_gets_memory() -> None:
 def copy_into_other_optimizer() -> None:
     model = Other()
     kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
-    holdfast.copy_state(model, kind(model.parameters(), lr=0.1), sources=[0])
+    rankless.copy_state(model, kind(model.parameters(), lr=0.1), sources=[0])
 
 
 def test_another_optimizer_is_an_error(ranks: Ranks) -> None:
@@ -411,7 +411,7 @@ def test_another_optimizer_is_an_error(ranks: Ranks) -> None:
 def lose_a_shard() -> None:
     run = LAYOUTS["fsdp"][0]()
     run = blank_run(run) if dist.get_rank() == 2 else fill_run(run)
-    holdfast.copy_state(run.model, run.optimizer, sources=[0, 1, 3])
+    rankless.copy_state(run.model, run.optimizer, sources=[0, 1, 3])
 
 
 def test_a_shard_that_no_source_has_is_an_error_that_names_tensor_and_rank(ranks: Ranks) -> None:
@@ -436,10 +436,10 @@ def renumber() -> None:
     mesh = DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("survivors",))
     new, oracle = (make_run(shard_fsdp2(Net(), mesh)) for _ in range(2))
     blank_run(new)
-    holdfast.copy_state(new.model, new.optimizer, source={"model": run.model, "optimizer": run.optimizer})
+    rankless.copy_state(new.model, new.optimizer, source={"model": run.model, "optimizer": run.optimizer})
     assert_filled(new, fill_run(oracle))
     with pytest.raises(StateError, match="make them after the process group"):
-        holdfast.copy_state(run.model, source={"model": new.model})
+        rankless.copy_state(run.model, source={"model": new.model})
 
 
 def test_survivors_with_new_numbers_are_known_by_their_places_in_the_meshes(ranks: Ranks) -> None:
@@ -456,8 +456,8 @@ def copy_fsdp1() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    holdfast.copy_state(whole, optimizers[0], source={"model": model, "optimizer": optimizer})
-    holdfast.copy_state(other, optimizers[1], source={"model": whole, "optimizer": optimizers[0]})
+    rankless.copy_state(whole, optimizers[0], source={"model": model, "optimizer": optimizer})
+    rankless.copy_state(other, optimizers[1], source={"model": whole, "optimizer": optimizers[0]})
     gathered = gather_state_dict(model)
     assert_equal(dict(whole.state_dict()), gathered)
     assert_equal(gather_state_dict(other), gathered)
@@ -477,7 +477,7 @@ def copy_in_a_group() -> tuple[int, ...] | None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(5.0 if dist.get_rank() != 3 else 1.0)
-    result = holdfast.copy_state(model, sources=[0, 1], process_group=group)
+    result = rankless.copy_state(model, sources=[0, 1], process_group=group)
     assert all(bool((parameter == 5).all()) for parameter in model.parameters())
     return result.sources
 
@@ -491,7 +491,7 @@ def test_a_target_may_not_be_over_the_array_that_a_source_is_over() -> None:
     array = np.arange(15, dtype=np.float32)
     target, source = torch.from_numpy(array[:10]), torch.from_numpy(array[5:])
     with pytest.raises(InvalidArgumentError, match="model tensor 'a' shares its memory with a tensor of the source"):
-        holdfast.copy_state({"a": target}, source={"model": {"a": source}})
+        rankless.copy_state({"a": target}, source={"model": {"a": source}})
     assert np.array_equal(array, np.arange(15, dtype=np.float32))
 
 
@@ -506,7 +506,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("tied", [(True, False), (True, True)])
 def test_tied_weights_may_be_separate_here(tied: tuple[bool, bool]) -> None:
     old, new = Tied(tied=tied[0]), Tied(tied=tied[1])
-    holdfast.copy_state(new, source={"model": old})
+    rankless.copy_state(new, source={"model": old})
     assert torch.equal(new.a.weight, old.a.weight)
     assert torch.equal(new.b.weight, old.a.weight)
 
@@ -520,7 +520,7 @@ def split_alike(alike: bool) -> None:
     new = Tied(tied=False)
     for module, dim in ((new.a, 0), (new.b, 0 if alike else 1)):
         module.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(dim)], src_data_rank=None))
-    holdfast.copy_state(new, source={"model": old})
+    rankless.copy_state(new, source={"model": old})
     for module in (new.a, new.b):
         assert torch.equal(module.weight.full_tensor(), shared)
 
@@ -535,24 +535,24 @@ def test_separate_weights_that_were_tied_must_be_sharded_alike(ranks: Ranks) -> 
 def call_wrongly(case: str) -> None:
     model, rank = Other(), dist.get_rank()
     if case == "no source":
-        holdfast.copy_state(model)
+        rankless.copy_state(model)
     elif case == "both":
-        holdfast.copy_state(model, source={"model": Other()}, sources=[0])
+        rankless.copy_state(model, source={"model": Other()}, sources=[0])
     elif case == "other ranks":
-        holdfast.copy_state(model, sources=[rank])
+        rankless.copy_state(model, sources=[rank])
     elif case == "number":
-        holdfast.copy_state(model, sources=1)
+        rankless.copy_state(model, sources=1)
     elif case == "one rank":
-        holdfast.copy_state(source=Other() if rank else {"model": model}, timeout=10)
+        rankless.copy_state(source=Other() if rank else {"model": model}, timeout=10)
     elif case == "outside":
-        holdfast.copy_state(model, sources=[0, 2])
+        rankless.copy_state(model, sources=[0, 2])
     elif case == "key":
-        holdfast.copy_state(model, source={"weights": Other()})
+        rankless.copy_state(model, source={"weights": Other()})
     elif case == "components":
         optimizer = torch.optim.SGD(model.parameters()) if rank else None
-        holdfast.copy_state(source={"model": model, "optimizer": optimizer} if rank else {"model": model})
+        rankless.copy_state(source={"model": model, "optimizer": optimizer} if rank else {"model": model})
     elif case == "same objects":
-        holdfast.copy_state(model, source={"model": model})
+        rankless.copy_state(model, source={"model": model})
 
 
 @pytest.mark.parametrize(
@@ -576,7 +576,7 @@ def test_wrong_calls_are_one_error_on_all_ranks(ranks: Ranks, case: str, kind: t
 
 
 def copy_from_iterator(value: int) -> int:
-    holdfast.copy_state({"a": (tensor := torch.tensor(value + dist.get_rank()))}, sources=iter([1]))
+    rankless.copy_state({"a": (tensor := torch.tensor(value + dist.get_rank()))}, sources=iter([1]))
     return int(tensor)
 
 
@@ -586,7 +586,7 @@ def test_sources_may_be_an_iterator(ranks: Ranks) -> None:
 
 def test_a_source_that_is_no_dict_is_an_error() -> None:
     with pytest.raises(InvalidArgumentError, match="Ranks are passed as sources="):
-        holdfast.copy_state(Other(), source=[0, 1])
+        rankless.copy_state(Other(), source=[0, 1])
 
 
 def fail_midway() -> str:
@@ -594,7 +594,7 @@ def fail_midway() -> str:
     run = blank_run(run) if dist.get_rank() == 1 else fill_run(run)
     fails = {"side_effect": OSError("a test")} if dist.get_rank() == 0 else {"wraps": copy_exchange.gather_pieces}
     with mock.patch.object(copy_exchange, "gather_pieces", **fails), pytest.raises(RankFailedError) as caught:
-        holdfast.copy_state(run.model, run.optimizer, sources=[0, 2], timeout=10)
+        rankless.copy_state(run.model, run.optimizer, sources=[0, 2], timeout=10)
     return str(caught.value)
 
 
@@ -613,10 +613,10 @@ def grow_memory() -> float:
     grid = torch.arange(width**2, dtype=torch.float32).view(width, width)
     old = {f"w{i}": distribute_tensor(grid + i, mesh, [Shard(0)], src_data_rank=None) for i in range(4)}
     new = {name: distribute_tensor(torch.zeros(width, width), mesh, [Shard(1)], src_data_rank=None) for name in old}
-    holdfast.copy_state({"w": torch.zeros(2)}, source={"model": {"w": torch.ones(2)}})
+    rankless.copy_state({"w": torch.zeros(2)}, source={"model": {"w": torch.ones(2)}})
     Path("/proc/self/clear_refs").write_text("5")
     before = read_status("VmRSS")
-    holdfast.copy_state(new, source={"model": old})
+    rankless.copy_state(new, source={"model": old})
     grown = read_status("VmHWM") - before
     for i, tensor in enumerate(new.values()):
         expected = distribute_tensor(grid + i, mesh, [Shard(1)], src_data_rank=None)

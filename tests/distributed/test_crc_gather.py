@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-import holdfast
-from holdfast.engine.comm.session import RankGroup as Members
-from holdfast.engine.integrity import crc_gather
-from holdfast.engine.io.requests import Fragment
-from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
+import rankless
+from rankless.engine.comm.session import RankGroup as Members
+from rankless.engine.integrity import crc_gather
+from rankless.engine.io.requests import Fragment
+from rankless.errors import RankFailedError, RanklessError, RankTimeoutError
 from tests.helpers import layout_checkpoints
 from tests.helpers.layouts import LAYOUTS, fill_run
 from tests.helpers.pool import Ranks
@@ -44,19 +44,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_do_not_depend_on_the_way(ranks: Ranks, tmp_path: Path, expected: Path, layout: str, n: int) -> None:
     ranks(n, save, str(tmp_path), layout)
     layout_checkpoints.assert_same_files(layout, tmp_path, expected)
-    assert all(part.problem is None for part in holdfast.open(tmp_path).verify())
+    assert all(part.problem is None for part in rankless.open(tmp_path).verify())
 
 
 def save_part_and_convert(path: str) -> None:
     run = fill_run(LAYOUTS["fsdp"][0]())
     with IN_GROUPS:
-        holdfast.save_model(run.model, f"{path}/hf", shard=True)
-        holdfast.convert(f"{path}/hf", f"{path}/ours", to="native")
+        rankless.save_model(run.model, f"{path}/hf", shard=True)
+        rankless.convert(f"{path}/hf", f"{path}/ours", to="native")
 
 
 def test_a_part_and_a_conversion_go_the_same_way(ranks: Ranks, tmp_path: Path, expected: Path) -> None:
     ranks(4, save_part_and_convert, str(tmp_path))
-    actual, whole = holdfast.open(tmp_path / "ours"), holdfast.open(expected)
+    actual, whole = rankless.open(tmp_path / "ours"), rankless.open(expected)
     assert all(part.problem is None for part in actual.verify())
     assert set(actual) == {name for name in whole if name.startswith("model/")}
     assert all(torch.equal(actual[name], whole[name]) for name in actual)
@@ -85,7 +85,7 @@ def tell() -> tuple[list[int], list[str], list[str]]:
     time.sleep(0.5)  # nobody waits until keys are forgotten
     dist.barrier()
     keys = [
-        f"holdfast/{dist.group.WORLD.group_name}/{session.number}/hashed/testing/{rank}" for rank in range(session.size)
+        f"rankless/{dist.group.WORLD.group_name}/{session.number}/hashed/testing/{rank}" for rank in range(session.size)
     ]
     return reported, said.decode().split(), [key for key in keys if _get_default_store().check([key])]
 
@@ -122,18 +122,18 @@ def failing(path: str, where: str, who: int, what: Any) -> float:
     started = time.monotonic()
     with IN_GROUPS, fault(where, who, what):
         try:
-            holdfast.save_checkpoint(path, "t", made.model, made.optimizer)
-        except HoldfastError as error:
+            rankless.save_checkpoint(path, "t", made.model, made.optimizer)
+        except RanklessError as error:
             error.seconds = time.monotonic() - started  # type: ignore[attr-defined]
             raise
 
 
 #: What a rank does before it tells its group, in telling it, and what a group's first rank does then.
 STEPS = [
-    ("holdfast.save.shard_writer.write_file_ranges", 3),
-    ("holdfast.engine.integrity.crc_gather._RankBucket.publish_report", 1),
-    ("holdfast.engine.integrity.crc_gather.merge_adjacent_fragments", 2),
-    ("holdfast.engine.integrity.crc_gather.decode_fragments", 0),
+    ("rankless.save.shard_writer.write_file_ranges", 3),
+    ("rankless.engine.integrity.crc_gather._RankBucket.publish_report", 1),
+    ("rankless.engine.integrity.crc_gather.merge_adjacent_fragments", 2),
+    ("rankless.engine.integrity.crc_gather.decode_fragments", 0),
 ]
 
 
@@ -168,7 +168,7 @@ def stalling(path: str, where: str, who: int) -> tuple[str, float]:
     dist.barrier()
     started = time.monotonic()
     with IN_GROUPS, fault(where, who, stall), pytest.raises((RankTimeoutError, RankFailedError)) as raised:
-        holdfast.save_checkpoint(path, "t", made.model, made.optimizer, timeout=1.0)
+        rankless.save_checkpoint(path, "t", made.model, made.optimizer, timeout=1.0)
     seconds = time.monotonic() - started
     assert dist.get_rank() == who or isinstance(raised.value, RankTimeoutError), raised.value
     time.sleep(max(0.0, 5 - seconds))  # the sleeper takes part in no other test

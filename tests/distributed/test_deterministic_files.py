@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
+import rankless
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.training import train_run
@@ -20,7 +20,7 @@ CASES = [(layout, n) for layout in ("ddp", "fsdp") for n in (1, 2, 3, 4)]
 def save(path: str, layout: str, optimizer: str) -> None:
     run = train_run(layout, optimizer)
     content = {"epoch": 1, "losses": (1.5, float("inf"))}
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, step=3, max_shard_size=600)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, step=3, max_shard_size=600)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
@@ -70,7 +70,7 @@ def save_stages(path: str) -> None:
         optimizer = torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.5}])
     for parameter in parameters:
         optimizer.state[parameter] = {"count": int(parameter[0])}
-    holdfast.save_checkpoint(path, "s", model, optimizer, rng=False)
+    rankless.save_checkpoint(path, "s", model, optimizer, rng=False)
 
 
 #: Of each of three ranks, the stage that comes first.
@@ -81,7 +81,7 @@ def test_files_do_not_depend_on_which_stage_of_a_pipeline_is_where(ranks: Ranks,
     save_stages(str(tmp_path / "whole"))
     ranks(3, save_stages, str(tmp_path / "stages"))
     assert read_state_files(tmp_path / "stages/s") == read_state_files(tmp_path / "whole/s")
-    values = holdfast.open(tmp_path / "stages").values
+    values = rankless.open(tmp_path / "stages").values
     assert values["model"] == {f"$stage{n}._extra_state": {"number": n} for n in range(1, 13)}
 
 
@@ -96,8 +96,8 @@ def save_and_swap(path: str) -> torch.Tensor:
         with torch.no_grad():
             model.weight.copy_(torch.arange(16.0).view(4, 4))
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-        holdfast.save_checkpoint(path, f"s{number}", model)
-    return holdfast.open(f"{path}/s1")["model/weight"]
+        rankless.save_checkpoint(path, f"s{number}", model)
+    return rankless.open(f"{path}/s1")["model/weight"]
 
 
 def test_a_process_that_became_another_rank_plans_anew(ranks: Ranks, tmp_path: Path) -> None:

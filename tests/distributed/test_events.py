@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast
-from holdfast.errors import UnsupportedValueError
+import rankless
+from rankless.errors import UnsupportedValueError
 from tests.helpers.pool import Ranks
 
 BYTES = 3 * 2**20
@@ -37,8 +37,8 @@ def of(kind: type, events: list[Any]) -> list[Any]:
 class TestSaves:
     def test_a_save_tells_its_progress_and_what_it_took(self, tmp_path: Path) -> None:
         events: list[Any] = []
-        handle = holdfast.save_checkpoint(tmp_path, "a", state(), step=7, on_event=events.append)
-        progress, (saved,) = of(holdfast.Progress, events), of(holdfast.Saved, events)
+        handle = rankless.save_checkpoint(tmp_path, "a", state(), step=7, on_event=events.append)
+        progress, (saved,) = of(rankless.Progress, events), of(rankless.Saved, events)
         done = [event.done for event in progress]
         assert done == sorted(set(done))
         assert {(event.action, event.path) for event in progress} == {("save", tmp_path / "a")}
@@ -51,37 +51,37 @@ class TestSaves:
 
     def test_of_an_asynchronous_one_the_caller_waits_for_a_part(self, tmp_path: Path) -> None:
         events: list[Any] = []
-        checkpointer = holdfast.RunDirectory(tmp_path, on_event=events.append, async_save=True)
+        checkpointer = rankless.RunDirectory(tmp_path, on_event=events.append, async_save=True)
         handle = checkpointer.save("a", state())
         handle.wait()
-        (saved,) = of(holdfast.Saved, events)
+        (saved,) = of(rankless.Saved, events)
         assert saved.blocking_seconds == handle.blocking_seconds < saved.seconds
 
     def test_it_is_told_when_it_can_be_loaded(self, tmp_path: Path) -> None:
         seen = []
 
-        def look(event: holdfast.Event) -> None:
-            if isinstance(event, holdfast.Saved):
-                seen.append(holdfast.has_checkpoint(tmp_path))
+        def look(event: rankless.Event) -> None:
+            if isinstance(event, rankless.Saved):
+                seen.append(rankless.has_checkpoint(tmp_path))
 
-        holdfast.save_checkpoint(tmp_path, "a", state(), on_event=look)
+        rankless.save_checkpoint(tmp_path, "a", state(), on_event=look)
         assert seen == [True]
 
     @pytest.mark.parametrize("asynchronous", [False, True])
     def test_a_failure_is_told_with_its_error(self, tmp_path: Path, asynchronous: bool) -> None:
         events: list[Any] = []
         with pytest.raises(UnsupportedValueError) as raised:
-            holdfast.save_checkpoint(
+            rankless.save_checkpoint(
                 tmp_path, "a", user_content=object(), async_save=asynchronous, on_event=events.append
             )
-        assert of(holdfast.SaveFailed, events) == [holdfast.SaveFailed(tmp_path / "a", raised.value)]
+        assert of(rankless.SaveFailed, events) == [rankless.SaveFailed(tmp_path / "a", raised.value)]
 
     def test_a_listener_that_raises_harms_nothing(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        def broken(event: holdfast.Event) -> None:
+        def broken(event: rankless.Event) -> None:
             raise ZeroDivisionError(str(event))
 
-        holdfast.save_checkpoint(tmp_path, "a", state(), on_event=broken)
-        assert holdfast.open(tmp_path).keys() == ["model/b", "model/w"]
+        rankless.save_checkpoint(tmp_path, "a", state(), on_event=broken)
+        assert rankless.open(tmp_path).keys() == ["model/b", "model/w"]
         assert "a listener to events" in caplog.text
 
     @pytest.mark.parametrize("with_tier", [False, True], ids=["disk", "tier"])
@@ -100,30 +100,30 @@ class TestSaves:
 
 def save_twice(path: Path, asynchronous: bool, with_tier: bool) -> list[Any]:
     events: list[Any] = []
-    local = holdfast.LocalTier(path / f"host{dist.get_rank()}") if with_tier else None
-    with holdfast.RunDirectory(path / "run", local=local, async_save=asynchronous, on_event=events.append) as run:
+    local = rankless.LocalTier(path / f"host{dist.get_rank()}") if with_tier else None
+    with rankless.RunDirectory(path / "run", local=local, async_save=asynchronous, on_event=events.append) as run:
         for tag in ("a", "b"):
             run.save(tag, state()).wait()
-    return of(holdfast.Saved, events)
+    return of(rankless.Saved, events)
 
 
 class TestLoads:
     def test_a_load_tells_its_progress_and_what_it_took(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", state(), step=3, rng=False)
+        rankless.save_checkpoint(tmp_path, "a", state(), step=3, rng=False)
         events: list[Any] = []
-        holdfast.load_checkpoint(tmp_path, model=state(), on_event=events.append)
-        progress, (loaded,) = of(holdfast.Progress, events), of(holdfast.Loaded, events)
+        rankless.load_checkpoint(tmp_path, model=state(), on_event=events.append)
+        progress, (loaded,) = of(rankless.Progress, events), of(rankless.Loaded, events)
         assert progress[-1].done == progress[-1].total == loaded.nbytes == BYTES + 12
         assert (loaded.path, loaded.step, loaded.verified) == (tmp_path / "a", 3, True)
 
     def test_what_was_tied_and_is_separate_here_is_read_twice_and_told_so(self, tmp_path: Path) -> None:
         tensor = torch.ones(BYTES // 4)
-        holdfast.save_checkpoint(tmp_path, "a", {"one": tensor, "other": tensor}, rng=False)
+        rankless.save_checkpoint(tmp_path, "a", {"one": tensor, "other": tensor}, rng=False)
         events: list[Any] = []
         separate = {"one": torch.zeros(BYTES // 4), "other": torch.zeros(BYTES // 4)}
-        holdfast.load_checkpoint(tmp_path, model=separate, on_event=events.append)
+        rankless.load_checkpoint(tmp_path, model=separate, on_event=events.append)
         assert torch.equal(separate["other"], tensor)
-        progress, (loaded,) = of(holdfast.Progress, events), of(holdfast.Loaded, events)
+        progress, (loaded,) = of(rankless.Progress, events), of(rankless.Loaded, events)
         assert progress[-1].done == progress[-1].total == loaded.nbytes == 2 * BYTES
 
     @pytest.mark.parametrize("exchange", ["always", "never"])
@@ -131,10 +131,10 @@ class TestLoads:
         """Also of stripes, which several ranks put together, and of what is passed on."""
         for reported in ranks(2, save_and_load, tmp_path / exchange, exchange):
             for action in ("save", "load"):
-                own = [event for event in reported if isinstance(event, holdfast.Progress) and event.action == action]
+                own = [event for event in reported if isinstance(event, rankless.Progress) and event.action == action]
                 assert [event.done for event in own] == sorted({event.done for event in own})
                 assert own[-1].done == own[-1].total
-            assert len(of(holdfast.Saved, reported)) == len(of(holdfast.Loaded, reported)) == 1
+            assert len(of(rankless.Saved, reported)) == len(of(rankless.Loaded, reported)) == 1
 
 
 def save_and_load(path: Path, exchange: str) -> list[Any]:
@@ -145,16 +145,16 @@ def save_and_load(path: Path, exchange: str) -> list[Any]:
         "all": torch.ones(1000),
     }
     events: list[Any] = []
-    holdfast.save_checkpoint(path, "a", model, on_event=events.append)
-    holdfast.load_checkpoint(path, model=model, share_reads=exchange, on_event=events.append)
+    rankless.save_checkpoint(path, "a", model, on_event=events.append)
+    rankless.load_checkpoint(path, model=model, share_reads=exchange, on_event=events.append)
     return events
 
 
 class TestLogging:
     def test_a_line_for_each_save_and_load(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "holdfast"):
-            holdfast.save_checkpoint(tmp_path, "a", state())
-            holdfast.load_checkpoint(tmp_path, model=state())
+        with caplog.at_level(logging.INFO, "rankless"):
+            rankless.save_checkpoint(tmp_path, "a", state())
+            rankless.load_checkpoint(tmp_path, model=state())
         save, load = (record.getMessage() for record in caplog.records)
         size, time, rate = r"3\.1\d MB", r"\d+(\.\d+)? m?s", r"\d+(\.\d+)? [kMG]?B/s"
         assert re.fullmatch(
@@ -167,9 +167,9 @@ class TestLogging:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, nbytes: int, text: str
     ) -> None:
         model = {"w": torch.zeros(nbytes, dtype=torch.uint8)}
-        holdfast.save_checkpoint(tmp_path, "a", model, rng=False)
-        with caplog.at_level(logging.INFO, "holdfast"):
-            holdfast.load_checkpoint(tmp_path, model=model)
+        rankless.save_checkpoint(tmp_path, "a", model, rng=False)
+        with caplog.at_level(logging.INFO, "rankless"):
+            rankless.load_checkpoint(tmp_path, model=model)
         assert f": {text} in " in caplog.text
         assert "e-" not in caplog.messages[-1].removeprefix(f"loaded {tmp_path}")
 
@@ -181,10 +181,10 @@ def levels(path: Path) -> list[int]:
     seen: list[int] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.levelno)  # type: ignore[method-assign]
-    logger = logging.getLogger("holdfast")
+    logger = logging.getLogger("rankless")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
-    holdfast.save_checkpoint(path, "a", user_content=1)
+    rankless.save_checkpoint(path, "a", user_content=1)
     logger.removeHandler(handler)
     return seen
 
@@ -216,7 +216,7 @@ class TestOnATerminal:
     def slowly(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         import time
 
-        from holdfast.engine.io import read, write
+        from rankless.engine.io import read, write
 
         module = {"save": write, "load": read}[what]
         name = {"save": "_write_chunk", "load": "_read_chunk"}[what]
@@ -227,13 +227,13 @@ class TestOnATerminal:
     def test_a_bar_for_what_takes_long(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
         model = {"w": torch.zeros(56 * 2**20, dtype=torch.uint8)}
         if what == "load":
-            holdfast.save_checkpoint(tmp_path, "step_1", model)
+            rankless.save_checkpoint(tmp_path, "step_1", model)
         self.slowly(monkeypatch, what)
         with self.terminal(monkeypatch) as shown:
             if what == "save":
-                holdfast.save_checkpoint(tmp_path, "step_1", model)
+                rankless.save_checkpoint(tmp_path, "step_1", model)
             else:
-                holdfast.load_checkpoint(tmp_path, "step_1", model)
+                rankless.load_checkpoint(tmp_path, "step_1", model)
         verb = {"save": "saving", "load": "loading"}[what]
         assert re.search(rf"{verb} step_1 .*\d+\.\d/58\.\d MB +\d+\.\d MB/s +0:00:0\d", "".join(shown)), shown
 
@@ -245,6 +245,6 @@ class TestOnATerminal:
             self.slowly(monkeypatch, "save")
         model = {"w": torch.zeros(56 * 2**20 if asynchronous else 3, dtype=torch.uint8)}
         with self.terminal(monkeypatch) as shown:
-            holdfast.save_checkpoint(tmp_path, "a", model, async_save=asynchronous)
-            holdfast.finalize()
+            rankless.save_checkpoint(tmp_path, "a", model, async_save=asynchronous)
+            rankless.finalize()
         assert shown == []

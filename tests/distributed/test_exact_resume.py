@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 from tests.helpers.training import Run, assert_equal, gather_run, start_run
 
@@ -23,10 +23,10 @@ def train(layout: str, optimizer: str, path: str | None, steps: tuple[int, int])
 
 
 def interrupt(run: Run, path: str, layout: str, optimizer: str) -> Run:
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler)
     torch.manual_seed(99)
     other = start_run(layout, optimizer, seed=7)
-    holdfast.load_checkpoint(path, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
+    rankless.load_checkpoint(path, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
     return other
 
 
@@ -50,9 +50,9 @@ def test_state_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
     model, optimizer = make()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     model, optimizer = make()
     with torch.inference_mode():
-        holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

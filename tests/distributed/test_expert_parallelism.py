@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import holdfast
+import rankless
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import (
     LayoutRun,
@@ -71,12 +71,12 @@ CASES += [("replicated", 4), ("replicated", 8)]
 
 def save(path: str, layout: str) -> None:
     run = fill_run(build(layout))
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer)
 
 
 def load(path: str, layout: str, exchange: str) -> None:
     run = blank_run(build(layout))
-    holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
+    rankless.load_checkpoint(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
     mine, oracle = dict(named_tensors(run)), dict(named_tensors(fill_run(build(layout))))
     assert mine.keys() == oracle.keys()
     for name, tensor in mine.items():

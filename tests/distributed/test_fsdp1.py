@@ -21,9 +21,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.errors import StateError
-from holdfast.state.model import fsdp1
-from holdfast.state.model.flat_shards import blank_flat_state, flat_elements
+from rankless.errors import StateError
+from rankless.state.model import fsdp1
+from rankless.state.model.flat_shards import blank_flat_state, flat_elements
 from tests.helpers.fsdp1 import (
     ORIG,
     Net,

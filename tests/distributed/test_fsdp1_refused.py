@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from holdfast.errors import StateError, UnsupportedTensorError
-from holdfast.state.model import fsdp1
-from holdfast.state.model.flat_shards import flat_elements
+from rankless.errors import StateError, UnsupportedTensorError
+from rankless.state.model import fsdp1
+from rankless.state.model.flat_shards import flat_elements
 from tests.helpers.fsdp1 import (
     ORIG,
     assert_equal,

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.engine.comm import polling
-from holdfast.engine.comm.host_vote_channel import HostVoteChannel
-from holdfast.engine.comm.session import RankGroup, Session
-from holdfast.engine.comm.vote_channel import VoteChannel
-from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError, StorageError
+import rankless
+from rankless.engine.comm import polling
+from rankless.engine.comm.host_vote_channel import HostVoteChannel
+from rankless.engine.comm.session import RankGroup, Session
+from rankless.engine.comm.vote_channel import VoteChannel
+from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StorageError
 from tests.helpers.pool import Ranks
 from tests.helpers.simulated_hosts import open_session, simulated_host, vote_ranks
 
@@ -79,11 +79,11 @@ def test_the_first_vote_finds_out_the_hosts_for_all_that_follow(on_hosts: OnHost
 
 def save_and_load(path: str) -> list[float]:
     loaded = []
-    holdfast.save_checkpoint(path, "s1", {"w": torch.full((1000,), 1.0)})
-    pending = holdfast.save_checkpoint(path, "s2", {"w": torch.full((1000,), 2.0)}, async_save=True)
+    rankless.save_checkpoint(path, "s1", {"w": torch.full((1000,), 1.0)})
+    pending = rankless.save_checkpoint(path, "s2", {"w": torch.full((1000,), 2.0)}, async_save=True)
     for tag in ("s1", "s2"):
         target = {"w": torch.zeros(1000)}
-        holdfast.load_checkpoint(path, tag, model=target)
+        rankless.load_checkpoint(path, tag, model=target)
         loaded.append(target["w"].mean().item())
         pending.wait()
     return loaded
@@ -114,7 +114,7 @@ def test_the_error_of_any_rank_is_raised_by_all_and_a_later_vote_works(on_hosts:
     assert on_hosts("aabb", fail_on, (1, 2)) == [(error, bytes(range(4)))] * 4
 
 
-def notice_failure(kind: type[HoldfastError]) -> str:
+def notice_failure(kind: type[RanklessError]) -> str:
     """Rank 3 fails in work in which the others wait for it."""
     session = open_session()
 
@@ -127,13 +127,13 @@ def notice_failure(kind: type[HoldfastError]) -> str:
 
     try:
         session.run_on_all("exchanging", work)
-    except HoldfastError as error:
+    except RanklessError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 @pytest.mark.parametrize("kind", [RankFailedError, RankTimeoutError])
-def test_ranks_that_wait_in_their_work_notice_a_failure(on_hosts: OnHosts, kind: type[HoldfastError]) -> None:
+def test_ranks_that_wait_in_their_work_notice_a_failure(on_hosts: OnHosts, kind: type[RanklessError]) -> None:
     first, *others = on_hosts("aabb", notice_failure, kind)
     assert first.startswith(kind.__name__)
     assert "rank 3" in first or kind is RankTimeoutError
@@ -171,7 +171,7 @@ def interrupt_work(who: int) -> str:
 
     try:
         session.run_on_all("writing", work)
-    except (KeyboardInterrupt, HoldfastError) as error:
+    except (KeyboardInterrupt, RanklessError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

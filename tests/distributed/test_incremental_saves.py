@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import holdfast
+import rankless
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.simulated_hosts import simulated_host
@@ -115,11 +115,11 @@ def run_session(path: str, full: str, session: Session, first: int) -> list[set[
 def save_steps(path: str, full: str, session: Session, first: int) -> list[set[str]]:
     """Do the work of :func:`run_session`."""
     state, shared = State(session.layouts), []
-    incremental = holdfast.RunDirectory(path, max_shard_size=LIMIT)
-    whole = holdfast.RunDirectory(full, max_shard_size=LIMIT, incremental=False)
+    incremental = rankless.RunDirectory(path, max_shard_size=LIMIT)
+    whole = rankless.RunDirectory(full, max_shard_size=LIMIT, incremental=False)
     if first:
         incremental.restore(model=state.tensors)
-        content = holdfast.open(path).values["user_content"]
+        content = rankless.open(path).values["user_content"]
         state.versions, state.touches = content["versions"], content["touches"]
     for number, step in enumerate(session.steps, first):
         state.update(step.changed, step.touched)
@@ -194,7 +194,7 @@ def test_an_incremental_save_has_the_bytes_of_a_full_one(
 
 def save_changing(path: str, **options: Any) -> None:
     state = State(dict.fromkeys(SHAPES, "rows"))
-    checkpointer = holdfast.RunDirectory(path, max_shard_size=LIMIT, **options)
+    checkpointer = rankless.RunDirectory(path, max_shard_size=LIMIT, **options)
     for number in range(6):
         state.update(frozenset("a"))
         checkpointer.save(f"s{number:03d}", model=state.tensors)

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import RankMismatchError
-from holdfast.inspection.background_statistics import background_statistics
-from holdfast.storage.object_path import ObjectPath
+import rankless
+from rankless.errors import RankMismatchError
+from rankless.inspection.background_statistics import background_statistics
+from rankless.storage.object_path import ObjectPath
 from tests.helpers import layouts
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
@@ -26,25 +26,25 @@ def save(path: Path, layout: str, tag: str = "s", **options: Any) -> bool:
     """Save with statistics. Return whether this rank has computed any."""
     run = layouts.fill_run(getattr(layouts, layout)())
     with mock.patch.object(background_statistics, "add", wraps=background_statistics.add) as add:
-        holdfast.save_checkpoint(path, tag, run.model, run.optimizer, stats=True, **options)
-        holdfast.finalize()
+        rankless.save_checkpoint(path, tag, run.model, run.optimizer, stats=True, **options)
+        rankless.finalize()
     return add.called
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("ddp", 2), ("fsdp", 4), ("fsdp_tp", 4)])
 def test_statistics_do_not_depend_on_ranks(ranks: Ranks, tmp_path: Path, layout: str, world_size: int) -> None:
     save(tmp_path / "one", "plain")
-    expected = holdfast.read_statistics(tmp_path / "one")
+    expected = rankless.read_statistics(tmp_path / "one")
     assert ranks(world_size, save, tmp_path / "several", layout) == [True] + [False] * (world_size - 1)
-    kept = holdfast.read_statistics(tmp_path / "several")
+    kept = rankless.read_statistics(tmp_path / "several")
     assert expected is not None
     assert kept is not None
-    assert kept.tensors == expected.tensors == holdfast.compute_statistics(tmp_path / "several").tensors
+    assert kept.tensors == expected.tensors == rankless.compute_statistics(tmp_path / "several").tensors
 
 
 def save_differently(path: Path) -> str:
     with pytest.raises(RankMismatchError) as caught:
-        holdfast.save_checkpoint(path, "a", {"w": torch.ones(2)}, stats=dist.get_rank() == 3)
+        rankless.save_checkpoint(path, "a", {"w": torch.ones(2)}, stats=dist.get_rank() == 3)
     return str(caught.value)
 
 
@@ -71,9 +71,9 @@ class TestObjectStore:
         with fake.served() as url:
             ranks(2, save, run_path(url), "fsdp")
             assert len(kept_objects(fake)) == 1
-            kept = holdfast.read_statistics(run_path(url))
+            kept = rankless.read_statistics(run_path(url))
             assert kept is not None
-            assert kept.tensors == holdfast.compute_statistics(run_path(url)).tensors
+            assert kept.tensors == rankless.compute_statistics(run_path(url)).tensors
 
     def test_retention_removes_them_too(self, fake: FakeS3) -> None:
         with fake.served() as url:
@@ -82,7 +82,7 @@ class TestObjectStore:
             assert ["/b." in key for key in kept_objects(fake)] == [True]
 
     def test_of_a_checkpoint_that_is_removed_meanwhile_nothing_is_left(self, fake: FakeS3) -> None:
-        from holdfast.inspection import checkpoint_statistics
+        from rankless.inspection import checkpoint_statistics
 
         measure, was_read, may_go_on = checkpoint_statistics.measure_checkpoint, threading.Event(), threading.Event()
 
@@ -95,12 +95,12 @@ class TestObjectStore:
         with fake.served() as url:
             run = run_path(url)
             with mock.patch.object(checkpoint_statistics, "measure_checkpoint", measure_slowly):
-                holdfast.save_checkpoint(run, "a", {"w": torch.ones(3)}, stats=True)
+                rankless.save_checkpoint(run, "a", {"w": torch.ones(3)}, stats=True)
                 assert was_read.wait(20)
-                holdfast.save_checkpoint(run, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
+                rankless.save_checkpoint(run, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
                 may_go_on.set()
-                holdfast.finalize()
-            assert [info.tag for info in holdfast.list_checkpoints(run)] == ["b"]
+                rankless.finalize()
+            assert [info.tag for info in rankless.list_checkpoints(run)] == ["b"]
             assert not any("/a." in key for key in fake.objects)
 
 
@@ -108,17 +108,17 @@ def save_into_tier(base: str, layout: str, asynchronous: bool) -> list[str]:
     """Save steps 1 to 5, of which each second one is drained, and the last one. Return the tags of `Saved` events."""
     rank, saved = dist.get_rank() if dist.is_initialized() else 0, []
     run = layouts.fill_run(getattr(layouts, layout)())
-    local = holdfast.LocalTier(f"{base}/host{rank}", drain_every=2)
-    directory = holdfast.RunDirectory(
+    local = rankless.LocalTier(f"{base}/host{rank}", drain_every=2)
+    directory = rankless.RunDirectory(
         f"{base}/run",
         local=local,
         async_save=asynchronous,
-        on_event=lambda event: saved.append(event.path.name) if isinstance(event, holdfast.Saved) else None,
+        on_event=lambda event: saved.append(event.path.name) if isinstance(event, rankless.Saved) else None,
     )
     for step in range(1, 6):
         directory.save(f"step_{step}", run.model, run.optimizer, step=step, stats=True).wait()
     directory.finalize()
-    holdfast.finalize()
+    rankless.finalize()
     return saved
 
 
@@ -129,17 +129,17 @@ class TestLocalTier:
         self, ranks: Ranks, tmp_path: Path, layout: str, world_size: int, asynchronous: bool
     ) -> None:
         saved = ranks(world_size, save_into_tier, str(tmp_path), layout, asynchronous)
-        infos = holdfast.list_checkpoints(tmp_path / "run")
+        infos = rankless.list_checkpoints(tmp_path / "run")
         assert [info.tag for info in infos] == saved[0]
         assert infos[-1].tag == "step_5"
         for info in infos:
-            kept = holdfast.read_statistics(info.path)
+            kept = rankless.read_statistics(info.path)
             assert kept is not None
-            assert kept.tensors == holdfast.compute_statistics(info.path).tensors
+            assert kept.tensors == rankless.compute_statistics(info.path).tensors
         assert not list(tmp_path.glob("host*/**/.statistics"))
 
     def test_the_training_never_waits_for_them(self, tmp_path: Path) -> None:
-        from holdfast.inspection import checkpoint_statistics
+        from rankless.inspection import checkpoint_statistics
 
         may_go_on = threading.Event()
 
@@ -148,14 +148,14 @@ class TestLocalTier:
             return measure(*args)
 
         measure = checkpoint_statistics.measure_checkpoint
-        directory = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "host", async_save=True)
+        directory = rankless.RunDirectory(tmp_path / "run", local=tmp_path / "host", async_save=True)
         with mock.patch.object(checkpoint_statistics, "measure_checkpoint", wait_before):
             for step in range(1, 4):
                 directory.save(f"step_{step}", {"w": torch.full((3,), float(step))}, step=step, stats=True).wait_local()
             directory.finalize()
-            assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")][-1] == "step_3"
+            assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")][-1] == "step_3"
             may_go_on.set()
-            holdfast.finalize()
-        kept = holdfast.read_statistics(tmp_path / "run")
+            rankless.finalize()
+        kept = rankless.read_statistics(tmp_path / "run")
         assert kept is not None
         assert kept.tensors["model/w"].maximum == 3.0

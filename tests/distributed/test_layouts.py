@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import holdfast
+import rankless
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layout_checkpoints import assert_same_files, save_layout
 from tests.helpers.layouts import CASES, LAYOUTS, blank_run, expected_tensor, fill_run, local_tensor, named_tensors
@@ -41,7 +41,7 @@ def test_files_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, expecte
 
 def load(path: str, layout: str, exchange: str) -> list[str]:
     run = blank_run(LAYOUTS[layout][0]())
-    restored = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
+    restored = rankless.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
     assert restored.verified
     oracle = dict(named_tensors(fill_run(LAYOUTS[layout][0]())))
     mine = dict(named_tensors(run))
@@ -62,7 +62,7 @@ def test_every_layout_loads_them(ranks: Ranks, expected: Path, layout: str, n: i
 
 def pipelines(path: str) -> Any:
     run = fill_run(LAYOUTS["pp"][0]())
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer)
 
 
 def test_a_pipeline_gives_the_same_files_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-import holdfast
-from holdfast.errors import MismatchError, StateError
+import rankless
+from rankless.errors import MismatchError, StateError
 from tests.helpers.pool import Ranks
 
 
@@ -108,7 +108,7 @@ def derived(model: Any) -> Derived:
 def load(path: str, kind: type[Derived], make: Callable[[nn.Module], Any]) -> torch.Tensor:
     torch.manual_seed(1)
     model = make(kind())
-    restored = holdfast.restore(path, model=model)
+    restored = rankless.restore(path, model=model)
     assert restored.exact == ("model",)
     return derived(model).sum
 
@@ -120,24 +120,24 @@ def test_what_is_derived_of_tensors_is_made_anew(
 ) -> None:
     model, by_torch = kind(), kind()
     by_torch.load_state_dict(model.state_dict())
-    holdfast.save_checkpoint(tmp_path, "s", model)
+    rankless.save_checkpoint(tmp_path, "s", model)
     for result in ranks(2, load, str(tmp_path), kind, make):
         assert torch.allclose(result, by_torch.sum)
 
 
 def test_a_wrapper_that_renames_is_passed_through(tmp_path: Path) -> None:
     model, other = checkpointed(PostHook()), checkpointed(PostHook())
-    holdfast.save_checkpoint(tmp_path, "s", model)
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.save_checkpoint(tmp_path, "s", model)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert torch.equal(derived(other).sum, derived(model).weight.sum())
 
 
 def test_a_model_on_meta_gets_its_memory_first(tmp_path: Path) -> None:
     model = PostHook()
-    holdfast.save_checkpoint(tmp_path, "s", model)
+    rankless.save_checkpoint(tmp_path, "s", model)
     with torch.device("meta"):
         other = PostHook()
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert torch.equal(other.sum, model.weight.sum())
 
 
@@ -146,12 +146,12 @@ def test_hooks_run_before_the_optimizer_is_loaded_and_once(tmp_path: Path) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     other = PostHook()
     its = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     seen: list[float] = []
     other.register_load_state_dict_post_hook(lambda *_: seen.append(its.param_groups[0]["lr"]))
-    holdfast.load_checkpoint(tmp_path, model=other, optimizer=its)
+    rankless.load_checkpoint(tmp_path, model=other, optimizer=its)
     assert seen == [0.1]
     assert its.param_groups[0]["lr"] == 0.5
 
@@ -201,8 +201,8 @@ def test_a_buffer_gets_the_shape_that_it_has_in_the_checkpoint(tmp_path: Path, k
     for module in model.modules():
         if hasattr(module, "seen"):
             module.seen = torch.arange(12).to(module.seen.dtype)
-    holdfast.save_checkpoint(tmp_path, "s", model)
-    restored = holdfast.restore(tmp_path, model=other)
+    rankless.save_checkpoint(tmp_path, "s", model)
+    restored = rankless.restore(tmp_path, model=other)
     assert restored.exact == ("model",)
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
@@ -214,11 +214,11 @@ def test_a_buffer_that_nobody_resizes_is_a_mismatch_before_anything_is_changed(t
         model[0].register_buffer("seen", torch.zeros(size))
         return model
 
-    holdfast.save_checkpoint(tmp_path, "s", make(3))
+    rankless.save_checkpoint(tmp_path, "s", make(3))
     other = make(2)
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(MismatchError, match=r"0\.seen: shape \[3\] in the checkpoint, \[2\] here"):
-        holdfast.load_checkpoint(tmp_path, model=other)
+        rankless.load_checkpoint(tmp_path, model=other)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
@@ -228,9 +228,9 @@ def test_code_that_fails_is_named(tmp_path: Path) -> None:
             super()._load_from_state_dict(*args)
             raise ValueError("not on Fridays")
 
-    holdfast.save_checkpoint(tmp_path, "s", Derived())
+    rankless.save_checkpoint(tmp_path, "s", Derived())
     with pytest.raises(StateError, match=r"Strict that runs in load_state_dict failed.*not on Fridays"):
-        holdfast.load_checkpoint(tmp_path, model=Strict())
+        rankless.load_checkpoint(tmp_path, model=Strict())
 
 
 class Told(nn.Module):
@@ -250,9 +250,9 @@ class Told(nn.Module):
 
 
 def test_values_that_are_no_tensors_go_back_the_way_that_they_came(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", nn.Sequential(Told("a"), Told("b")))
+    rankless.save_checkpoint(tmp_path, "s", nn.Sequential(Told("a"), Told("b")))
     other = nn.Sequential(Told(), Told())
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert [item.told for item in other] == ["a", "b"]
 
 
@@ -261,7 +261,7 @@ def wrapped(kind: type[Derived]) -> FullyShardedDataParallel:
 
 
 def load_fsdp1(path: str, kind: type[Derived], *, strict: bool) -> Any:
-    return holdfast.restore(path, model=wrapped(kind), strict=strict)
+    return rankless.restore(path, model=wrapped(kind), strict=strict)
 
 
 def load_fsdp1_lax(path: str, kind: type[Derived]) -> Any:
@@ -275,7 +275,7 @@ def load_fsdp1_strict(path: str, kind: type[Derived]) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_fsdp1_what_cannot_run_is_named(ranks: Ranks, tmp_path: Path, kind: type[Derived]) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", nn.Sequential(kind()))
+    rankless.save_checkpoint(tmp_path, "s", nn.Sequential(kind()))
     for error in ranks.outcomes(2, load_fsdp1_strict, str(tmp_path), kind):
         assert isinstance(error, MismatchError)
         assert f"0 ({kind.__qualname__}) has code of its own that runs in load_state_dict" in str(error)
@@ -286,7 +286,7 @@ def test_under_fsdp1_what_cannot_run_is_named(ranks: Ranks, tmp_path: Path, kind
 
 
 def test_under_fsdp1_a_model_without_such_code_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", nn.Sequential(Derived()))
+    rankless.save_checkpoint(tmp_path, "s", nn.Sequential(Derived()))
     assert ranks(2, load_fsdp1_strict, str(tmp_path), Derived) == [("model",)] * 2
 
 
@@ -336,8 +336,8 @@ def test_modules_of_torch_are_as_torch_loads_them(tmp_path: Path, kind: str) -> 
     make = TORCH[kind]
     model, other, by_torch = ran(nn.Sequential(make())), nn.Sequential(make()), nn.Sequential(make())
     by_torch.load_state_dict(model.state_dict())
-    holdfast.save_checkpoint(tmp_path, "s", model)
-    restored = holdfast.restore(tmp_path, model=other)
+    rankless.save_checkpoint(tmp_path, "s", model)
+    restored = rankless.restore(tmp_path, model=other)
     assert restored.exact == ("model",)
     expected = by_torch.state_dict()
     assert other.state_dict().keys() == expected.keys()
@@ -350,4 +350,4 @@ def test_modules_of_torch_are_as_torch_loads_them(tmp_path: Path, kind: str) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_with_packed_weights_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="'scale' in the model's state_dict is computed by a hook"):
-        holdfast.save_checkpoint(tmp_path, "s", torch.ao.nn.quantized.Linear(2, 2))
+        rankless.save_checkpoint(tmp_path, "s", torch.ao.nn.quantized.Linear(2, 2))

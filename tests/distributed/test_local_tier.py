@@ -19,14 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.engine.io.checkpoint_files import CheckpointFiles
-from holdfast.save import drain_attempts
-from holdfast.save.checkpoint_save import CheckpointSave
-from holdfast.save.folder_tier_save import FolderTierSave
-from holdfast.storage import mapped_file
-from holdfast.tier import state
-from holdfast.tier.folder import TierFolder
+import rankless
+from rankless.engine.io.checkpoint_files import CheckpointFiles
+from rankless.save import drain_attempts
+from rankless.save.checkpoint_save import CheckpointSave
+from rankless.save.folder_tier_save import FolderTierSave
+from rankless.storage import mapped_file
+from rankless.tier import state
+from rankless.tier.folder import TierFolder
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.tier_runs import claim_epoch
@@ -39,27 +39,27 @@ WRITERS = [("plain", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 4)]
 READERS = [("plain", 1), ("ddp", 3), ("fsdp", 2), ("fsdp", 4)]
 
 
-def tier_of(base: str, ranks_per_host: int = 1, **options: Any) -> holdfast.LocalTier:
+def tier_of(base: str, ranks_per_host: int = 1, **options: Any) -> rankless.LocalTier:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return holdfast.LocalTier(f"{base}/host{rank // ranks_per_host}", **options)
+    return rankless.LocalTier(f"{base}/host{rank // ranks_per_host}", **options)
 
 
 def save(base: str, layout: str, ranks_per_host: int, steps: int = 3, copies: int = 0) -> None:
     run = train_run(layout, steps=steps)
     local = tier_of(base, ranks_per_host, drain_every=NEVER, copies=copies)
-    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    directory = rankless.RunDirectory(f"{base}/run", local=local)
     directory.save(f"step_{steps}", run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
 
 
 def save_without_tier(base: str, layout: str) -> None:
     run = train_run(layout)
-    holdfast.save_checkpoint(f"{base}/run", "step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
+    rankless.save_checkpoint(f"{base}/run", "step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
 
 
 def load(base: str, layout: str, ranks_per_host: int) -> tuple[dict[str, torch.Tensor], str, str, list[str]]:
     """Return the tensors, the tag, where it was loaded from, and the warnings."""
     run = start_run(layout, seed=9)
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, ranks_per_host))
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, ranks_per_host))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = directory.restore(None, run.model, run.optimizer, run.scheduler)
@@ -98,17 +98,17 @@ def test_a_save_that_is_drained_at_once_has_the_bytes_of_an_ordinary_save(ranks:
 
 def _save_and_drain(base: str) -> None:
     run = train_run("fsdp")
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base), async_save=True)
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base), async_save=True)
     directory.save("step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3).wait()
 
 
 def test_the_end_of_a_block_drains_what_only_the_tier_has(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _save_in_block, str(tmp_path))
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["b"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["b"]
 
 
 def _save_in_block(base: str) -> None:
-    with holdfast.RunDirectory(f"{base}/run", local=tier_of(base, drain_every=NEVER)) as directory:
+    with rankless.RunDirectory(f"{base}/run", local=tier_of(base, drain_every=NEVER)) as directory:
         for tag in ("a", "b"):
             directory.save(tag, {"w": torch.ones(3)})
 
@@ -168,7 +168,7 @@ def test_a_file_that_another_host_needs_and_that_is_cut_or_lost_is_named_and_rep
 
 def _save_with(base: str, options: dict[str, int]) -> None:
     run = train_run("fsdp")
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, drain_every=NEVER, **options))
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, drain_every=NEVER, **options))
     directory.save("step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
 
 
@@ -198,7 +198,7 @@ def test_a_newer_checkpoint_in_the_run_directory_is_preferred(ranks: Ranks, tmp_
 def _save_twice_without_tier(base: str) -> None:
     run = train_run("fsdp", steps=4)
     for tag in ("sooner", "later"):
-        holdfast.save_checkpoint(f"{base}/run", tag, run.model, run.optimizer, run.scheduler, step=4)
+        rankless.save_checkpoint(f"{base}/run", tag, run.model, run.optimizer, run.scheduler, step=4)
 
 
 def test_a_generation_of_an_abandoned_branch_is_never_the_newest(ranks: Ranks, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_generation_is_found_by_its_tag(ranks: Ranks, tmp_path: Path) -> None:
 
 def _load_by_tag(base: str, tag: str) -> str:
     run = start_run("fsdp", seed=9)
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2))
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2))
     source = directory.restore(tag, run.model, run.optimizer, run.scheduler).source
     directory.finalize()
     return source
@@ -242,25 +242,25 @@ def test_the_newest_of_several_generations_is_loaded_until_the_next_is_complete(
 def _save_and_fail(base: str) -> None:
     """Save twice; of the second save, one rank does not complete its part."""
     run = train_run("fsdp")
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER), timeout=20)
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER), timeout=20)
     directory.save("step_3", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
     failing = dist.get_rank() == 1
     with (
         mock.patch.object(TierFolder, "write_part", _raise_io_error) if failing else nullcontext(),
-        pytest.raises(holdfast.StorageError),
+        pytest.raises(rankless.StorageError),
     ):
         directory.save("step_4", run.model, run.optimizer, run.scheduler, step=4)
 
 
 def _raise_io_error(*_: Any) -> None:
-    raise holdfast.StorageError(5, "input/output error")
+    raise rankless.StorageError(5, "input/output error")
 
 
 def test_without_memory_a_save_goes_to_the_run_directory_and_warns(ranks: Ranks, tmp_path: Path) -> None:
     messages = ranks(2, _save_without_memory, str(tmp_path))
     assert "rank 1 needs" in messages[0]
     assert "free" in messages[0]
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["a"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["a"]
 
 
 def _save_without_memory(base: str) -> str:
@@ -270,7 +270,7 @@ def _save_without_memory(base: str) -> str:
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
+        directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
         directory.save("a", {"w": torch.ones(3000)})
     return "".join(str(warning.message) for warning in caught)
 
@@ -278,7 +278,7 @@ def _save_without_memory(base: str) -> str:
 def test_a_drain_that_fails_is_tried_again(ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks(2, _save_with_failing_drains, str(tmp_path), 2, "raise")
     assert outcomes == [(2, "")] * 2
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["a"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["a"]
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "warn"])
@@ -289,12 +289,12 @@ def test_a_drain_that_always_fails_raises_or_warns(ranks: Ranks, tmp_path: Path,
 
 def _save_with_failing_drains(base: str, failures: int, on_failure: str) -> tuple[int, str]:
     """Return how often a drain has failed, and the error of the save."""
-    events: list[holdfast.Event] = []
+    events: list[rankless.Event] = []
     finalize, counter = CheckpointFiles.finalize, itertools.count()
 
     def fail_first(*arguments: Any) -> Any:
         if next(counter) < failures:
-            raise holdfast.StorageError(5, "input/output error")
+            raise rankless.StorageError(5, "input/output error")
         return finalize(*arguments)
 
     error = ""
@@ -304,15 +304,15 @@ def _save_with_failing_drains(base: str, failures: int, on_failure: str) -> tupl
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        directory = holdfast.RunDirectory(
+        directory = rankless.RunDirectory(
             f"{base}/run", local=tier_of(base, 2, on_failure=on_failure), async_save=True, on_event=events.append
         )
         handle = directory.save("a", {"w": torch.ones(3)})
         try:
             handle.wait()
-        except holdfast.StorageError as failure:
+        except rankless.StorageError as failure:
             error = str(failure.args[-1])
-    return sum(isinstance(event, holdfast.DrainFailed) for event in events), error
+    return sum(isinstance(event, rankless.DrainFailed) for event in events), error
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
@@ -323,7 +323,7 @@ def test_a_drain_for_which_a_rank_does_not_come_is_not_tried_again(ranks: Ranks,
 
 def _save_with_stuck_rank(base: str, stuck: int) -> int:
     """Return how often a drain has failed."""
-    events: list[holdfast.Event] = []
+    events: list[rankless.Event] = []
     drain_once = FolderTierSave._drain_once
 
     def come_too_late(*arguments: Any) -> Any:
@@ -332,12 +332,12 @@ def _save_with_stuck_rank(base: str, stuck: int) -> int:
         return drain_once(*arguments)
 
     with mock.patch.object(FolderTierSave, "_drain_once", come_too_late):
-        directory = holdfast.RunDirectory(
+        directory = rankless.RunDirectory(
             f"{base}/run", local=tier_of(base), async_save=True, on_event=events.append, timeout=2
         )
-        with pytest.raises(holdfast.RankTimeoutError, match=f"rank {stuck}"):
+        with pytest.raises(rankless.RankTimeoutError, match=f"rank {stuck}"):
             directory.save("a", {"w": torch.ones(3)}).wait()
-    return sum(isinstance(event, holdfast.DrainFailed) for event in events)
+    return sum(isinstance(event, rankless.DrainFailed) for event in events)
 
 
 def test_a_slow_drain_delays_no_save(ranks: Ranks, tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def _save_during_drain(base: str) -> list[str]:
         return finalize(*arguments)
 
     with mock.patch.object(CheckpointFiles, "finalize", wait_and_finalize):
-        directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
+        directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
         slow = directory.save("a", {"w": torch.ones(3)})
         for tag in ("b", "c"):
             directory.save(tag, {"w": torch.ones(3)}).wait_local()
@@ -369,48 +369,48 @@ def test_a_taken_tag_is_refused_before_anything_is_staged(ranks: Ranks, tmp_path
 
 
 def _save_same_tag(base: str) -> None:
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
     directory.save("a", {"w": torch.ones(3)})
-    with pytest.raises(holdfast.TagExistsError):
+    with pytest.raises(rankless.TagExistsError):
         directory.save("a", {"w": torch.ones(3)})
     directory.save("a", {"w": torch.zeros(3)}, overwrite=True)
     directory.finalize()
-    assert torch.equal(holdfast.open(f"{base}/run/a")["model/w"], torch.zeros(3))
+    assert torch.equal(rankless.open(f"{base}/run/a")["model/w"], torch.zeros(3))
 
 
 def test_a_job_that_was_replaced_drains_nothing(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _save_after_another_job, str(tmp_path))
-    assert holdfast.list_checkpoints(tmp_path / "run") == []
+    assert rankless.list_checkpoints(tmp_path / "run") == []
 
 
 def _save_after_another_job(base: str) -> None:
-    directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
+    directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2, drain_every=NEVER))
     directory.save("a", {"w": torch.ones(3)})
     dist.barrier()
     if dist.get_rank() == 0:
         claim_epoch(Path(f"{base}/run"), 0)
     dist.barrier()
-    with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+    with pytest.raises(rankless.StateError, match="another job has continued the run"):
         directory.finalize()
 
 
 def test_a_folder_of_another_run_or_user_is_refused(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
-    with pytest.raises(holdfast.InvalidArgumentError, match="is the local tier of"):
-        holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
+    rankless.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
+    with pytest.raises(rankless.InvalidArgumentError, match="is the local tier of"):
+        rankless.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(holdfast.StorageError, match="only this user may enter"):
-        holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "open")
+    with pytest.raises(rankless.StorageError, match="only this user may enter"):
+        rankless.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "open")
     (tmp_path / "full").mkdir(mode=0o700)
     (tmp_path / "full/file").touch()
-    with pytest.raises(holdfast.InvalidArgumentError, match="is not empty"):
-        holdfast.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "full")
+    with pytest.raises(rankless.InvalidArgumentError, match="is not empty"):
+        rankless.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "full")
 
 
 def test_a_checkpoint_that_the_policy_keeps_for_its_metric_is_drained(tmp_path: Path) -> None:
     local = tier_of(str(tmp_path), drain_every=NEVER)
-    keep = holdfast.KeepLast(2) | holdfast.KeepBest("loss", 1)
-    directory = holdfast.RunDirectory(tmp_path / "run", local=local, keep=keep)
+    keep = rankless.KeepLast(2) | rankless.KeepBest("loss", 1)
+    directory = rankless.RunDirectory(tmp_path / "run", local=local, keep=keep)
     for step, loss in enumerate((3.0, 2.0, 5.0, 1.0, 4.0)):
         directory.save(f"step_{step}", {"w": torch.ones(3)}, step=step, metrics={"loss": loss})
     assert [info.tag for info in directory.list()] == ["step_1", "step_3"]
@@ -418,10 +418,10 @@ def test_a_checkpoint_that_the_policy_keeps_for_its_metric_is_drained(tmp_path: 
 
 def test_a_save_fails_if_nothing_was_drained_for_too_long(tmp_path: Path) -> None:
     local = tier_of(str(tmp_path), drain_every=NEVER, max_undrained_seconds=0.01)
-    directory = holdfast.RunDirectory(tmp_path / "run", local=local)
+    directory = rankless.RunDirectory(tmp_path / "run", local=local)
     directory.save("a", {"w": torch.ones(3)})
     time.sleep(0.02)
-    with pytest.raises(holdfast.StorageError, match="nothing was written to"):
+    with pytest.raises(rankless.StorageError, match="nothing was written to"):
         directory.save("b", {"w": torch.ones(3)})
 
 
@@ -460,13 +460,13 @@ def test_parity_does_not_replace_two_lost_hosts(ranks: Ranks, tmp_path: Path) ->
 def _save_with_parity(base: str, size: int, steps: int = 3) -> None:
     run = train_run("fsdp", steps=steps)
     local = tier_of(base, drain_every=NEVER, parity=size)
-    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    directory = rankless.RunDirectory(f"{base}/run", local=local)
     directory.save(f"step_{steps}", run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
 
 
 def test_a_drain_that_was_committed_and_seemed_to_fail_succeeds(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _save_with_lost_commit, str(tmp_path))
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["a"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["a"]
 
 
 def _save_with_lost_commit(base: str) -> None:
@@ -475,13 +475,13 @@ def _save_with_lost_commit(base: str) -> None:
     def publish_and_fail(*arguments: Any) -> Any:
         publish(*arguments)
         if next(counter) == 0:
-            raise holdfast.StorageError(5, "input/output error")
+            raise rankless.StorageError(5, "input/output error")
 
     with (
         mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.01),
         mock.patch.object(CheckpointSave, "_publish_checkpoint", publish_and_fail),
     ):
-        directory = holdfast.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
+        directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
         assert directory.save("a", {"w": torch.ones(3)}).wait().tag == "a"
 
 
@@ -493,7 +493,7 @@ def test_a_list_of_the_run_directory_that_hangs_after_a_drain_delays_no_save(tmp
         release.wait(60)
         return list_all(run)
 
-    directory = holdfast.RunDirectory(tmp_path / "run", local=tier_of(str(tmp_path)), async_save=True)
+    directory = rankless.RunDirectory(tmp_path / "run", local=tier_of(str(tmp_path)), async_save=True)
     directory.save("a", {"w": torch.ones(3)}).wait()
     with mock.patch.object(state, "list_checkpoints", hang):
         slow = directory.save("b", {"w": torch.ones(3)})

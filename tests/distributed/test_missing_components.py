@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, MismatchError
+import rankless
+from rankless.errors import InvalidArgumentError, MismatchError
 from tests.helpers.pool import Ranks
 from tests.helpers.stateful import Counter
 
@@ -38,11 +38,11 @@ NAMED = {"stateful": "stateful/scaler"}
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    holdfast.save_checkpoint(tmp_path, "s", **parts(), rng=False)
+    rankless.save_checkpoint(tmp_path, "s", **parts(), rng=False)
     return tmp_path
 
 
-@pytest.mark.parametrize("load", [holdfast.load_checkpoint, holdfast.restore])
+@pytest.mark.parametrize("load", [rankless.load_checkpoint, rankless.restore])
 @pytest.mark.parametrize("part", LACKING)
 def test_each_part_that_is_missing_is_an_error_that_tells_the_way_out(
     bare: Path, part: str, load: Callable[..., Any]
@@ -59,7 +59,7 @@ def test_what_may_be_missing_is_warned_of_logged_and_told(
     bare: Path, allowed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.warns(UserWarning, match="but not all that was asked for") as caught:
-        restored = holdfast.restore(bare, **full(), **allowed)
+        restored = rankless.restore(bare, **full(), **allowed)
     assert restored.missing == ("scheduler", "stateful object 'scaler'", "dataloader", "rng")
     (message,) = [str(warning.message) for warning in caught]
     assert all(name in message for name in restored.missing)
@@ -68,11 +68,11 @@ def test_what_may_be_missing_is_warned_of_logged_and_told(
     ]
 
 
-@pytest.mark.parametrize("load", [holdfast.load_checkpoint, holdfast.restore, lambda *_, **__: 0])
+@pytest.mark.parametrize("load", [rankless.load_checkpoint, rankless.restore, lambda *_, **__: 0])
 def test_a_warning_names_the_line_of_the_caller(tmp_path: Path, load: Callable[..., Any]) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)})
-    run = holdfast.RunDirectory(tmp_path)
-    load = load if load in {holdfast.load_checkpoint, holdfast.restore} else lambda _, **options: run.load(**options)
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)})
+    run = rankless.RunDirectory(tmp_path)
+    load = load if load in {rankless.load_checkpoint, rankless.restore} else lambda _, **options: run.load(**options)
     with pytest.warns(UserWarning, match="not all") as caught:
         load(tmp_path, model={"v": torch.ones(1)}, strict=False)
     assert {warning.filename for warning in caught} == {__file__}
@@ -82,13 +82,13 @@ def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in range(2):
-        holdfast.save_checkpoint(tmp_path, f"s{step}", {"w": torch.ones(1)})
+        rankless.save_checkpoint(tmp_path, f"s{step}", {"w": torch.ones(1)})
     (tmp_path / "s1/manifest.json").write_text("{}")
     with pytest.warns(UserWarning, match="s1") as caught:
-        holdfast.load_checkpoint(tmp_path, model={"w": torch.ones(1)})
-    monkeypatch.setattr("holdfast.save.checkpoint_save.expired_checkpoints", lambda *_: 1 / 0)
+        rankless.load_checkpoint(tmp_path, model={"w": torch.ones(1)})
+    monkeypatch.setattr("rankless.save.checkpoint_save.expired_checkpoints", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="could not be removed") as more:
-        holdfast.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, num_kept_ckpts=1)
+        rankless.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, num_kept_ckpts=1)
     assert {warning.filename for warning in [*caught, *more]} == {__file__}
     warned = {str(warning.message) for warning in [*caught, *more]}
     assert warned == {record.message for record in caplog.records if record.levelno == logging.WARNING}
@@ -96,26 +96,26 @@ def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
 
 def test_random_states_that_nobody_asked_for_by_name_may_be_missing_but_not_silently(bare: Path) -> None:
     with pytest.warns(UserWarning, match="missing in the checkpoint: rng"):
-        assert holdfast.restore(bare, **parts()).missing == ("rng",)
+        assert rankless.restore(bare, **parts()).missing == ("rng",)
     with warnings.catch_warnings(action="error"):
-        assert holdfast.restore(bare, **parts(), rng=False).missing == ()
+        assert rankless.restore(bare, **parts(), rng=False).missing == ()
 
 
 def test_a_part_may_be_missing_though_names_stay_strict(bare: Path) -> None:
     other = {**full(), "model": {"weight": torch.ones(2, 2)}, "optimizer": None}
     with pytest.raises(MismatchError, match="only in the checkpoint: bias") as raised:
-        holdfast.restore(bare, **other, allow_missing=LACKING)
+        rankless.restore(bare, **other, allow_missing=LACKING)
     assert "allow_missing" not in str(raised.value)
     more = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "new": torch.zeros(1)}
     with pytest.warns(UserWarning, match="new"):
-        assert holdfast.restore(bare, model=more, allow_missing="model").missing == ("new",)
+        assert rankless.restore(bare, model=more, allow_missing="model").missing == ("new",)
 
 
 def test_only_parts_can_be_allowed_to_be_missing(bare: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"each of allow_missing must be one of model, .*; got 'data_loader'"
     ):
-        holdfast.restore(bare, **parts(), allow_missing=["data_loader"])
+        rankless.restore(bare, **parts(), allow_missing=["data_loader"])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ def test_only_parts_can_be_allowed_to_be_missing(bare: Path) -> None:
 
 def save_own(path: str) -> None:
     rank = dist.get_rank()
-    holdfast.save_checkpoint(path, "s", **parts(), per_rank_content={"rank": rank}, dataloader=Counter(rank))
+    rankless.save_checkpoint(path, "s", **parts(), per_rank_content={"rank": rank}, dataloader=Counter(rank))
 
 
 def resume(path: str, **options: Any) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = holdfast.restore(path, **parts(), **options)
+        result = rankless.restore(path, **parts(), **options)
     return result, [str(warning.message) for warning in caught]
 
 
@@ -141,7 +141,7 @@ def resume_with_loader(path: str) -> tuple[Any, list[str]]:
 def only_weights(path: str) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = holdfast.restore(path, model=parts()["model"])
+        result = rankless.restore(path, model=parts()["model"])
     return result, [str(warning.message) for warning in caught]
 
 
@@ -165,18 +165,18 @@ def test_who_loads_weights_alone_has_not_asked_for_rank_content(ranks: Ranks, tm
 
 
 def test_load_checkpoint_does_not_keep_rank_content_back_in_silence(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", **parts(), user_content=3, per_rank_content={"seen": 5})
+    rankless.save_checkpoint(tmp_path, "s", **parts(), user_content=3, per_rank_content={"seen": 5})
     with pytest.warns(UserWarning, match=r"the checkpoint 's' has per_rank_content, which only restore\(\) returns"):
-        assert holdfast.load_checkpoint(tmp_path, **parts()) == 3
+        assert rankless.load_checkpoint(tmp_path, **parts()) == 3
     with warnings.catch_warnings(action="error"):
-        assert holdfast.load_checkpoint(tmp_path, model=parts()["model"]) == 3
-        assert holdfast.restore(tmp_path, **parts()).per_rank_content == {"seen": 5}
+        assert rankless.load_checkpoint(tmp_path, model=parts()["model"]) == 3
+        assert rankless.restore(tmp_path, **parts()).per_rank_content == {"seen": 5}
 
 
 def test_a_data_loader_that_was_saved_need_not_be_passed(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", **parts(), dataloader=Counter(3))
+    rankless.save_checkpoint(tmp_path, "s", **parts(), dataloader=Counter(3))
     with warnings.catch_warnings(action="error"):
-        restored = holdfast.restore(tmp_path, **parts())
+        restored = rankless.restore(tmp_path, **parts())
     assert (restored.exact, restored.missing) == (("model", "optimizer", "rng"), ())
 
 
@@ -185,12 +185,12 @@ def uneven(path: str) -> tuple[tuple[str, ...], list[str]]:
     state = {"w": torch.ones(1), **({"v": torch.ones(1)} if dist.get_rank() else {})}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        missing = holdfast.restore(path, model=state, strict=False).missing
+        missing = rankless.restore(path, model=state, strict=False).missing
     return missing, [str(warning.message) for warning in caught]
 
 
 def test_rank_0_tells_what_any_rank_goes_without(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)})
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)})
     (first, (warned,)), (second, none) = ranks(2, uneven, str(tmp_path))
     assert (first, second, none) == ((), ("v",), [])
     assert "missing in the checkpoint: v" in warned

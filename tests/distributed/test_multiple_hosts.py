@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import holdfast
-from holdfast.engine.comm.store_messages import StoreMessages
-from holdfast.engine.io import cell_exchange
-from holdfast.engine.plan import stripes
-from holdfast.errors import HoldfastError, RankFailedError
-from holdfast.save.shard_writer import ShardWriter
-from holdfast.storage import direct_io
+import rankless
+from rankless.engine.comm.store_messages import StoreMessages
+from rankless.engine.io import cell_exchange
+from rankless.engine.plan import stripes
+from rankless.errors import RankFailedError, RanklessError
+from rankless.save.shard_writer import ShardWriter
+from rankless.storage import direct_io
 from tests.helpers.pool import Ranks
 
 PAGE = 4096
@@ -70,7 +70,7 @@ class WriteBackCache:
 
 @contextmanager
 def on_hosts(ranks_per_host: int, *, as_one: bool = False) -> Iterator[None]:
-    """Run a save on several hosts. ``as_one``: holdfast takes them for one host."""
+    """Run a save on several hosts. ``as_one``: rankless takes them for one host."""
     cache = WriteBackCache()
     write, sync = ShardWriter.write, direct_io.FileWriter.sync
 
@@ -86,7 +86,7 @@ def on_hosts(ranks_per_host: int, *, as_one: bool = False) -> Iterator[None]:
 
     host = 0 if as_one else dist.get_rank() // ranks_per_host
     with (
-        mock.patch("holdfast.save.negotiation.host_id", return_value=f"host {host}"),
+        mock.patch("rankless.save.negotiation.host_id", return_value=f"host {host}"),
         mock.patch.object(ShardWriter, "write", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
         mock.patch.object(direct_io, "write_fully", cache.write if ranks_per_host == 1 else direct_io.write_fully),
@@ -117,12 +117,12 @@ def save_whole(path: str, options: dict[str, Any], ranks_per_host: int, as_one: 
     with on_hosts(ranks_per_host, as_one=as_one):
         for value in (1.0, 2.0):
             tag = "last" if options.get("overwrite") else f"step_{value:.0f}"
-            holdfast.save_checkpoint(path, tag, build_state(value), **options).wait()
+            rankless.save_checkpoint(path, tag, build_state(value), **options).wait()
     expected = whole_state(build_state(2.0))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     try:
-        holdfast.restore(path, model=loaded, on_corruption="raise")
-    except HoldfastError:
+        rankless.restore(path, model=loaded, on_corruption="raise")
+    except RanklessError:
         return False
     return all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
@@ -166,9 +166,9 @@ def fail_before_sending(path: str) -> tuple[str, float]:
         on_hosts(1),
         mock.patch.object(cell_exchange, "MAX_STORED_BYTES", 2**30),
         mock.patch.object(StoreMessages, "send", side_effect=OSError("no route")) if fails else nullcontext(),
-        pytest.raises(HoldfastError) as caught,
+        pytest.raises(RanklessError) as caught,
     ):
-        holdfast.save_checkpoint(path, "step_1", build_state(1.0))
+        rankless.save_checkpoint(path, "step_1", build_state(1.0))
     return str(caught.value), time.monotonic() - started
 
 
@@ -190,7 +190,7 @@ def test_two_ranks_on_each_host(ranks: Ranks, tmp_path: Path) -> None:
 
 def save_on_hosts(path: str, ranks_per_host: int) -> None:
     with on_hosts(ranks_per_host):
-        holdfast.save_checkpoint(path, "step_1", build_state(1.0), user_content={"n": 1}, rng=False)
+        rankless.save_checkpoint(path, "step_1", build_state(1.0), user_content={"n": 1}, rng=False)
 
 
 def test_the_files_are_those_of_one_host(ranks: Ranks, tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_the_files_are_those_of_one_host(ranks: Ranks, tmp_path: Path) -> None:
 def save_component(path: str, shard: bool, use_safetensors: bool) -> bool:
     state = build_state(3.0)
     with on_hosts(1):
-        holdfast.save_model(state, path, shard=shard, size_per_shard=0.3, use_safetensors=use_safetensors)
+        rankless.save_model(state, path, shard=shard, size_per_shard=0.3, use_safetensors=use_safetensors)
     expected = whole_state(state)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    holdfast.load_model(loaded, path)
+    rankless.load_model(loaded, path)
     return all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
@@ -225,7 +225,7 @@ def test_no_byte_of_a_component_is_lost(
 
 
 def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
-    from holdfast.conversion import pipeline
+    from rankless.conversion import pipeline
 
     cache, write = WriteBackCache(), pipeline.write_file_ranges
 
@@ -243,24 +243,24 @@ def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
 
     host = 0 if as_one else dist.get_rank()
     with (
-        mock.patch("holdfast.conversion.pipeline.host_id", return_value=f"host {host}"),
+        mock.patch("rankless.conversion.pipeline.host_id", return_value=f"host {host}"),
         mock.patch.object(pipeline, "write_file_ranges", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
         mock.patch.object(direct_io, "write_fully", cache.write),
     ):
-        holdfast.convert(source, output, to=to, verify=False)
+        rankless.convert(source, output, to=to, verify=False)
 
 
 def save_source(path: str) -> None:
-    holdfast.save_checkpoint(path, "step_1", build_state(4.0))
+    rankless.save_checkpoint(path, "step_1", build_state(4.0))
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "safetensors", "torch", "dcp", "lightning-folder", "colossalai"])
 def test_no_byte_of_a_conversion_is_lost(ranks: Ranks, tmp_path: Path, to: str) -> None:
     ranks(2, save_source, str(tmp_path / "run"))
     ranks(3, convert_on_hosts, str(tmp_path / "run"), str(tmp_path / "several"), to, False)
-    holdfast.convert(tmp_path / "run", tmp_path / "one", to=to)
-    several, one = holdfast.open(tmp_path / "several"), holdfast.open(tmp_path / "one")
+    rankless.convert(tmp_path / "run", tmp_path / "one", to=to)
+    several, one = rankless.open(tmp_path / "several"), rankless.open(tmp_path / "one")
     assert set(several) == set(one)
     assert all(torch.equal(several[name], one[name]) for name in one)
 
@@ -273,7 +273,7 @@ def save_with_a_changed_message(path: str, max_stored: int) -> str:
         mock.patch.object(cell_exchange, "crc64", lambda data: crc64(data) ^ dist.get_rank()),
         pytest.raises(RankFailedError) as caught,
     ):
-        holdfast.save_checkpoint(path, "step_1", build_state(1.0))
+        rankless.save_checkpoint(path, "step_1", build_state(1.0))
     return str(caught.value)
 
 
@@ -281,7 +281,7 @@ def save_with_a_changed_message(path: str, max_stored: int) -> str:
 def test_a_message_that_was_changed_on_its_way_fails_the_save(ranks: Ranks, tmp_path: Path, max_stored: int) -> None:
     messages = ranks(2, save_with_a_changed_message, str(tmp_path), max_stored)
     assert all("were changed on their way" in message for message in messages)
-    assert holdfast.list_checkpoints(tmp_path) == []
+    assert rankless.list_checkpoints(tmp_path) == []
     assert not list(tmp_path.iterdir())
 
 
@@ -299,9 +299,9 @@ def save_often(path: str, ranks_per_host: int, async_save: bool) -> int:
     hosts: AbstractContextManager[None] = on_hosts(ranks_per_host) if ranks_per_host else nullcontext()
     with hosts:
         for save in range(12):
-            holdfast.save_checkpoint(path, f"s{save}", state, async_save=async_save, num_kept_ckpts=1)
+            rankless.save_checkpoint(path, f"s{save}", state, async_save=async_save, num_kept_ckpts=1)
             if save % 8 == 3:
-                holdfast.finalize()
+                rankless.finalize()
                 counts.append(count_keys())
     return counts[1] - counts[0]
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     MismatchError,
@@ -61,32 +61,32 @@ def gan() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
 def test_separate_models_get_folders_of_their_own(tmp_path: Path) -> None:
     models, optimizers = gan()
     step(*((models[name], optimizers[name]) for name in models))
-    holdfast.save_checkpoint(tmp_path, "s", models, optimizers)
+    rankless.save_checkpoint(tmp_path, "s", models, optimizers)
     on_disk = load_file(tmp_path / "s/model/gen/model.safetensors")
     assert all(torch.equal(on_disk[name], tensor) for name, tensor in models["gen"].state_dict().items())
     assert set(load_file(tmp_path / "s/optimizer/disc/optimizer.safetensors")) == {
         f"{name}/momentum_buffer" for name in models["disc"].state_dict()
     }
     again, fresh = gan()
-    holdfast.load_checkpoint(tmp_path, model=again, optimizer=fresh)
+    rankless.load_checkpoint(tmp_path, model=again, optimizer=fresh)
     for name in models:
         assert_same_states(fresh[name], optimizers[name])
     alone = net(9)
-    holdfast.load_checkpoint(tmp_path, model={"gen": alone})
+    rankless.load_checkpoint(tmp_path, model={"gen": alone})
     assert torch.equal(alone[0].weight, models["gen"][0].weight)
     with pytest.raises(MismatchError, match=r"model/|missing"):
-        holdfast.load_checkpoint(tmp_path, model={"other": net(9)})
+        rankless.load_checkpoint(tmp_path, model={"other": net(9)})
 
 
 def test_an_optimizer_of_several_models_names_their_parameters_apart(tmp_path: Path) -> None:
     models = {"a": net(1), "b": net(2)}
     together = torch.optim.AdamW([*models["a"].parameters(), *models["b"].parameters()])
     step((models["a"], together), (models["b"], together))
-    holdfast.save_checkpoint(tmp_path, "s", models, together)
+    rankless.save_checkpoint(tmp_path, "s", models, together)
     assert "a/0.weight/exp_avg" in load_file(tmp_path / "s/optimizer/optimizer.safetensors")
     again = {"a": net(8), "b": net(9)}
     fresh = torch.optim.AdamW([*again["b"].parameters(), *again["a"].parameters()])
-    holdfast.load_checkpoint(tmp_path, model=again, optimizer=fresh)
+    rankless.load_checkpoint(tmp_path, model=again, optimizer=fresh)
     for mine, other in zip(again["b"].parameters(), models["b"].parameters(), strict=True):
         assert torch.equal(fresh.state[mine]["exp_avg"], together.state[other]["exp_avg"])
 
@@ -103,19 +103,19 @@ def test_several_optimizers_of_one_model_keep_their_classes_and_settings(tmp_pat
     model = net()
     optimizers = muon_and_adam(model)
     step(*((model, optimizer) for optimizer in optimizers))
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizers)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizers)
     again = net(5)
     fresh = muon_and_adam(again)
     for optimizer in fresh:
         optimizer.param_groups[0]["lr"] = 7
-    holdfast.load_checkpoint(tmp_path, model=again, optimizer=fresh[::-1])
+    rankless.load_checkpoint(tmp_path, model=again, optimizer=fresh[::-1])
     assert [optimizer.param_groups[0]["lr"] for optimizer in fresh] == [0.1, 0.2]
     for mine, other in zip(fresh, optimizers, strict=True):
         assert_same_states(mine, other)
     with pytest.raises(OptimizerMismatchError, match=r"different groups|state of"):
-        holdfast.load_checkpoint(tmp_path, model=again, optimizer=adam(again))
+        rankless.load_checkpoint(tmp_path, model=again, optimizer=adam(again))
     with pytest.raises(OptimizerMismatchError, match="does not train"):
-        holdfast.load_checkpoint(tmp_path, model=again, optimizer=fresh[0])
+        rankless.load_checkpoint(tmp_path, model=again, optimizer=fresh[0])
 
 
 def test_state_dicts_are_saved_as_the_objects_are_and_filled_in_place(tmp_path: Path) -> None:
@@ -125,15 +125,15 @@ def test_state_dicts_are_saved_as_the_objects_are_and_filled_in_place(tmp_path: 
     step((model, optimizer))
     scheduler.step()
     given = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    holdfast.save_checkpoint(tmp_path, "s", **given)
+    rankless.save_checkpoint(tmp_path, "s", **given)
     other = net(7)
     stepped = adam(other, lr=0.5)
     step((other, stepped))
     empty = {**adam(net(8)).state_dict(), "state": {}}
-    holdfast.load_checkpoint(tmp_path, optimizer=empty)
+    rankless.load_checkpoint(tmp_path, optimizer=empty)
     assert torch.equal(empty["state"][0]["exp_avg"], given["optimizer"]["state"][0]["exp_avg"])
     targets = {"model": other.state_dict(), "optimizer": stepped.state_dict(), "scheduler": {}}
-    holdfast.load_checkpoint(tmp_path, **targets)
+    rankless.load_checkpoint(tmp_path, **targets)
     assert all(torch.equal(targets["model"][name], tensor) for name, tensor in given["model"].items())
     for number, states in given["optimizer"]["state"].items():
         assert all(torch.equal(targets["optimizer"]["state"][number][name], t) for name, t in states.items())
@@ -145,9 +145,9 @@ def test_an_optimizer_without_its_model_is_named_by_position_and_loads_likewise(
     model = net()
     optimizer = adam(model)
     step((model, optimizer))
-    holdfast.save_checkpoint(tmp_path, "s", optimizer=optimizer)
+    rankless.save_checkpoint(tmp_path, "s", optimizer=optimizer)
     fresh = adam(net(4))
-    holdfast.load_checkpoint(tmp_path, optimizer=fresh)
+    rankless.load_checkpoint(tmp_path, optimizer=fresh)
     assert_same_states(fresh, optimizer)
 
 
@@ -158,33 +158,33 @@ def test_schedulers_of_parts_that_agree_are_one_and_load_into_any_number(tmp_pat
     for left, other in zip(optimizers, schedulers, strict=True):
         left.step()
         other.step()
-    holdfast.save_checkpoint(tmp_path, "s", scheduler=schedulers)
-    assert holdfast.open(tmp_path).values["scheduler"]["class"] == "StepLR"
+    rankless.save_checkpoint(tmp_path, "s", scheduler=schedulers)
+    assert rankless.open(tmp_path).values["scheduler"]["class"] == "StepLR"
     fresh = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
-    holdfast.load_checkpoint(tmp_path, scheduler=fresh)
+    rankless.load_checkpoint(tmp_path, scheduler=fresh)
     assert fresh.last_epoch == 1
-    holdfast.save_checkpoint(tmp_path, "t", scheduler={"warm": schedulers[0], "cold": schedulers[1]})
-    assert {"scheduler/warm", "scheduler/cold"} <= holdfast.open(tmp_path).values.keys()
+    rankless.save_checkpoint(tmp_path, "t", scheduler={"warm": schedulers[0], "cold": schedulers[1]})
+    assert {"scheduler/warm", "scheduler/cold"} <= rankless.open(tmp_path).values.keys()
 
 
 def test_parts_of_a_model_may_share_what_is_equal_and_nothing_else(tmp_path: Path) -> None:
     first, last = nn.ModuleDict({"embed": net(1)}), nn.ModuleDict({"embed": net(1), "head": net(2)})
-    holdfast.save_checkpoint(tmp_path, "s", [first, last])
+    rankless.save_checkpoint(tmp_path, "s", [first, last])
     again = [nn.ModuleDict({"embed": net(7)}), nn.ModuleDict({"embed": net(8), "head": net(9)})]
-    holdfast.load_checkpoint(tmp_path, model=again)
+    rankless.load_checkpoint(tmp_path, model=again)
     for part in again:
         assert torch.equal(part["embed"][0].weight, first["embed"][0].weight)
     last["embed"][0].weight.data.add_(1)
     with pytest.raises(StateError, match=r"different values of 'embed\.0\.weight'"):
-        holdfast.save_checkpoint(tmp_path, "t", [first, last])
+        rankless.save_checkpoint(tmp_path, "t", [first, last])
     with pytest.raises(StateError, match=r"different tensors named 'embed\.0\.weight'"):
-        holdfast.save_checkpoint(tmp_path, "t", [first, nn.ModuleDict({"embed": net(1, 5, 5)})])
+        rankless.save_checkpoint(tmp_path, "t", [first, nn.ModuleDict({"embed": net(1, 5, 5)})])
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "..", 3])
 def test_names_of_separate_models_are_names_of_folders(tmp_path: Path, name: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="dict of models"):
-        holdfast.save_checkpoint(tmp_path, "s", {name: net()})
+        rankless.save_checkpoint(tmp_path, "s", {name: net()})
     assert not list(tmp_path.iterdir())
 
 
@@ -199,9 +199,9 @@ def tied_over_stages(path: str, differ: bool) -> str:
         fully_shard(part, mesh=mesh)
     if differ:
         with pytest.raises(ReplicaMismatchError, match=r"'embed\.0\.bias'"):
-            holdfast.save_checkpoint(path, "t", stage)
+            rankless.save_checkpoint(path, "t", stage)
         return "refused"
-    holdfast.save_checkpoint(path, "s", stage)
+    rankless.save_checkpoint(path, "s", stage)
     return "saved"
 
 
@@ -217,7 +217,7 @@ def unlike_settings(path: str) -> str:
     rank = torch.distributed.get_rank()
     model = nn.ModuleDict({"shared": net(1)})
     with pytest.raises(StateError, match=r"train '.*' with different settings"):
-        holdfast.save_checkpoint(path, "s", model, adam(model, lr=0.1 + rank))
+        rankless.save_checkpoint(path, "s", model, adam(model, lr=0.1 + rank))
     return "refused"
 
 
@@ -228,7 +228,7 @@ def test_ranks_that_train_one_parameter_with_different_settings_are_told(ranks: 
 def unlike_dicts(path: str) -> str:
     name = "gen" if torch.distributed.get_rank() else "disc"
     with pytest.raises(RankMismatchError, match=r"what is saved.*model/disc.*model/gen"):
-        holdfast.save_checkpoint(path, "s", {name: net()})
+        rankless.save_checkpoint(path, "s", {name: net()})
     return "refused"
 
 
@@ -238,13 +238,13 @@ def test_ranks_that_save_different_models_are_told(ranks: Ranks, tmp_path: Path)
 
 def test_damage_is_told_with_the_names_of_the_models_that_may_be_partly_filled(tmp_path: Path) -> None:
     models, optimizers = gan()
-    holdfast.save_checkpoint(tmp_path, "s", models, optimizers)
+    rankless.save_checkpoint(tmp_path, "s", models, optimizers)
     file = tmp_path / "s/model/gen/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(
         CorruptCheckpointError, match=r"model/gen and model/disc and optimizer/gen .* may be partly filled"
     ):
-        holdfast.load_checkpoint(tmp_path, "s", models, optimizers)
+        rankless.load_checkpoint(tmp_path, "s", models, optimizers)
 
 
 def test_an_optimizer_names_the_parameters_of_its_own_model_as_that_does(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_an_optimizer_names_the_parameters_of_its_own_model_as_that_does(tmp_pat
     second[0].weight = first[0].weight
     optimizer = torch.optim.SGD([second[0].weight], lr=1, momentum=0.9)
     optimizer.state[second[0].weight] = {"momentum_buffer": torch.ones(6, 4)}
-    holdfast.save_checkpoint(tmp_path, "s", {"a": first, "b": second}, {"b": optimizer})
+    rankless.save_checkpoint(tmp_path, "s", {"a": first, "b": second}, {"b": optimizer})
     assert set(load_file(tmp_path / "s/optimizer/b/optimizer.safetensors")) == {"0.weight/momentum_buffer"}
 
 
@@ -274,8 +274,8 @@ def test_a_container_of_optimizers_is_a_list_of_them(tmp_path: Path) -> None:
     model, again = net(), net(5)
     optimizers, fresh = muon_and_adam(model), muon_and_adam(again)
     step(*((model, optimizer) for optimizer in optimizers))
-    holdfast.save_checkpoint(tmp_path, "s", model, Together(optimizers))
-    holdfast.load_checkpoint(tmp_path, model=again, optimizer=Together(fresh))
+    rankless.save_checkpoint(tmp_path, "s", model, Together(optimizers))
+    rankless.load_checkpoint(tmp_path, model=again, optimizer=Together(fresh))
     for mine, other in zip(fresh, optimizers, strict=True):
         assert_same_states(mine, other)
 
@@ -291,7 +291,7 @@ def test_torchtitans_wrapper_of_a_model_is_the_model(tmp_path: Path) -> None:
     model, again = net(), net(5)
     optimizer, fresh = adam(model), adam(again)
     step((model, optimizer))
-    holdfast.save_checkpoint(tmp_path, "s", ModelWrapper([model]), optimizer)
-    holdfast.load_checkpoint(tmp_path, model=ModelWrapper([again]), optimizer=fresh)
+    rankless.save_checkpoint(tmp_path, "s", ModelWrapper([model]), optimizer)
+    rankless.load_checkpoint(tmp_path, model=ModelWrapper([again]), optimizer=fresh)
     assert_same_states(fresh, optimizer)
     assert torch.equal(again[0].weight, model[0].weight)

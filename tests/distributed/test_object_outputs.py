@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast
-import holdfast.dcp
-from holdfast.engine.io import upload_files
-from holdfast.engine.io.upload_parts import UploadedParts
-from holdfast.errors import InvalidArgumentError, RankMismatchError, StorageError, TagExistsError
-from holdfast.run.upload_staging import check_hosts
-from holdfast.storage.object_path import ObjectPath
+import rankless
+import rankless.dcp
+from rankless.engine.io import upload_files
+from rankless.engine.io.upload_parts import UploadedParts
+from rankless.errors import InvalidArgumentError, RankMismatchError, StorageError, TagExistsError
+from rankless.run.upload_staging import check_hosts
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
@@ -94,29 +94,29 @@ def test_a_model_is_saved_as_on_a_disk_and_loaded(
     fake: FakeS3, tmp_path: Path, temporary: Path, name: str, options: dict[str, object], use_async: bool
 ) -> None:
     model = model_of(0.0)
-    holdfast.save_model(model, tmp_path / name, **options)  # type: ignore[arg-type]
+    rankless.save_model(model, tmp_path / name, **options)  # type: ignore[arg-type]
     path = bucket(fake) / name
-    assert holdfast.save_model(model, path, use_async=use_async, **options).wait() == path  # type: ignore[arg-type]
+    assert rankless.save_model(model, path, use_async=use_async, **options).wait() == path  # type: ignore[arg-type]
     assert contents(path) == contents(tmp_path / name)
     assert not fake.uploads
     assert not [*temporary.rglob("*.partial*")]
     if options.get("use_safetensors", True) and not name.endswith(".pt"):
         loaded = model_of(1.0)
-        assert holdfast.load_model(loaded, path).verified
+        assert rankless.load_model(loaded, path).verified
         assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_model_replaces_another_and_other_objects_stay(fake: FakeS3, tmp_path: Path) -> None:
     path = bucket(fake) / "folder"
     path.store.replace_small(path / "README.md", b"mine")
-    holdfast.save_model(model_of(0.0), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(0.0), path, shard=True, size_per_shard=0.004)
     assert len(contents(path)) > 3
-    holdfast.save_model(model_of(1.0), path, shard=True)
+    rankless.save_model(model_of(1.0), path, shard=True)
     assert contents(path).keys() == {"README.md", "model.safetensors"}
-    holdfast.save_model(model_of(2.0), path / "one.safetensors")
-    holdfast.save_model(model_of(3.0), path / "one.safetensors")
+    rankless.save_model(model_of(2.0), path / "one.safetensors")
+    rankless.save_model(model_of(3.0), path / "one.safetensors")
     loaded = model_of(0.0)
-    holdfast.load_model(loaded, path / "one.safetensors")
+    rankless.load_model(loaded, path / "one.safetensors")
     assert all(map(torch.equal, loaded.state_dict().values(), model_of(3.0).state_dict().values()))
 
 
@@ -125,9 +125,9 @@ def test_a_model_replaces_another_in_azure(temporary: Path) -> None:
     with azure.connected(), small_parts(4096):
         for name, options in (("one.safetensors", {}), ("one.pt", {}), ("folder", {"shard": True})):
             for value in (0.0, 1.0):
-                holdfast.save_model(model_of(value), bucket(azure) / name, **options)  # type: ignore[arg-type]
+                rankless.save_model(model_of(value), bucket(azure) / name, **options)  # type: ignore[arg-type]
             loaded = model_of(0.0)
-            holdfast.load_model(loaded, bucket(azure) / name)
+            rankless.load_model(loaded, bucket(azure) / name)
             assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
     assert not azure.uploads
 
@@ -136,31 +136,31 @@ def test_an_answer_that_is_lost_when_a_model_is_replaced_in_azure_is_no_failure(
     azure = FakeAzure()
     with azure.connected(), small_parts(4096):
         path = bucket(azure) / "one.safetensors"
-        holdfast.save_model(model_of(0.0), path)
+        rankless.save_model(model_of(0.0), path)
         azure.on_request = Answers(disconnect, kind="complete", stage="after")
-        holdfast.save_model(model_of(1.0), path)
+        rankless.save_model(model_of(1.0), path)
         loaded = model_of(0.0)
-        holdfast.load_model(loaded, path)
+        rankless.load_model(loaded, path)
     assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
 
 
 def test_a_bucket_is_no_file(fake: FakeS3, tmp_path: Path) -> None:
     root, scheduler = bucket(fake).parent, train_run("plain", "adamw").scheduler
-    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
+    rankless.save_model(model_of(0.0), tmp_path / "a.safetensors")
     with pytest.raises(InvalidArgumentError, match="pass the path of a file"):
-        holdfast.save_model(model_of(0.0), root)
+        rankless.save_model(model_of(0.0), root)
     with pytest.raises(InvalidArgumentError, match="pass the path of a file"):
-        holdfast.save_lr_scheduler(scheduler, root)
+        rankless.save_lr_scheduler(scheduler, root)
     for to in ("torch", "hf"):
         with pytest.raises(InvalidArgumentError, match="is a bucket"):
-            holdfast.convert(tmp_path / "a.safetensors", root, to=to)
+            rankless.convert(tmp_path / "a.safetensors", root, to=to)
     assert all(request.method == "GET" for request in fake.requests)
 
 
 def save_shards(path: ObjectPath, value: float) -> bool:
     """Save a model in three shards. Return whether the save has reported success."""
     try:
-        holdfast.save_model(model_of(value), path, shard=True, size_per_shard=0.004)
+        rankless.save_model(model_of(value), path, shard=True, size_per_shard=0.004)
     except (RankMismatchError, StorageError):
         return False
     return True
@@ -191,8 +191,8 @@ def test_two_jobs_that_save_one_folder_at_the_same_time_leave_no_mixture(fake: F
         if not others:
             break
         loaded = model_of(0.0)
-        with suppress(holdfast.HoldfastError):
-            holdfast.load_model(loaded, path)
+        with suppress(rankless.RanklessError):
+            rankless.load_model(loaded, path)
         tensors = loaded.state_dict().values()
         found = [v for v in (0.0, 1.0, 2.0) if all(map(torch.equal, tensors, model_of(v).state_dict().values()))]
         assert found, f"a mixture was loaded after request {moment}"
@@ -202,28 +202,28 @@ def test_two_jobs_that_save_one_folder_at_the_same_time_leave_no_mixture(fake: F
 
 def test_a_path_of_the_other_kind_is_refused(fake: FakeS3) -> None:
     path = bucket(fake)
-    holdfast.save_model(model_of(0.0), path / "a.safetensors")
+    rankless.save_model(model_of(0.0), path / "a.safetensors")
     with pytest.raises(InvalidArgumentError, match="is a file"):
-        holdfast.save_model(model_of(0.0), path / "a.safetensors", shard=True)
+        rankless.save_model(model_of(0.0), path / "a.safetensors", shard=True)
     with pytest.raises(InvalidArgumentError, match="is a folder"):
-        holdfast.save_model(model_of(0.0), path)
+        rankless.save_model(model_of(0.0), path)
 
 
 def test_an_optimizer_and_a_scheduler_are_saved_as_on_a_disk_and_loaded(fake: FakeS3, tmp_path: Path) -> None:
     run, path = train_run("plain", "adamw"), bucket(fake)
     for folder in (tmp_path / "disk", path):
-        holdfast.save_optimizer(run.optimizer, folder / "optimizer.safetensors", model=run.model)
-        holdfast.save_optimizer(run.optimizer, folder / "optimizer.pt", model=run.model)
-        holdfast.save_optimizer(run.optimizer, folder / "shards", shard=True, model=run.model)
-        holdfast.save_lr_scheduler(run.scheduler, folder / "scheduler.json")
-        holdfast.save_lr_scheduler(run.scheduler, folder / "scheduler.pt")
+        rankless.save_optimizer(run.optimizer, folder / "optimizer.safetensors", model=run.model)
+        rankless.save_optimizer(run.optimizer, folder / "optimizer.pt", model=run.model)
+        rankless.save_optimizer(run.optimizer, folder / "shards", shard=True, model=run.model)
+        rankless.save_lr_scheduler(run.scheduler, folder / "scheduler.json")
+        rankless.save_lr_scheduler(run.scheduler, folder / "scheduler.pt")
     assert contents(path) == contents(tmp_path / "disk")
     other = train_run("plain", "adamw", steps=0)
-    holdfast.load_lr_scheduler(other.scheduler, path / "scheduler.json")
+    rankless.load_lr_scheduler(other.scheduler, path / "scheduler.json")
     assert other.scheduler.state_dict() == run.scheduler.state_dict()
     for name in ("optimizer.safetensors", "shards"):
         other = train_run("plain", "adamw", steps=0)
-        holdfast.load_optimizer(other.optimizer, path / name, model=other.model)
+        rankless.load_optimizer(other.optimizer, path / name, model=other.model)
         states = zip(other.optimizer.state.values(), run.optimizer.state.values(), strict=True)
         assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)
 
@@ -231,17 +231,17 @@ def test_an_optimizer_and_a_scheduler_are_saved_as_on_a_disk_and_loaded(fake: Fa
 @pytest.mark.parametrize("to", ["native", "hf", "safetensors", "torch", "dcp", "lightning", "lightning-folder"])
 def test_a_conversion_writes_what_it_writes_to_a_disk(fake: FakeS3, tmp_path: Path, to: str) -> None:
     run = train_run("plain", "adamw")
-    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
     name = {"torch": "out.pt", "lightning": "out.ckpt", "safetensors": "out.safetensors"}.get(to, "out")
-    holdfast.convert(tmp_path / "run/s", tmp_path / "disk" / name, to=to, max_shard_size=3000)
+    rankless.convert(tmp_path / "run/s", tmp_path / "disk" / name, to=to, max_shard_size=3000)
     path = bucket(fake) / name
-    assert holdfast.convert(tmp_path / "run/s", path, to=to, max_shard_size=3000) == path
+    assert rankless.convert(tmp_path / "run/s", path, to=to, max_shard_size=3000) == path
     found, expected = contents(path), contents(tmp_path / "disk" / name)
     manifest, expected_manifest = found.pop("manifest.json", b""), expected.pop("manifest.json", b"")
     assert found == expected
     assert bool(manifest) == bool(expected_manifest)  # it has an id and a time
     with pytest.raises(TagExistsError, match="exists already"):
-        holdfast.convert(tmp_path / "run/s", path, to=to)
+        rankless.convert(tmp_path / "run/s", path, to=to)
 
 
 @pytest.mark.parametrize(
@@ -249,19 +249,19 @@ def test_a_conversion_writes_what_it_writes_to_a_disk(fake: FakeS3, tmp_path: Pa
 )
 def test_every_format_is_read_from_a_store(fake: FakeS3, tmp_path: Path, to: str) -> None:
     run = train_run("plain", "adamw")
-    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, {"epoch": 2}, step=3)
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, {"epoch": 2}, step=3)
     name = {"torch": "out.pt", "lightning": "out.ckpt", "safetensors": "out.safetensors"}.get(to, "out")
     local, path = tmp_path / "disk" / name, bucket(fake) / name
-    holdfast.convert(tmp_path / "run/s", local, to=to, max_shard_size=3000)
-    holdfast.convert(tmp_path / "run/s", path, to=to, max_shard_size=3000)
-    here, there = holdfast.open(local), holdfast.open(path)
+    rankless.convert(tmp_path / "run/s", local, to=to, max_shard_size=3000)
+    rankless.convert(tmp_path / "run/s", path, to=to, max_shard_size=3000)
+    here, there = rankless.open(local), rankless.open(path)
     assert here.keys() == there.keys()
     assert all(torch.equal(here[key], there[key]) for key in here)
     loaded = train_run("plain", "adamw", steps=0)
-    holdfast.load_model(loaded.model, path)
+    rankless.load_model(loaded.model, path)
     assert all(map(torch.equal, loaded.model.state_dict().values(), run.model.state_dict().values()))
-    holdfast.convert(local, tmp_path / "from-disk", to="hf")
-    holdfast.convert(path, tmp_path / "from-store", to="hf")
+    rankless.convert(local, tmp_path / "from-disk", to="hf")
+    rankless.convert(path, tmp_path / "from-store", to="hf")
     assert contents(tmp_path / "from-store") == contents(tmp_path / "from-disk")
 
 
@@ -273,7 +273,7 @@ def test_deepspeeds_checkpoints_are_read_from_a_store(fake: FakeS3, tmp_path: Pa
     for file in (file for file in (tmp_path / "run").rglob("*") if file.is_file()):
         path = folder / str(file.relative_to(tmp_path / "run"))
         path.store.replace_small(path, file.read_bytes())
-    opened = holdfast.open(folder)
+    opened = rankless.open(folder)
     assert all(torch.equal(opened[f"model/{name}"], tensor) for name, tensor in save.masters.items())
     assert all(torch.equal(opened[f"optimizer/{name}/exp_avg"], save.states["exp_avg"][name]) for name in save.masters)
 
@@ -285,35 +285,35 @@ def test_torchs_own_checkpoints_are_loaded_from_a_store(fake: FakeS3, tmp_path: 
     for file in (tmp_path / "dcp").iterdir():
         folder.store.replace_small(folder / file.name, file.read_bytes())
     loaded = {"model": model_of(1.0).state_dict(), "step": 0}
-    dcp.load(loaded, storage_reader=holdfast.dcp.FileSystemReader(folder), no_dist=True)
+    dcp.load(loaded, storage_reader=rankless.dcp.FileSystemReader(folder), no_dist=True)
     assert loaded["step"] == 3
     assert all(map(torch.equal, loaded["model"].values(), state["model"].values()))
 
 
 def test_a_converted_checkpoint_is_one_of_the_run(fake: FakeS3, tmp_path: Path) -> None:
     run, path = train_run("plain", "adamw"), bucket(fake)
-    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
-    holdfast.convert(tmp_path / "run", path / "imported", to="native")
-    assert [info.tag for info in holdfast.list_checkpoints(path)] == ["imported"]
-    restored = holdfast.restore(path, model=train_run("plain", "adamw", steps=0).model)
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, step=3)
+    rankless.convert(tmp_path / "run", path / "imported", to="native")
+    assert [info.tag for info in rankless.list_checkpoints(path)] == ["imported"]
+    restored = rankless.restore(path, model=train_run("plain", "adamw", steps=0).model)
     assert (restored.step, restored.verified) == (3, True)
 
 
 def test_an_export_has_the_files_of_one_on_a_disk(fake: FakeS3, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", model_of(0.0), step=3)
+    rankless.save_checkpoint(tmp_path / "run", "s", model_of(0.0), step=3)
     for folder in (tmp_path / "disk/out", bucket(fake) / "out"):
         with pytest.warns(UserWarning, match=r"no config\.json"):
-            holdfast.export_model(tmp_path / "run", folder)
+            rankless.export_model(tmp_path / "run", folder)
     assert contents(bucket(fake) / "out") == contents(tmp_path / "disk/out")
 
 
 @pytest.mark.parametrize("kind", ["part", "put", "complete", "create upload"])
 def test_an_output_that_fails_leaves_nothing(fake: FakeS3, tmp_path: Path, temporary: Path, kind: str) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
+    rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
     lost: list[Callable[[], None]] = [disconnect] * 100
     fake.on_request = Answers(*lost, kind=kind)
     with pytest.raises(StorageError):
-        holdfast.convert(tmp_path / "run", bucket(fake) / "new", to="native")
+        rankless.convert(tmp_path / "run", bucket(fake) / "new", to="native")
     assert not fake.objects
     assert not fake.uploads
     assert not [*temporary.rglob("*.partial*")]
@@ -321,7 +321,7 @@ def test_an_output_that_fails_leaves_nothing(fake: FakeS3, tmp_path: Path, tempo
 
 def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> None:
     path = bucket(fake) / "folder"
-    holdfast.save_model(model_of(1.0), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(1.0), path, shard=True, size_per_shard=0.004)
     shards = sorted(key for key in fake.objects if key.endswith(".safetensors"))
     loaded = model_of(0.0)
     for kind in ("create upload", "complete"):
@@ -333,35 +333,35 @@ def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> Non
 
         fake.on_request = lose
         with pytest.raises(StorageError):
-            holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+            rankless.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
         fake.on_request = do_nothing
         assert not fake.uploads
         if kind == "create upload":  # nothing was replaced yet
-            holdfast.load_model(loaded, path)
+            rankless.load_model(loaded, path)
             assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
-    with pytest.raises(holdfast.HoldfastError):
-        holdfast.load_model(loaded, path)
-    holdfast.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+    with pytest.raises(rankless.RanklessError):
+        rankless.load_model(loaded, path)
+    rankless.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
     loaded = model_of(0.0)
-    holdfast.load_model(loaded, path)
+    rankless.load_model(loaded, path)
     assert all(map(torch.equal, loaded.state_dict().values(), model_of(2.0).state_dict().values()))
 
 
 def test_a_conversion_that_fails_removes_nothing_of_another(fake: FakeS3, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
+    rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
     path, finished = bucket(fake) / "new", []
 
     def finish_other(request: object, stage: str) -> None:
         if finished or request.kind != "create upload":  # type: ignore[attr-defined]
             return
         finished.append(stage)
-        holdfast.convert(tmp_path / "run", path, to="hf")
+        rankless.convert(tmp_path / "run", path, to="hf")
         fake.on_request = Answers(*[disconnect] * 100, kind="create upload")
         disconnect()
 
     fake.on_request = finish_other
     with pytest.raises(StorageError):
-        holdfast.convert(tmp_path / "run", path, to="hf")
+        rankless.convert(tmp_path / "run", path, to="hf")
     fake.on_request = do_nothing
     assert contents(path).keys() == {"model.safetensors"}
 
@@ -369,44 +369,44 @@ def test_a_conversion_that_fails_removes_nothing_of_another(fake: FakeS3, tmp_pa
 @pytest.mark.parametrize("to", ["native", "hf"])
 def test_names_as_saves_give_them_and_tags_are_refused(fake: FakeS3, tmp_path: Path, to: str) -> None:
     run = bucket(fake)
-    holdfast.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5)})
-    holdfast.save_checkpoint(run, "s", {"w": torch.ones(5)})
+    rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5)})
+    rankless.save_checkpoint(run, "s", {"w": torch.ones(5)})
     with pytest.raises(InvalidArgumentError, match="16 hexadecimal"):
-        holdfast.convert(tmp_path / "run", run / "copy.0123456789abcdef", to=to)
+        rankless.convert(tmp_path / "run", run / "copy.0123456789abcdef", to=to)
     with pytest.raises(InvalidArgumentError, match="16 hexadecimal"):
-        holdfast.save_model(model_of(0.0), run / "copy.0123456789abcdef", shard=True)
+        rankless.save_model(model_of(0.0), run / "copy.0123456789abcdef", shard=True)
     with pytest.raises(TagExistsError, match="exists already"):
-        holdfast.convert(tmp_path / "run", run / "s", to=to)
+        rankless.convert(tmp_path / "run", run / "s", to=to)
 
 
 def test_files_are_built_where_no_other_user_looks(fake: FakeS3, tmp_path: Path, temporary: Path) -> None:
-    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
-    holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
+    rankless.save_model(model_of(0.0), tmp_path / "a.safetensors")
+    rankless.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
     (folder,) = temporary.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
     with pytest.raises(StorageError, match="only this user may enter"):
-        holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "b.pt", to="torch")
+        rankless.convert(tmp_path / "a.safetensors", bucket(fake) / "b.pt", to="torch")
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="only this user may enter"):
-        holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "b.pt", to="torch")
+        rankless.convert(tmp_path / "a.safetensors", bucket(fake) / "b.pt", to="torch")
 
 
 def test_without_a_directory_for_temporary_files_the_error_says_so(fake: FakeS3, tmp_path: Path) -> None:
-    holdfast.save_model(model_of(0.0), tmp_path / "a.safetensors")
+    rankless.save_model(model_of(0.0), tmp_path / "a.safetensors")
     with (
         mock.patch("tempfile.gettempdir", side_effect=FileNotFoundError(2, "No usable temporary directory")),
         pytest.raises(StorageError, match="directory for temporary files"),
     ):
-        holdfast.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
+        rankless.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
 
 
 def test_a_file_that_names_others_is_uploaded_after_them(fake: FakeS3, tmp_path: Path) -> None:
     run = train_run("plain", "adamw")
-    holdfast.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, max_shard_size=3000)
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, max_shard_size=3000)
     fake.requests.clear()
-    holdfast.convert(tmp_path / "run", bucket(fake) / "new", to="native", max_shard_size=3000)
+    rankless.convert(tmp_path / "run", bucket(fake) / "new", to="native", max_shard_size=3000)
     written = [request.key for request in fake.requests if request.kind in {"put", "complete"}]
     assert written[-1].endswith("/manifest.json")
     indexes = [number for number, key in enumerate(written) if key.endswith(".index.json")]
@@ -418,13 +418,13 @@ def test_a_file_that_names_others_is_uploaded_after_them(fake: FakeS3, tmp_path:
 def test_a_component_that_fails_leaves_the_old_file(fake: FakeS3, kind: str, name: str) -> None:
     path = bucket(fake) / name
     models = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)] if name == "small.pt" else [model_of(0.0), model_of(1.0)]
-    holdfast.save_model(models[0], path)
+    rankless.save_model(models[0], path)
     before = contents(path)
     fake.on_request = Answers(*[disconnect] * 100, kind=kind)
     is_small = len(before[""]) <= 4096
     if is_small is (kind == "put"):
         with pytest.raises(StorageError):
-            holdfast.save_model(models[1], path)
+            rankless.save_model(models[1], path)
         assert contents(path) == before
     assert not fake.uploads
 
@@ -440,8 +440,8 @@ def test_a_component_whose_replicas_differ_leaves_nothing(ranks: Ranks) -> None:
 def save_diverged(path: Path) -> None:
     model = torch.nn.Linear(40, 40)
     torch.nn.init.constant_(model.weight, torch.distributed.get_rank())
-    with small_parts(4096), pytest.raises(holdfast.ReplicaMismatchError):
-        holdfast.save_model(model, path / "model.pt")
+    with small_parts(4096), pytest.raises(rankless.ReplicaMismatchError):
+        rankless.save_model(model, path / "model.pt")
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "folder"])
@@ -450,7 +450,7 @@ def test_a_rank_that_fails_at_last_leaves_the_old_file(ranks: Ranks, name: str, 
     fake = FakeS3()
     with fake.served() as url:
         path = fake.store_at(url).path(f"{BUCKET}/out/{name}")
-        holdfast.save_model(model_of(0.0), path, shard=name == "folder")
+        rankless.save_model(model_of(0.0), path, shard=name == "folder")
         before = contents(path)
         ranks(3, save_and_fail_at_last, path, failing)
         assert contents(path) == before
@@ -461,7 +461,7 @@ def save_and_fail_at_last(path: ObjectPath, failing: int) -> None:
     error = StorageError(5, "broken") if torch.distributed.get_rank() == failing else None
     broken = mock.patch.object(UploadedParts, "send_held", side_effect=error)
     with broken if error else nullcontext(), pytest.raises(StorageError, match="broken"):
-        holdfast.save_model(model_of(1.0), path, shard=path.name == "folder")
+        rankless.save_model(model_of(1.0), path, shard=path.name == "folder")
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -476,7 +476,7 @@ def test_ranks_that_save_to_different_servers_are_told(ranks: Ranks, is_new: boo
 
 
 def save_small_shards(store: Any, value: float) -> None:
-    holdfast.save_model(model_of(value), store.path(f"{BUCKET}/out/folder"), shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(value), store.path(f"{BUCKET}/out/folder"), shard=True, size_per_shard=0.004)
 
 
 def save_to_own_server(*urls: str) -> None:
@@ -487,10 +487,10 @@ def save_to_own_server(*urls: str) -> None:
 def test_dead_uploads_of_the_same_file_are_aborted_when_they_are_a_day_old(fake: FakeS3) -> None:
     path = bucket(fake) / "model.pt"
     dead, other = (path.store.create_upload(path.parent / name, {}).id for name in ("model.pt", "another.pt"))
-    holdfast.save_model(model_of(0.0), path)
+    rankless.save_model(model_of(0.0), path)
     assert fake.uploads.keys() == {dead, other}
-    with mock.patch("holdfast.components.object_output.ABANDONED_SECONDS", -1.0):
-        holdfast.save_model(model_of(0.0), path)
+    with mock.patch("rankless.components.object_output.ABANDONED_SECONDS", -1.0):
+        rankless.save_model(model_of(0.0), path)
     assert fake.uploads.keys() == {other}
 
 
@@ -506,25 +506,25 @@ def save_and_convert(path: Path, folder: Path, part_bytes: int) -> None:
     no_disk = mock.patch("tempfile.gettempdir", side_effect=FileNotFoundError(2, "components need no disk"))
     with no_disk, small_parts(part_bytes):
         save_components(run, path)
-    holdfast.convert(folder / "run", path / "hf", to="hf")
+    rankless.convert(folder / "run", path / "hf", to="hf")
     loaded = train_run("fsdp", "adamw", steps=0)
-    assert holdfast.load_model(loaded.model, path / "model.safetensors").verified
+    assert rankless.load_model(loaded.model, path / "model.safetensors").verified
 
 
 def save_components(run: Run, path: Path) -> None:
     for name in ("model.safetensors", "model.pt"):
-        holdfast.save_model(run.model, path / name, use_async=name == "model.pt").wait()
-    holdfast.save_model(run.model, path / "folder", shard=True, size_per_shard=0.005, use_safetensors=False)
-    holdfast.save_optimizer(run.optimizer, path / "optimizer", shard=True, model=run.model)
-    holdfast.save_optimizer(run.optimizer, path / "optimizer.pt", model=run.model)
-    holdfast.save_lr_scheduler(run.scheduler, path / "scheduler.pt")
+        rankless.save_model(run.model, path / name, use_async=name == "model.pt").wait()
+    rankless.save_model(run.model, path / "folder", shard=True, size_per_shard=0.005, use_safetensors=False)
+    rankless.save_optimizer(run.optimizer, path / "optimizer", shard=True, model=run.model)
+    rankless.save_optimizer(run.optimizer, path / "optimizer.pt", model=run.model)
+    rankless.save_lr_scheduler(run.scheduler, path / "scheduler.pt")
 
 
 def test_ranks_write_what_one_process_writes_to_a_disk(ranks: Ranks, tmp_path: Path) -> None:
     run = train_run("plain", "adamw")
-    holdfast.save_checkpoint(tmp_path / "run", "s", run.model)
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model)
     save_components(run, tmp_path / "disk")
-    holdfast.convert(tmp_path / "run", tmp_path / "disk/hf", to="hf")
+    rankless.convert(tmp_path / "run", tmp_path / "disk/hf", to="hf")
     fake = FakeS3()
     with fake.served() as url, mock.patch("tests.helpers.fake_s3.MIN_PART", 1):
         path = fake.store_at(url, retry_seconds=20.0).path(f"{BUCKET}/out")

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import TagExistsError
-from holdfast.storage.object_path import ObjectPath
+import rankless
+from rankless.errors import TagExistsError
+from rankless.storage.object_path import ObjectPath
 from tests.golden.reader import read
 from tests.helpers import layouts
 from tests.helpers.fake_azure import FakeAzure
@@ -43,7 +43,7 @@ def run_path(url: str, name: str = "run") -> ObjectPath:
 def save(path: Path, layout: str, asynchronous: bool = False) -> None:
     run = train_run(layout, "adamw")
     with small_parts(PART):
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             path,
             "s",
             run.model,
@@ -54,13 +54,13 @@ def save(path: Path, layout: str, asynchronous: bool = False) -> None:
             max_shard_size=3000,
             async_save=asynchronous,
         )
-        holdfast.finalize()
+        rankless.finalize()
 
 
 def save_layout(path: Path, layout: str) -> None:
     run = layouts.fill_run(getattr(layouts, layout)())
     with small_parts(PART):
-        holdfast.save_checkpoint(path, "s", run.model, run.optimizer, step=1, max_shard_size=20_000)
+        rankless.save_checkpoint(path, "s", run.model, run.optimizer, step=1, max_shard_size=20_000)
 
 
 def download(fake: FakeStore, folder: Path) -> Path:
@@ -110,16 +110,16 @@ def test_objects_of_sharded_layouts_are_equal_too(ranks: Ranks, fake: FakeS3, tm
 
 def load(path: Path, layout: str) -> bool:
     run = train_run(layout, "adamw", steps=0)
-    restored = holdfast.restore(path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+    restored = rankless.restore(path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
     assert restored.verified
     expected = train_run(layout, "adamw")
     return all(
-        torch.equal(holdfast_local(a), holdfast_local(b))
+        torch.equal(rankless_local(a), rankless_local(b))
         for a, b in zip(run.model.state_dict().values(), expected.model.state_dict().values(), strict=True)
     )
 
 
-def holdfast_local(tensor: torch.Tensor) -> torch.Tensor:
+def rankless_local(tensor: torch.Tensor) -> torch.Tensor:
     return layouts.local_tensor(tensor)
 
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.run.cleanup import clean_up
-from holdfast.save import drain_attempts
-from holdfast.storage.http.connection import HttpResponse
-from holdfast.storage.object_path import ObjectPath
-from holdfast.tier.folder import TierFolder
+import rankless
+from rankless.run.cleanup import clean_up
+from rankless.save import drain_attempts
+from rankless.storage.http.connection import HttpResponse
+from rankless.storage.object_path import ObjectPath
+from rankless.tier.folder import TierFolder
 from tests.golden.reader import read
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore
@@ -54,9 +54,9 @@ def run_path(url: str) -> ObjectPath:
     return store_at(url, retry_seconds=0.5).path(f"{BUCKET}/run")
 
 
-def tier_of(base: Path, ranks_per_host: int = 1, **options: Any) -> holdfast.LocalTier:
+def tier_of(base: Path, ranks_per_host: int = 1, **options: Any) -> rankless.LocalTier:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return holdfast.LocalTier(base / f"host{rank // ranks_per_host}", **options)
+    return rankless.LocalTier(base / f"host{rank // ranks_per_host}", **options)
 
 
 def save(run: Path, base: Path | None, layout: str, ranks_per_host: int = 1, steps: int = 3, **options: Any) -> None:
@@ -64,7 +64,7 @@ def save(run: Path, base: Path | None, layout: str, ranks_per_host: int = 1, ste
     state = train_run(layout, "adamw", steps=steps)
     local = None if base is None else tier_of(base, ranks_per_host, **{"drain_every": NEVER, "copies": 0} | options)
     with small_parts(PART):
-        directory = holdfast.RunDirectory(run, local=local, max_shard_size=3000)
+        directory = rankless.RunDirectory(run, local=local, max_shard_size=3000)
         tag = f"step_{steps}"
         directory.save(tag, state.model, state.optimizer, state.scheduler, {"n": steps}, step=steps)
         directory.wait()
@@ -75,7 +75,7 @@ def load(run: Path, base: Path, layout: str, ranks_per_host: int = 1) -> tuple[A
     state = start_run(layout, "adamw", seed=9)
     with warnings.catch_warnings(record=True) as caught, small_parts(PART):
         warnings.simplefilter("always")
-        directory = holdfast.RunDirectory(run, local=tier_of(base, ranks_per_host))
+        directory = rankless.RunDirectory(run, local=tier_of(base, ranks_per_host))
         result = directory.restore(None, state.model, state.optimizer, state.scheduler)
         directory.finalize()
     assert result.verified
@@ -105,7 +105,7 @@ def expected_files(ranks: Ranks, tmp_path: Path, steps: int = 3) -> Any:
 
 
 def tags(run: Path) -> list[str]:
-    return [info.tag for info in holdfast.list_checkpoints(run)]
+    return [info.tag for info in rankless.list_checkpoints(run)]
 
 
 class TestLoads:
@@ -220,7 +220,7 @@ class TestDrains:
             assert outcomes[0][0] >= 1  # the rank that reports events
             assert [after for _, after in outcomes] == [["b", "c", "d"]] * 2
             assert_only_published_folders(fake)
-            assert torch.equal(holdfast.open(run / "b")["model/w"], torch.ones(3000))
+            assert torch.equal(rankless.open(run / "b")["model/w"], torch.ones(3000))
 
     @pytest.mark.parametrize("on_failure", ["raise", "warn"])
     def test_a_drain_that_always_fails_raises_or_warns(
@@ -245,10 +245,10 @@ class TestDrains:
 
     def test_retention_counts_drained_checkpoints(self, fake: FakeS3, tmp_path: Path) -> None:
         with fake.served() as url:
-            keep, kept = holdfast.KeepLast(2) | holdfast.KeepBest("loss", 1), list[list[str]]()
+            keep, kept = rankless.KeepLast(2) | rankless.KeepBest("loss", 1), list[list[str]]()
             for run in (tmp_path / "run", run_path(url)):
                 local = tier_of(tmp_path / type(run).__name__, drain_every=2)
-                directory = holdfast.RunDirectory(run, local=local, keep=keep)
+                directory = rankless.RunDirectory(run, local=local, keep=keep)
                 for step, loss in enumerate((3.0, 2.0, 1.0, 5.0, 6.0, 7.0, 8.0, 9.0)):
                     directory.save(f"step_{step}", {"w": torch.ones(3)}, step=step, metrics={"loss": loss})
                 kept.append([info.tag for info in directory.list()])
@@ -259,28 +259,28 @@ class TestDrains:
         with fake.served() as url:
             run, other = run_path(url), tmp_path / "other"
             local = tier_of(tmp_path, drain_every=NEVER)
-            holdfast.RunDirectory(run, local=local).save("a", user_content={"n": 1}, rng=False)
+            rankless.RunDirectory(run, local=local).save("a", user_content={"n": 1}, rng=False)
             shutil.copytree(tmp_path / "host0", other)
-            assert holdfast.drain(run, other).status == "published"
-            assert holdfast.RunDirectory(run).load() == {"n": 1}
+            assert rankless.drain(run, other).status == "published"
+            assert rankless.RunDirectory(run).load() == {"n": 1}
 
     def test_a_tag_may_be_overwritten(self, fake: FakeS3, tmp_path: Path) -> None:
         with fake.served() as url:
             run = run_path(url)
-            directory = holdfast.RunDirectory(run, local=tier_of(tmp_path, drain_every=NEVER))
+            directory = rankless.RunDirectory(run, local=tier_of(tmp_path, drain_every=NEVER))
             directory.save("a", {"w": torch.ones(3)})
-            with pytest.raises(holdfast.TagExistsError):
+            with pytest.raises(rankless.TagExistsError):
                 directory.save("a", {"w": torch.ones(3)})
             directory.finalize()
             directory.save("a", {"w": torch.zeros(3)}, overwrite=True)
             directory.finalize()
-            assert torch.equal(holdfast.open(run / "a")["model/w"], torch.zeros(3))
+            assert torch.equal(rankless.open(run / "a")["model/w"], torch.zeros(3))
 
     def test_without_memory_a_save_goes_to_the_store(self, fake: FakeS3, tmp_path: Path) -> None:
-        from holdfast.storage import mapped_file
+        from rankless.storage import mapped_file
 
         with fake.served() as url, mock.patch.object(mapped_file, "count_free_bytes", return_value=10):
-            directory = holdfast.RunDirectory(run_path(url), local=tier_of(tmp_path, drain_every=NEVER))
+            directory = rankless.RunDirectory(run_path(url), local=tier_of(tmp_path, drain_every=NEVER))
             with pytest.warns(UserWarning, match="without the local tier"):
                 directory.save("a", {"w": torch.ones(3000)})
             assert tags(directory.path) == ["a"]
@@ -301,13 +301,13 @@ class FailFor:
 
 def drain_in_background(run: Path, base: Path) -> tuple[int, list[str]]:
     """Save several times while drains fail. Return how often one has failed, and what is there in the end."""
-    events: list[holdfast.Event] = []
+    events: list[rankless.Event] = []
     with mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.05), small_parts(PART):
-        directory = holdfast.RunDirectory(run, local=tier_of(base), async_save=True, on_event=events.append)
+        directory = rankless.RunDirectory(run, local=tier_of(base), async_save=True, on_event=events.append)
         for tag in ("b", "c", "d"):
             directory.save(tag, {"w": torch.ones(3000)}).wait()
         dist.barrier()
-        return sum(isinstance(event, holdfast.DrainFailed) for event in events), tags(run)
+        return sum(isinstance(event, rankless.DrainFailed) for event in events), tags(run)
 
 
 def drain_in_vain(run: Path, base: Path, on_failure: str) -> str:
@@ -317,11 +317,11 @@ def drain_in_vain(run: Path, base: Path, on_failure: str) -> str:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        directory = holdfast.RunDirectory(run, local=tier_of(base, on_failure=on_failure), async_save=True)
+        directory = rankless.RunDirectory(run, local=tier_of(base, on_failure=on_failure), async_save=True)
         handle = directory.save("a", {"w": torch.ones(3000)})
         try:
             handle.wait()
-        except holdfast.StorageError as error:
+        except rankless.StorageError as error:
             return str(error)
     return ""
 
@@ -357,13 +357,13 @@ class TestOtherJobs:
 
         with fake.served() as url:
             run = run_path(url)
-            directory = holdfast.RunDirectory(run, local=tier_of(tmp_path))
+            directory = rankless.RunDirectory(run, local=tier_of(tmp_path))
             fake.on_request = continue_elsewhere
             if start:
                 directory.save("a", {"w": torch.ones(3)})
                 assert tags(run) == ["a"]
             else:
-                with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+                with pytest.raises(rankless.StateError, match="another job has continued the run"):
                     directory.save("a", {"w": torch.ones(3)})
                 assert tags(run) == []
             assert_only_published_folders(fake)
@@ -398,13 +398,13 @@ class TestOtherJobs:
 
 def save_after_another_job(run: Path, base: Path) -> None:
     with small_parts(PART):
-        directory = holdfast.RunDirectory(run, local=tier_of(base, 2, drain_every=NEVER))
+        directory = rankless.RunDirectory(run, local=tier_of(base, 2, drain_every=NEVER))
         directory.save("a", {"w": torch.ones(3000)})
         dist.barrier()
         if dist.get_rank() == 0:
             claim_epoch(run, 0)
         dist.barrier()
-        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        with pytest.raises(rankless.StateError, match="another job has continued the run"):
             directory.finalize()
 
 
@@ -412,7 +412,7 @@ def test_a_clean_up_leaves_epochs_and_parts(ranks: Ranks, fake: FakeS3, tmp_path
     with fake.served() as url:
         run = run_path(url)
         ranks(2, save, run, tmp_path, "fsdp")
-        holdfast.drain(run, tmp_path / "host0")
+        rankless.drain(run, tmp_path / "host0")
         before = sorted(fake.objects)
         clean_up(run)
         assert sorted(fake.objects) == before

@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import StorageError
-from holdfast.run.cleanup import clean_up
-from holdfast.storage.http.connection import HttpResponse
-from holdfast.tier.collected import CollectedParts
-from holdfast.tier.folder import TierFolder
+import rankless
+from rankless.errors import StorageError
+from rankless.run.cleanup import clean_up
+from rankless.storage.http.connection import HttpResponse
+from rankless.tier.collected import CollectedParts
+from rankless.tier.folder import TierFolder
 from tests.helpers.commands import invoke, invoke_json, run_command
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, failure
@@ -54,22 +54,22 @@ def connect(endpoint: str) -> None:
 def save(endpoint: str, base: Path, ranks_per_host: int, steps: int = 3, copies: int = 0) -> None:
     connect(endpoint)
     state = train_run("fsdp", steps=steps)
-    local = holdfast.LocalTier(base / f"host{dist.get_rank() // ranks_per_host}", drain_every=NEVER, copies=copies)
+    local = rankless.LocalTier(base / f"host{dist.get_rank() // ranks_per_host}", drain_every=NEVER, copies=copies)
     with small_parts(512):
-        directory = holdfast.RunDirectory(RUN, local=local)
+        directory = rankless.RunDirectory(RUN, local=local)
         directory.save(f"step_{steps}", state.model, state.optimizer, state.scheduler, {"n": steps}, step=steps)
 
 
 def save_without_tier(path: str) -> None:
     state = train_run("fsdp", steps=3)
-    holdfast.save_checkpoint(path, "step_3", state.model, state.optimizer, state.scheduler, {"n": 3}, step=3)
+    rankless.save_checkpoint(path, "step_3", state.model, state.optimizer, state.scheduler, {"n": 3}, step=3)
 
 
 def load(endpoint: str, base: Path, ranks_per_host: int) -> tuple[str, str]:
     connect(endpoint)
     state, rank = start_run("fsdp", seed=9), dist.get_rank()
     local = base / f"host{rank // ranks_per_host}" if ranks_per_host else None
-    directory = holdfast.RunDirectory(RUN, local=local)
+    directory = rankless.RunDirectory(RUN, local=local)
     result = directory.restore(None, state.model, state.optimizer, state.scheduler)
     directory.finalize()
     return result.tag, result.source
@@ -153,20 +153,20 @@ class TestDrain:
         ranks(4, save, endpoint(), tmp_path, 2)
         invoke(*commands(tmp_path, "drain", 0), code=3)
         fake.on_request = DenyFrom(number)
-        with mock.patch("holdfast.save.drain_attempts.ATTEMPTS", 1), suppress(StorageError):
-            holdfast.drain(RUN, tmp_path / "host1")
+        with mock.patch("rankless.save.drain_attempts.ATTEMPTS", 1), suppress(StorageError):
+            rankless.drain(RUN, tmp_path / "host1")
         fake.on_request = lambda *_: None
         assert invoke_json(*commands(tmp_path, "drain", 1))["status"] in {"published", "durable"}
         age_uploads(fake)
-        clean_up(holdfast.S3(endpoint()).path(f"{BUCKET}/run"))
+        clean_up(rankless.S3(endpoint()).path(f"{BUCKET}/run"))
         assert_published(ranks, fake, tmp_path)
 
     def test_a_retired_checkpoint_is_not_written(self, ranks: Ranks, fake: FakeS3, tmp_path: Path) -> None:
         ranks(2, save, endpoint(), tmp_path, 1)
         invoke(*commands(tmp_path, "drain", 0), code=3)
-        claim_epoch(holdfast.S3(endpoint()).path(f"{BUCKET}/run"), 0)
+        claim_epoch(rankless.S3(endpoint()).path(f"{BUCKET}/run"), 0)
         assert invoke_json(*commands(tmp_path, "drain", 1))["status"] == "durable"
-        assert holdfast.list_checkpoints(RUN) == []
+        assert rankless.list_checkpoints(RUN) == []
         assert not [key for key in fake.objects if "/.parts/" in key]
 
 
@@ -217,7 +217,7 @@ class TestLoad:
 
 
 def collect_host(base: Path, host: int) -> None:
-    run = holdfast.S3(endpoint()).path(f"{BUCKET}/run")
+    run = rankless.S3(endpoint()).path(f"{BUCKET}/run")
     folder = TierFolder.find(base / f"host{host}", run)
     (key,) = folder.list_parts()
     CollectedParts.of(run).put_host_parts(folder, key, range(4))

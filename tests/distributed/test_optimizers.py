@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import holdfast
-from holdfast.errors import UnsupportedTensorError
+import rankless
+from rankless.errors import UnsupportedTensorError
 from tests.helpers.optimizer_runs import (
     KINDS,
     LAYOUTS,
@@ -62,13 +62,13 @@ def masters(path: str, fresh: bool) -> Tensors:
     model = fully_shard(nn.Linear(8, 6, dtype=torch.bfloat16), mp_policy=MixedPrecisionPolicy())
     optimizer = MasterWeights(model.parameters())
     if fresh:
-        holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+        rankless.load_checkpoint(path, model=model, optimizer=optimizer)
         assert all(state["count"] == 2 for state in optimizer.state.values())
         return gather_tensors(model, optimizer)
     for _ in range(2):
         model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     return gather_tensors(model, optimizer)
 
 
@@ -87,7 +87,7 @@ def quantised(path: str) -> str:
     optimizer = optim.SGD(model.parameters(), lr=1)
     optimizer.state[model.weight] = {"absmax": torch.rand(12)}  # one value for each block of the local part
     with pytest.raises(UnsupportedTensorError, match=r"'weight/absmax'.*unknown which part"):
-        holdfast.save_checkpoint(path, "s", model, optimizer)
+        rankless.save_checkpoint(path, "s", model, optimizer)
     return "refused"
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-import holdfast
-from holdfast.engine.io import staging, torn_snapshot
-from holdfast.errors import InvalidArgumentError, RankMismatchError, TornSnapshotError
+import rankless
+from rankless.engine.io import staging, torn_snapshot
+from rankless.errors import InvalidArgumentError, RankMismatchError, TornSnapshotError
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 from tests.helpers.training import clean_name, full_tensor, wrap_model
@@ -60,15 +60,15 @@ def save_and_step(path: str, layout: str, kind: str, options: dict[str, Any], ti
     step(model, optimizer)
     for number in range(times):
         before = expected(model, optimizer)
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             path, f"s{number}", model, optimizer, None, content, async_save=True, staging="overlapped"
         )
         content["n"][0] += 1
         for buffer in model.buffers():
             buffer.add_(1)
         step(model, optimizer)
-        holdfast.finalize()
-        checkpoint = holdfast.open(f"{path}/s{number}")
+        rankless.finalize()
+        checkpoint = rankless.open(f"{path}/s{number}")
         assert checkpoint.values["user_content"] == {"n": [number]}
         assert set(checkpoint.keys()) >= before.keys()
         for name, tensor in before.items():
@@ -92,10 +92,10 @@ def test_an_optimizer_over_the_same_parameters_waits_as_well(tmp_path: Path) -> 
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     before = expected(model, optimizer)
     with slow():
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         step(model, other)
-    holdfast.finalize()
-    checkpoint = holdfast.open(tmp_path / "s")
+    rankless.finalize()
+    checkpoint = rankless.open(tmp_path / "s")
     assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
@@ -106,10 +106,10 @@ def test_a_compiled_step_waits(tmp_path: Path) -> None:
     compiled()
     before = expected(model, optimizer)
     with slow():
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         compiled()
-    holdfast.finalize()
-    checkpoint = holdfast.open(tmp_path / "s")
+    rankless.finalize()
+    checkpoint = rankless.open(tmp_path / "s")
     assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
@@ -124,13 +124,13 @@ def test_forward_and_backward_do_not_wait(tmp_path: Path) -> None:
         copied.set()
 
     with mock.patch.object(staging.StagedTensors, "copy_deferred", wait):
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         model.body(torch.ones(4, 8)).sum().backward()
         assert not copied.is_set()
         allowed.set()
         optimizer.step()
         assert copied.is_set()
-    holdfast.finalize()
+    rankless.finalize()
 
 
 def test_what_no_optimizer_owns_is_copied_at_the_call(tmp_path: Path) -> None:
@@ -142,15 +142,15 @@ def test_what_no_optimizer_owns_is_copied_at_the_call(tmp_path: Path) -> None:
     before = expected(model, optimizer)
     mean = average["body.0.weight"].clone()
     with slow():
-        holdfast.save_checkpoint(tmp_path, "s", both, {"net": optimizer}, async_save=True, staging="overlapped")
+        rankless.save_checkpoint(tmp_path, "s", both, {"net": optimizer}, async_save=True, staging="overlapped")
         average["body.0.weight"].fill_(9)
         model.body[1].running_mean.fill_(9)
-        holdfast.finalize()
-        holdfast.save_checkpoint(tmp_path, "t", model, async_save=True, staging="overlapped")
+        rankless.finalize()
+        rankless.save_checkpoint(tmp_path, "t", model, async_save=True, staging="overlapped")
         with torch.no_grad():
             model.body[0].weight.fill_(9)
-        holdfast.finalize()
-    actual, other = holdfast.open(tmp_path / "s"), holdfast.open(tmp_path / "t")
+        rankless.finalize()
+    actual, other = rankless.open(tmp_path / "s"), rankless.open(tmp_path / "t")
     assert torch.equal(actual["model/average/body.0.weight"], mean)
     assert torch.equal(actual["model/net/body.1.running_mean"], before["model/body.1.running_mean"])
     assert torch.equal(other["model/body.0.weight"], before["model/body.0.weight"])
@@ -159,7 +159,7 @@ def test_what_no_optimizer_owns_is_copied_at_the_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["before the copy", "after the copy"])
 def test_a_change_behind_our_back_fails_the_save(tmp_path: Path, moment: str) -> None:
     model, optimizer = make("plain", "AdamW")
-    holdfast.save_checkpoint(tmp_path, "old", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "old", model, optimizer)
     changed = threading.Event()
 
     def change() -> None:
@@ -179,7 +179,7 @@ def test_a_change_behind_our_back_fails_the_save(tmp_path: Path, moment: str) ->
             complete(*arguments)
 
     with mock.patch.object(staging.StagedTensors, "copy_deferred", held):
-        handle = holdfast.save_checkpoint(
+        handle = rankless.save_checkpoint(
             tmp_path,
             "s",
             model,
@@ -193,11 +193,11 @@ def test_a_change_behind_our_back_fails_the_save(tmp_path: Path, moment: str) ->
         with pytest.raises(TornSnapshotError, match=r"changed while it was copied.*eager"):
             handle.wait()
     with pytest.raises(TornSnapshotError):
-        holdfast.finalize()
+        rankless.finalize()
     assert list_names(tmp_path) == ["old"]
     step(model, optimizer)
-    holdfast.save_checkpoint(tmp_path, "next", model, optimizer, async_save=True, staging="overlapped")
-    holdfast.finalize()
+    rankless.save_checkpoint(tmp_path, "next", model, optimizer, async_save=True, staging="overlapped")
+    rankless.finalize()
 
 
 def test_samples_find_changes_within_a_few_saves(tmp_path: Path) -> None:
@@ -207,12 +207,12 @@ def test_samples_find_changes_within_a_few_saves(tmp_path: Path) -> None:
     result = []
     with slow(0.1):
         for number in range(4):
-            holdfast.save_checkpoint(
+            rankless.save_checkpoint(
                 tmp_path, "s", {"w": parameter}, optimizer, async_save=True, staging="overlapped", overwrite=True
             )
             parameter.data[5 * 2**20] += 1  # in chunk 5
             try:
-                holdfast.finalize()
+                rankless.finalize()
             except TornSnapshotError:
                 result.append(number)
                 break
@@ -221,31 +221,31 @@ def test_samples_find_changes_within_a_few_saves(tmp_path: Path) -> None:
 
 def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
     model, optimizer = make("plain", "AdamW")
-    holdfast.save_checkpoint(tmp_path, "old", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "old", model, optimizer)
     step(model, optimizer)
     before = expected(model, optimizer)
     with slow():
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
-        holdfast.load_checkpoint(tmp_path, "old", model, optimizer)
-    holdfast.finalize()
-    checkpoint = holdfast.open(tmp_path / "s")
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        rankless.load_checkpoint(tmp_path, "old", model, optimizer)
+    rankless.finalize()
+    checkpoint = rankless.open(tmp_path / "s")
     assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def load_whole_model(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    holdfast.load_model(model, folder / "old/model")
+    rankless.load_model(model, folder / "old/model")
 
 
 def load_other_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    holdfast.load_optimizer(optimizer, folder / "optimizer", model=model)
+    rankless.load_optimizer(optimizer, folder / "optimizer", model=model)
 
 
 def load_by_other_settings(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    holdfast.load_checkpoint(folder, "old", model, optimizer, timeout=60.0)
+    rankless.load_checkpoint(folder, "old", model, optimizer, timeout=60.0)
 
 
 def load_by_another_checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    holdfast.RunDirectory(folder).load("old", model, optimizer)
+    rankless.RunDirectory(folder).load("old", model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -255,18 +255,18 @@ def load_by_another_checkpointer(model: nn.Module, optimizer: torch.optim.Optimi
 def test_every_load_of_the_process_waits_for_the_copy(tmp_path: Path, load: Any, saved_by: str) -> None:
     model, optimizer = make("plain", "AdamW")
     step(model, optimizer)
-    holdfast.save_checkpoint(tmp_path, "old", model, optimizer)
-    holdfast.save_optimizer(optimizer, tmp_path / "optimizer", shard=True, model=model)
+    rankless.save_checkpoint(tmp_path, "old", model, optimizer)
+    rankless.save_optimizer(optimizer, tmp_path / "optimizer", shard=True, model=model)
     step(model, optimizer)
     before = expected(model, optimizer)
-    save = holdfast.RunDirectory(tmp_path / "new").save
+    save = rankless.RunDirectory(tmp_path / "new").save
     if saved_by == "function":
-        save = lambda *arguments, **options: holdfast.save_checkpoint(tmp_path / "new", *arguments, **options)  # noqa: E731
+        save = lambda *arguments, **options: rankless.save_checkpoint(tmp_path / "new", *arguments, **options)  # noqa: E731
     with slow():
         save("s", model, optimizer, async_save=True, staging="overlapped")
         load(model, optimizer, tmp_path)
-    holdfast.finalize()
-    checkpoint = holdfast.open(tmp_path / "new" / "s")
+    rankless.finalize()
+    checkpoint = rankless.open(tmp_path / "new" / "s")
     assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
@@ -277,24 +277,24 @@ def test_a_step_waits_for_the_copies_of_all_saves_of_the_process(tmp_path: Path)
     before = [expected(*each) for each in models]
     with slow():
         for number, (model, optimizer) in enumerate(models):
-            run = holdfast.RunDirectory(tmp_path / str(number))
+            run = rankless.RunDirectory(tmp_path / str(number))
             run.save("s", model, optimizer, async_save=True, staging="overlapped")
         for model, optimizer in models:
             step(model, optimizer)
-    holdfast.finalize()
+    rankless.finalize()
     for number, tensors in enumerate(before):
-        checkpoint = holdfast.open(tmp_path / str(number))
+        checkpoint = rankless.open(tmp_path / str(number))
         assert all(torch.equal(checkpoint[name], tensor) for name, tensor in tensors.items())
 
 
 def test_the_hook_goes_with_the_save(tmp_path: Path) -> None:
     known = dict(_global_optimizer_pre_hooks)
     model, optimizer = make("plain", "AdamW")
-    holdfast.save_checkpoint(tmp_path, "a", model, optimizer, async_save=True)
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer, async_save=True)
     assert dict(_global_optimizer_pre_hooks) == known
-    holdfast.save_checkpoint(tmp_path, "b", model, optimizer, async_save=True, staging="overlapped")
+    rankless.save_checkpoint(tmp_path, "b", model, optimizer, async_save=True, staging="overlapped")
     assert len(_global_optimizer_pre_hooks) == len(known) + 1
-    holdfast.finalize()
+    rankless.finalize()
     assert dict(_global_optimizer_pre_hooks) == known
 
 
@@ -303,15 +303,15 @@ def test_a_step_goes_on_where_the_copy_failed(tmp_path: Path) -> None:
     with mock.patch.object(staging, "_copy_chunk", side_effect=MemoryError("no room")):
         # The buffers are copied at the call, which fails; what is left for later is let go of.
         with pytest.raises(MemoryError):
-            holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+            rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         step(model, optimizer)
     with mock.patch.object(staging.StagedTensors, "copy_deferred", side_effect=MemoryError("no room")):
-        handle = holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        handle = rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         step(model, optimizer)
         with pytest.raises(MemoryError):
             handle.wait()
     with pytest.raises(MemoryError):
-        holdfast.finalize()
+        rankless.finalize()
     assert not list(tmp_path.iterdir())
 
 
@@ -319,9 +319,9 @@ def test_what_is_no_way_of_staging_is_refused(tmp_path: Path) -> None:
     for options in ({"staging": "later"}, {"staging": ""}, {"staging_check": "some"}):
         for async_save in (True, False):
             with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))} must be one of"):
-                holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=async_save, **options)
+                rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=async_save, **options)
     with pytest.raises(InvalidArgumentError, match="staging must be one of eager, overlapped; got 'foo'"):
-        holdfast.RunDirectory(tmp_path, staging="foo")
+        rankless.RunDirectory(tmp_path, staging="foo")
     assert not list(tmp_path.iterdir())
 
 
@@ -330,7 +330,7 @@ def different_ways(path: str) -> str:
 
     how = {} if dist.get_rank() else {"async_save": True, "staging": "overlapped"}
     with pytest.raises(RankMismatchError) as raised:
-        holdfast.save_checkpoint(path, "s", {"w": torch.ones(1)}, **how)
+        rankless.save_checkpoint(path, "s", {"w": torch.ones(1)}, **how)
     return str(raised.value)
 
 

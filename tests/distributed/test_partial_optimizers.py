@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast.errors import MismatchError, OptimizerMismatchError
+import rankless
+from rankless.errors import MismatchError, OptimizerMismatchError
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import AVERAGES_GRADIENTS
 
@@ -80,12 +80,12 @@ def save(path: str, layout: str, frozen: list[str]) -> None:
     model, optimizer = build(layout, frozen, grouped=False)
     set_rate(optimizer, 0.02)
     train(model, optimizer, 0)
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
 
 
-def go_on(path: str, layout: str, frozen: list[str], grouped: bool) -> tuple[list[float], holdfast.RestoreResult]:
+def go_on(path: str, layout: str, frozen: list[str], grouped: bool) -> tuple[list[float], rankless.RestoreResult]:
     model, optimizer = build(layout, frozen, grouped)
-    restored = holdfast.restore(path, None, model, optimizer, strict=False)
+    restored = rankless.restore(path, None, model, optimizer, strict=False)
     return train(model, optimizer, 2), restored
 
 
@@ -137,7 +137,7 @@ def refused(path: str, layout: str, frozen: list[str]) -> str:
     model, optimizer = build(layout, frozen, grouped=False)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(OptimizerMismatchError) as raised:
-        holdfast.load_checkpoint(path, None, model, optimizer)
+        rankless.load_checkpoint(path, None, model, optimizer)
     assert not optimizer.state
     assert all(torch.equal(own, was) for own, was in zip(model.parameters(), before, strict=True))
     return str(raised.value)
@@ -163,11 +163,11 @@ def test_parameters_that_are_added_and_removed_are_told_with_the_models(tmp_path
     model, optimizer = make(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
     (model["a"](torch.ones(2)) + model["b"](torch.ones(2))).sum().backward()
     optimizer.step()
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     other, fresh = make(a=nn.Linear(2, 2), c=nn.Linear(2, 2, bias=False))
     with pytest.raises(MismatchError, match=r"(?s)trains 'c\.weight'.*strict=False.*missing.*: c\.weight.*b\.bias"):
-        holdfast.restore(tmp_path, None, other, fresh)
-    restored = holdfast.restore(tmp_path, None, other, fresh, strict=False)
+        rankless.restore(tmp_path, None, other, fresh)
+    restored = rankless.restore(tmp_path, None, other, fresh, strict=False)
     assert restored.missing == ("c.weight", "optimizer/c.weight")
     gone = ("b.bias", "b.weight")
     assert sorted(restored.unexpected) == sorted([*gone, *(f"optimizer/{name}" for name in gone)])
@@ -189,11 +189,11 @@ def test_other_groups_keep_their_own_settings_and_get_all_states(
 ) -> None:
     model, optimizer = split(*saved)
     train(model, optimizer, 0)
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     other, fresh = split(*here)
     with pytest.raises(OptimizerMismatchError, match="group parameters as when it was saved"):
-        holdfast.restore(tmp_path, None, other, fresh)
-    restored = holdfast.restore(tmp_path, None, other, fresh, strict=False)
+        rankless.restore(tmp_path, None, other, fresh)
+    restored = rankless.restore(tmp_path, None, other, fresh, strict=False)
     assert restored.missing == tuple(f"optimizer: settings of group {number}" for number in range(len(here)))
     assert [group["lr"] for group in fresh.param_groups] == list(here)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
@@ -203,17 +203,17 @@ def test_other_groups_keep_their_own_settings_and_get_all_states(
 def test_by_their_places_alone_nobody_can_tell_which_parameters_are_new(tmp_path: Path) -> None:
     model, optimizer = build("plain", HEAD, grouped=False)
     train(model, optimizer, 0)
-    holdfast.save_optimizer(optimizer, tmp_path / "o.safetensors")
+    rankless.save_optimizer(optimizer, tmp_path / "o.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "o.pt")
     for file in ("o.safetensors", "o.pt"):
         for strict in (True, False):
             with pytest.raises(OptimizerMismatchError, match="pass the model"):
-                holdfast.load_optimizer(build("plain", [], grouped=False)[1], tmp_path / file, strict=strict)
-    holdfast.save_optimizer(optimizer, tmp_path / "named.safetensors", model=model)
+                rankless.load_optimizer(build("plain", [], grouped=False)[1], tmp_path / file, strict=strict)
+    rankless.save_optimizer(optimizer, tmp_path / "named.safetensors", model=model)
     other, fresh = build("plain", [], grouped=False)
     with pytest.raises(OptimizerMismatchError, match="strict=False"):
-        holdfast.load_optimizer(fresh, tmp_path / "named.safetensors", model=other)
-    restored = holdfast.load_optimizer(fresh, tmp_path / "named.safetensors", model=other, strict=False)
+        rankless.load_optimizer(fresh, tmp_path / "named.safetensors", model=other)
+    restored = rankless.load_optimizer(fresh, tmp_path / "named.safetensors", model=other, strict=False)
     assert restored.missing == tuple(f"optimizer/{name}" for name in HEAD)
 
 
@@ -224,9 +224,9 @@ def test_a_scheduler_of_other_groups_is_refused_before_it_fails_in_a_step(tmp_pa
         links = [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 2)]
         return model, optimizer, schedules.SequentialLR(optimizer, links, milestones=[2])
 
-    holdfast.save_checkpoint(tmp_path, "s", *make(grouped=False))
+    rankless.save_checkpoint(tmp_path, "s", *make(grouped=False))
     with pytest.raises(MismatchError, match="scheduler: of 1 parameter groups in the checkpoint, of 2 here"):
-        holdfast.restore(tmp_path, None, *make(grouped=True), strict=False)
+        rankless.restore(tmp_path, None, *make(grouped=True), strict=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ def shared() -> list[torch.Tensor]:
 
 def test_groups_that_share_a_learning_rate_get_one_each_as_torch_gives_them(tmp_path: Path) -> None:
     saved, ours, torchs = two(apart), two(shared), two(shared)
-    holdfast.save_checkpoint(tmp_path, "s", optimizer=saved)
-    holdfast.load_checkpoint(tmp_path, optimizer=ours)
+    rankless.save_checkpoint(tmp_path, "s", optimizer=saved)
+    rankless.load_checkpoint(tmp_path, optimizer=ours)
     torchs.load_state_dict(saved.state_dict())
     rates = [[group["lr"] for group in item.param_groups] for item in (ours, torchs)]
     assert rates[0] == rates[1]
@@ -266,17 +266,17 @@ def test_optimizers_that_share_a_learning_rate_get_one_each(tmp_path: Path) -> N
             name: torch.optim.AdamW(optimizer.parameters(), lr=rate) for (name, optimizer), rate in optimizers
         }
 
-    holdfast.save_checkpoint(tmp_path, "s", *make(apart()))
+    rankless.save_checkpoint(tmp_path, "s", *make(apart()))
     models, optimizers = make(shared())
-    holdfast.load_checkpoint(tmp_path, None, models, optimizers)
+    rankless.load_checkpoint(tmp_path, None, models, optimizers)
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()] == apart()
 
 
 def test_a_learning_rate_of_one_group_alone_stays_where_it_is(tmp_path: Path) -> None:
     """A captured step reads it there."""
-    holdfast.save_checkpoint(tmp_path, "s", optimizer=two(apart))
+    rankless.save_checkpoint(tmp_path, "s", optimizer=two(apart))
     ours = two(lambda: [torch.tensor(0.7), torch.tensor(0.8)])
     before = [group["lr"] for group in ours.param_groups]
-    holdfast.load_checkpoint(tmp_path, optimizer=ours)
+    rankless.load_checkpoint(tmp_path, optimizer=ours)
     assert [group["lr"] for group in ours.param_groups] == apart()
     assert all(group["lr"] is own for group, own in zip(ours.param_groups, before, strict=True))

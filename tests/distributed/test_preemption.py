@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
-import holdfast
+import rankless
 from campaigns.common.fork_server import CONTEXT
-from holdfast.data.preemption import Preemption
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.session import Session
-from holdfast.engine.comm.step_sync import StepConsensus
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
+from rankless.data.preemption import Preemption
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.session import Session
+from rankless.engine.comm.step_sync import StepConsensus
+from rankless.engine.comm.store import DeadlineStore
+from rankless.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
 from tests.helpers.pool import Ranks
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ from tests.helpers.pool import Ranks
 
 
 def test_a_signal_is_noticed_at_the_next_call_and_for_good() -> None:
-    with holdfast.preemption(signal.SIGUSR1) as stop:
+    with rankless.preemption(signal.SIGUSR1) as stop:
         assert not stop.requested()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert [stop.requested() for _ in range(3)] == [True] * 3
@@ -40,14 +40,14 @@ def test_a_signal_is_noticed_at_the_next_call_and_for_good() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
 def test_any_of_several_signals_will_do_and_comes_as_often_as_it_likes(number: int) -> None:
-    with holdfast.preemption(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) as stop:
+    with rankless.preemption(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) as stop:
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         assert stop.requested()
 
 
 def test_sigterm_is_what_it_listens_to_where_nothing_is_said() -> None:
-    with holdfast.preemption() as stop:
+    with rankless.preemption() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested()
 
@@ -56,7 +56,7 @@ def test_signals_are_given_back() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     try:
-        stop = holdfast.preemption(signal.SIGUSR1)
+        stop = rankless.preemption(signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert not seen
         stop.close()
@@ -68,7 +68,7 @@ def test_signals_are_given_back() -> None:
 
 
 def test_a_second_interrupt_interrupts() -> None:
-    with holdfast.preemption(signal.SIGINT) as stop:
+    with rankless.preemption(signal.SIGINT) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested()
         with pytest.raises(KeyboardInterrupt):
@@ -85,13 +85,13 @@ def test_a_signal_that_comes_while_handlers_are_installed_counts() -> None:
         return before
 
     with mock.patch.object(signal, "signal", then_told):
-        stop = holdfast.preemption(signal.SIGUSR1)
+        stop = rankless.preemption(signal.SIGUSR1)
     with stop:
         assert stop.requested()
 
 
 def test_a_process_that_was_forked_ends_as_it_would_without() -> None:
-    with holdfast.preemption(signal.SIGTERM) as stop:
+    with rankless.preemption(signal.SIGTERM) as stop:
         ready, say = os.pipe()
         child = os.fork()
         if not child:
@@ -107,7 +107,7 @@ def test_a_process_that_was_forked_ends_as_it_would_without() -> None:
 def test_a_signal_that_cannot_be_handled_is_refused_and_the_others_are_left_as_they_were() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(InvalidArgumentError, match=r"SIGKILL.* cannot be handled"):
-        holdfast.preemption(signal.SIGUSR1, signal.SIGKILL)
+        rankless.preemption(signal.SIGUSR1, signal.SIGKILL)
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -116,7 +116,7 @@ def test_another_thread_than_the_main_one_is_told_that_it_cannot() -> None:
 
     def listen() -> None:
         try:
-            holdfast.preemption()
+            rankless.preemption()
         except InvalidArgumentError as error:
             errors.append(error)
 
@@ -259,16 +259,16 @@ def wait_for(stop: Any) -> int:
 def train(path: str, reported: dict[int, int]) -> tuple[int, bool]:
     """Train until told to stop, and save then. The step, and whether a signal came to this very rank."""
     model, rank = {"w": torch.zeros(3)}, dist.get_rank()
-    with holdfast.preemption(signal.SIGTERM) as stop:
+    with rankless.preemption(signal.SIGTERM) as stop:
         for step in range(100_000):
             if reported.get(rank) == step:
                 os.kill(os.getpid(), signal.SIGTERM)
             dist.all_reduce(torch.ones(1))
             model["w"] += 1
             if stop.requested():
-                holdfast.save_checkpoint(path, f"step_{step}", model, user_content={"step": step}, async_save=True)
+                rankless.save_checkpoint(path, f"step_{step}", model, user_content={"step": step}, async_save=True)
                 break
-    holdfast.finalize()
+    rankless.finalize()
     return step, rank in reported
 
 
@@ -278,15 +278,15 @@ def test_any_rank_is_told_and_all_stop_with_one_complete_checkpoint(
 ) -> None:
     (step,) = {step for step, _ in ranks(3, train, str(tmp_path), told)}
     assert step >= min(told.values())
-    (checkpoint,) = holdfast.list_checkpoints(tmp_path)
+    (checkpoint,) = rankless.list_checkpoints(tmp_path)
     assert (checkpoint.tag, checkpoint.status) == (f"step_{step}", "complete")
     model = {"w": torch.zeros(3)}
-    assert holdfast.load_checkpoint(tmp_path, model=model) == {"step": step}
+    assert rankless.load_checkpoint(tmp_path, model=model) == {"step": step}
     assert torch.equal(model["w"], torch.full((3,), step + 1.0))
 
 
 def undisturbed() -> list[bool]:
-    with holdfast.preemption() as stop:
+    with rankless.preemption() as stop:
         return [stop.requested() for _ in range(2000)]
 
 
@@ -297,7 +297,7 @@ def test_nobody_stops_who_is_not_told_to(ranks: Ranks) -> None:
 def told_at_the_end(late: float) -> int:
     """A signal comes to rank 1 in the last step, when others may have gone already."""
     number = 0
-    with holdfast.preemption() as stop:
+    with rankless.preemption() as stop:
         for _ in range(50):
             number += stop.requested()
         if dist.get_rank() == 1:
@@ -317,7 +317,7 @@ def ended_early(rank: int, port: int) -> None:
     """Rank 0 comes to its end, and has closed nothing; then a signal comes to rank 1."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    stop = holdfast.preemption(timeout=20.0)
+    stop = rankless.preemption(timeout=20.0)
     assert not stop.requested()
     if rank == 1:
         time.sleep(1.0)
@@ -340,7 +340,7 @@ def silent() -> None:
     if dist.get_rank() == 2:
         time.sleep(3)
         return
-    with holdfast.preemption(signal.SIGTERM, timeout=1.0) as stop:
+    with rankless.preemption(signal.SIGTERM, timeout=1.0) as stop:
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         wait_for(stop)

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast import run_directory
-from holdfast.engine.io import staging_memory
-from holdfast.engine.io.staging_memory import StagingMemory
-from holdfast.save.background import background_saves
+import rankless
+from rankless import run_directory
+from rankless.engine.io import staging_memory
+from rankless.engine.io.staging_memory import StagingMemory
+from rankless.save.background import background_saves
 from tests.helpers.pool import Ranks
 
 #: The factor by which an estimate may miss what a rank stages.
@@ -50,7 +50,7 @@ def first_save(folder: str, layout: str) -> tuple[int, int, bool]:
     background_saves._memory = memory = StagingMemory()
     model, optimizer = large_run(layout)
     with mock.patch.object(run_directory, "_STAGING_MARGIN", 0):
-        checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, async_save=True, signals=())
+        checkpointer = rankless.Checkpointer(folder, model=model, optimizer=optimizer, async_save=True, signals=())
         checkpointer.step(1)
     prepared = memory._prepared
     assert prepared is not None
@@ -80,7 +80,7 @@ def test_nothing_writes_to_a_buffer_that_a_save_has_taken() -> None:
         buffer = memory.take_buffer(1000)
         buffer[:] = 7
         for thread in threading.enumerate():
-            if thread.name == "holdfast-prepare":
+            if thread.name == "rankless-prepare":
                 thread.join(10)
         assert bool((buffer == 7).all())
 
@@ -122,17 +122,17 @@ class Unreadable(nn.Linear):
 
 
 def test_a_step_does_not_fail_if_the_size_is_unknown(tmp_path: Path) -> None:
-    holdfast.Checkpointer(tmp_path, model=Unreadable(2, 2), async_save=True, signals=()).step(1)
+    rankless.Checkpointer(tmp_path, model=Unreadable(2, 2), async_save=True, signals=()).step(1)
 
 
 def test_nothing_is_prepared_for_adapters_alone(tmp_path: Path) -> None:
     background_saves._memory = memory = StagingMemory()
-    holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), adapter_only=True, async_save=True, signals=()).step(1)
+    rankless.Checkpointer(tmp_path, model=nn.Linear(2, 2), adapter_only=True, async_save=True, signals=()).step(1)
     assert memory._prepared is None
 
 
 def test_saves_that_are_not_in_the_background_prepare_nothing(tmp_path: Path) -> None:
     background_saves._memory = memory = StagingMemory()
-    checkpointer = holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), signals=())
+    checkpointer = rankless.Checkpointer(tmp_path, model=nn.Linear(2, 2), signals=())
     checkpointer.step(1)
     assert memory._prepared is None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 
 SHAPE = (2048, 2048)
@@ -28,7 +28,7 @@ def state(placement: Placement, fill: float | None = None) -> dict[str, DTensor]
 
 
 def save(path: str, placement: Placement) -> None:
-    holdfast.save_checkpoint(path, "s", state(placement))
+    rankless.save_checkpoint(path, "s", state(placement))
 
 
 def asked_for() -> int:
@@ -37,10 +37,10 @@ def asked_for() -> int:
 
 
 def load(path: str, placement: Placement, exchange: str = "always") -> int:
-    holdfast.load_checkpoint(path, model=state(placement), share_reads=exchange)  # what Python reads at first use
+    rankless.load_checkpoint(path, model=state(placement), share_reads=exchange)  # what Python reads at first use
     target = state(placement, fill=-1.0)
     before = asked_for()
-    holdfast.load_checkpoint(path, model=target, share_reads=exchange)
+    rankless.load_checkpoint(path, model=target, share_reads=exchange)
     asked = asked_for() - before
     for name, tensor in state(placement).items():
         assert torch.equal(target[name].to_local(), tensor.to_local())
@@ -67,7 +67,7 @@ def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, n: int, saved: Pla
 
 
 def load_on_two_hosts(path: str, placement: Placement) -> int:
-    with mock.patch("holdfast.load.operation.host_id", return_value=f"host{dist.get_rank() // 2}"):
+    with mock.patch("rankless.load.operation.host_id", return_value=f"host{dist.get_rank() // 2}"):
         return load(path, placement, "auto")
 
 
@@ -88,8 +88,8 @@ def without_gloo(path: str) -> None:
         return make(*arguments, **options)
 
     with (
-        mock.patch("holdfast.engine.comm.session.dist.get_backend_config", return_value="cuda:nccl"),
-        mock.patch("holdfast.engine.comm.session.dist.new_group", new_group),
+        mock.patch("rankless.engine.comm.session.dist.get_backend_config", return_value="cuda:nccl"),
+        mock.patch("rankless.engine.comm.session.dist.new_group", new_group),
     ):
         save(path, Shard(1))
         load(path, Shard(1))

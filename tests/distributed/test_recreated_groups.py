@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-import holdfast
+import rankless
 from campaigns.common.fork_server import CONTEXT
-from holdfast import api
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.rendezvous import Rendezvous, SessionStore, rendezvous_of
-from holdfast.engine.comm.session import RankGroup as Members
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.errors import RankMismatchError, RankTimeoutError
+from rankless import api
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.rendezvous import Rendezvous, SessionStore, rendezvous_of
+from rankless.engine.comm.session import RankGroup as Members
+from rankless.engine.comm.store import DeadlineStore
+from rankless.errors import RankMismatchError, RankTimeoutError
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import LISTS_KEYS
 
@@ -55,11 +55,11 @@ def _together(store: Store, what: str) -> None:
 
 def _save_and_load(path: str, generation: int) -> None:
     for save in range(generation + 1, 4):
-        holdfast.save_checkpoint(path, f"s{save}", {"w": torch.full((100,), float(save))}, timeout=20)
-    holdfast.save_checkpoint(path, "last", {"w": torch.full((100,), 9.0)}, async_save=True, timeout=20)
-    holdfast.finalize()
+        rankless.save_checkpoint(path, f"s{save}", {"w": torch.full((100,), float(save))}, timeout=20)
+    rankless.save_checkpoint(path, "last", {"w": torch.full((100,), 9.0)}, async_save=True, timeout=20)
+    rankless.finalize()
     target = {"w": torch.zeros(100)}
-    holdfast.load_checkpoint(path, model=target, timeout=20)
+    rankless.load_checkpoint(path, model=target, timeout=20)
     assert torch.equal(target["w"], torch.full((100,), 9.0))
 
 
@@ -188,7 +188,7 @@ def save_in_subgroups(path: str) -> int:
         if dist.get_rank() in {0, 2}:
             for save in range(3 - number):
                 tag = f"{number}.{save}"
-                holdfast.save_checkpoint(path, tag, {"w": torch.ones(9)}, process_group=group, timeout=10)
+                rankless.save_checkpoint(path, tag, {"w": torch.ones(9)}, process_group=group, timeout=10)
                 done += 1
             dist.barrier(group)
             api._defaults.clear()
@@ -212,7 +212,7 @@ def test_subgroups_of_one_name_follow_each_other(ranks: Ranks, tmp_path: Path) -
 def call_differently(path: str) -> str:
     """The first call of ranks in a new group is not the same."""
     try:
-        holdfast.save_checkpoint(f"{path}/{dist.get_rank()}", "s", {"w": torch.ones(2)}, timeout=10)
+        rankless.save_checkpoint(f"{path}/{dist.get_rank()}", "s", {"w": torch.ones(2)}, timeout=10)
     except RankMismatchError as error:
         return str(error)
     return ""

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import holdfast
-from holdfast.engine.integrity import sampling
-from holdfast.errors import InvalidArgumentError, RankMismatchError, ReplicaMismatchError
+import rankless
+from rankless.engine.integrity import sampling
+from rankless.errors import InvalidArgumentError, RankMismatchError, ReplicaMismatchError
 from tests.helpers.pool import Ranks
 from tests.helpers.training import train_run
 
@@ -24,7 +24,7 @@ def save_diverged(path: str, rank: int) -> None:
     if dist.get_rank() == rank:
         with torch.no_grad():
             run.model.module.body[2].weight[3, 4] += 1e-6
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -38,7 +38,7 @@ def test_one_changed_weight_is_an_error_naming_tensor_and_ranks(ranks: Ranks, tm
 
 
 def save_unrelated(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", {"layer.weight": torch.full((4, 4), float(dist.get_rank()))})
+    rankless.save_checkpoint(path, "s", {"layer.weight": torch.full((4, 4), float(dist.get_rank()))})
 
 
 def test_unrelated_tensors_of_one_name_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_unrelated_tensors_of_one_name_are_an_error(ranks: Ranks, tmp_path: Path
 
 
 def save_other_shape(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", {"same": torch.ones(3), "w": torch.zeros(2 + dist.get_rank())})
+    rankless.save_checkpoint(path, "s", {"same": torch.ones(3), "w": torch.zeros(2 + dist.get_rank())})
 
 
 def save_other_dtype(path: str) -> None:
     dtype = torch.float64 if dist.get_rank() else torch.float32
-    holdfast.save_checkpoint(path, "s", {"same": torch.ones(3), "w": torch.zeros(2, dtype=dtype)})
+    rankless.save_checkpoint(path, "s", {"same": torch.ones(3), "w": torch.zeros(2, dtype=dtype)})
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_ranks_that_disagree_about_a_tensor_name_both_sides(
 def save_buffers(path: str) -> dict[str, torch.Tensor]:
     run = train_run("ddp")
     run.model.module.running.fill_(dist.get_rank() + 1.0)
-    holdfast.save_checkpoint(path, "s", run.model)
-    holdfast.load_checkpoint(path, model=run.model)
+    rankless.save_checkpoint(path, "s", run.model)
+    rankless.load_checkpoint(path, model=run.model)
     return {"running": run.model.module.running.clone()}
 
 
@@ -91,12 +91,12 @@ def save_many(path: str, saves: int, budget: int) -> int:
     patch.setattr(sampling, "BUDGET", budget)
     patch.setattr(sampling, "SAMPLE", 16)
     model = {f"w{i}": torch.ones(64) for i in range(40)}
-    holdfast.save_checkpoint(path, "first", model)
+    rankless.save_checkpoint(path, "first", model)
     if dist.get_rank() == 1:
         model["w17"][5] = 2.0
     for number in range(saves):
         try:
-            holdfast.save_checkpoint(path, f"s{number}", model)
+            rankless.save_checkpoint(path, f"s{number}", model)
         except ReplicaMismatchError as error:
             assert "'w17'" in str(error)
             patch.undo()
@@ -142,13 +142,13 @@ def save_drifted(path: str, layout: Callable[[int], dict[str, torch.Tensor]], dr
     patch.setattr(sampling, "BUDGET", 4096)
     model = layout(0)
     for number in range(3):
-        holdfast.save_checkpoint(path, f"sound{number}", model)
+        rankless.save_checkpoint(path, f"sound{number}", model)
     if dist.get_rank() == dist.get_world_size() - 1:
         for name in drifting:
             tensor = model[name]
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(1 + 1e-6)
     with pytest.raises(ReplicaMismatchError) as raised:
-        holdfast.save_checkpoint(path, "torn", model)
+        rankless.save_checkpoint(path, "torn", model)
     patch.undo()
     return str(raised.value)
 
@@ -178,11 +178,11 @@ def save_changed_element(path: str, check: str) -> int:
     patch = pytest.MonkeyPatch()
     patch.setattr(sampling, "BUDGET", 4096)
     model = {"w": torch.zeros(64, 1024)}
-    holdfast.save_checkpoint(path, "first", model)
+    rankless.save_checkpoint(path, "first", model)
     model["w"][20, 30] += dist.get_rank()
     for number in range(70):
         try:
-            holdfast.save_checkpoint(path, f"s{number}", model, replica_check=check, overwrite=True)
+            rankless.save_checkpoint(path, f"s{number}", model, replica_check=check, overwrite=True)
         except ReplicaMismatchError as error:
             assert "'w'" in str(error)
             patch.undo()
@@ -201,9 +201,9 @@ def save_timed(path: str, check: str) -> list[tuple[float, float]]:
     events: list[Any] = []
     model = {"w": torch.zeros(2**20)}
     for number in range(2):
-        holdfast.save_checkpoint(path, f"s{number}", model, replica_check=check, on_event=events.append)
+        rankless.save_checkpoint(path, f"s{number}", model, replica_check=check, on_event=events.append)
     return [
-        (event.replica_check_seconds, event.blocking_seconds) for event in events if isinstance(event, holdfast.Saved)
+        (event.replica_check_seconds, event.blocking_seconds) for event in events if isinstance(event, rankless.Saved)
     ]
 
 
@@ -216,8 +216,8 @@ def test_what_the_proof_costs_is_told(ranks: Ranks, tmp_path: Path, check: str) 
 
 def test_what_nobody_else_holds_needs_no_proof(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     events: list[Any] = []
-    with caplog.at_level("INFO", "holdfast"):
-        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, replica_check="full", on_event=events.append)
+    with caplog.at_level("INFO", "rankless"):
+        rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, replica_check="full", on_event=events.append)
     assert events[-1].replica_check_seconds == 0
     assert "replicas" not in caplog.text
 
@@ -226,11 +226,11 @@ def log_of_a_save(path: str) -> str:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("holdfast")
+    log = logging.getLogger("rankless")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
-    holdfast.save_checkpoint(path, "s", {"w": torch.ones(3)})
+    rankless.save_checkpoint(path, "s", {"w": torch.ones(3)})
     log.removeHandler(handler)
     log.setLevel(level)
     return "\n".join(lines)
@@ -242,7 +242,7 @@ def test_the_log_tells_what_the_proof_costs(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def save_with_check(path: str, checks: Sequence[str]) -> None:
-    holdfast.save_checkpoint(path, "s", {"w": torch.ones(3)}, replica_check=checks[dist.get_rank()])
+    rankless.save_checkpoint(path, "s", {"w": torch.ones(3)}, replica_check=checks[dist.get_rank()])
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def bytes_written() -> int:
 def save_counted(path: str) -> int:
     """The bytes that this rank wrote in a save of 16 MiB."""
     before = bytes_written()
-    holdfast.save_checkpoint(path, "s", {f"w{i}": torch.full((1 << 19,), float(i)) for i in range(8)})
+    rankless.save_checkpoint(path, "s", {f"w{i}": torch.full((1 << 19,), float(i)) for i in range(8)})
     return bytes_written() - before
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 from tests.helpers.training import Run, assert_equal, gather_run, start_run, train_run
 
@@ -19,14 +19,14 @@ READERS = [("plain", 1), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)]
 
 def save(path: str, layout: str, optimizer: str) -> None:
     run = train_run(layout, optimizer)
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, {"n": 3})
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, {"n": 3})
 
 
 def load(path: str, layout: str, optimizer: str, *, stepped: bool) -> tuple[dict[str, torch.Tensor], Any, Any]:
     run = start_run(layout, optimizer, seed=9)
     if stepped:
         run.step(5)
-    result = holdfast.restore(path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+    result = rankless.restore(path, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
     assert result.verified
     assert result.user_content == {"n": 3}
     return gather_run(run), groups(run), run.scheduler.state_dict()
@@ -71,7 +71,7 @@ def test_every_optimizer_comes_back_with_and_without_state_of_its_own(
 
 def save_fresh(path: str, layout: str) -> int:
     run = start_run(layout)
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer)
     return len(run.optimizer.state)
 
 
@@ -80,10 +80,10 @@ def test_an_optimizer_that_never_stepped_is_not_stepped_by_us(ranks: Ranks, tmp_
     assert ranks(2, save_fresh, str(tmp_path), "fsdp") == [0, 0]
     run = start_run("plain", seed=3)
     run.step(0)
-    holdfast.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
+    rankless.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
     assert not run.optimizer.state
     assert_equal(gather_run(run), gather_run(before))
-    assert not [key for key in holdfast.open(tmp_path) if key.startswith("optimizer/")]
+    assert not [key for key in rankless.open(tmp_path) if key.startswith("optimizer/")]
 
 
 class Scaled(nn.Linear):
@@ -110,12 +110,12 @@ def layer(model: Outer) -> Scaled:
 
 def extra_state_under_ddp(path: str) -> torch.Tensor:
     model = Outer(ddp=True)
-    holdfast.load_checkpoint(path, model=model)
+    rankless.load_checkpoint(path, model=model)
     return layer(model).amax
 
 
 def test_extra_state_that_is_a_tensor_comes_back_also_inside_a_wrapped_part(ranks: Ranks, tmp_path: Path) -> None:
     model = Outer(ddp=False)
     layer(model).amax = torch.tensor([1.0, 2.0, 3.0])
-    holdfast.save_checkpoint(tmp_path, "s", model)
+    rankless.save_checkpoint(tmp_path, "s", model)
     assert ranks(2, extra_state_under_ddp, str(tmp_path))[1].tolist() == [1.0, 2.0, 3.0]

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError
-from holdfast.state.per_rank import equal_run_length
-from holdfast.state.rng import EVERYWHERE
+import rankless
+from rankless.errors import CorruptCheckpointError
+from rankless.state.per_rank import equal_run_length
+from rankless.state.rng import EVERYWHERE
 from tests.helpers.pool import Ranks
 
 
@@ -31,50 +31,50 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     scaler = torch.amp.GradScaler("cpu")
-    holdfast.save_checkpoint(tmp_path, "s", *trained(), {"x": 1}, stateful={"scaler": scaler}, per_rank_content=[5])
+    rankless.save_checkpoint(tmp_path, "s", *trained(), {"x": 1}, stateful={"scaler": scaler}, per_rank_content=[5])
     return tmp_path
 
 
 def test_all_that_comes_back_as_it_was_is_exact(run: Path) -> None:
-    restored = holdfast.restore(run, None, *trained(), stateful={"scaler": torch.amp.GradScaler("cpu")})
+    restored = rankless.restore(run, None, *trained(), stateful={"scaler": torch.amp.GradScaler("cpu")})
     parts = {"model", "optimizer", "scheduler", "stateful", "rng", "user_content", "per_rank_content"}
     assert (set(restored.exact), restored.reconstructed, restored.missing) == (parts, (), ())
 
 
 def test_what_was_not_asked_for_is_not_mentioned(run: Path) -> None:
-    restored = holdfast.restore(run, scheduler=trained()[2])
+    restored = rankless.restore(run, scheduler=trained()[2])
     assert restored.exact == ("scheduler", "user_content", "per_rank_content")
 
 
 def test_a_model_that_was_cast_is_rederived(run: Path) -> None:
-    restored = holdfast.restore(run, model=nn.Linear(3, 2, dtype=torch.bfloat16), cast_dtype=True)
+    restored = rankless.restore(run, model=nn.Linear(3, 2, dtype=torch.bfloat16), cast_dtype=True)
     assert (restored.reconstructed, "model" in restored.exact) == (("model",), False)
-    same = holdfast.restore(run, model=nn.Linear(3, 2), cast_dtype=True)
+    same = rankless.restore(run, model=nn.Linear(3, 2), cast_dtype=True)
     assert (same.reconstructed, "model" in same.exact) == ((), True)
 
 
 @pytest.mark.parametrize("names", [("weight",), ("weight", "bias", "new"), ("weight", "new")])
 def test_a_part_that_does_not_match_wholly_is_neither(run: Path, names: tuple[str, ...]) -> None:
     model = {name: torch.zeros((2, 3) if name == "weight" else 2) for name in names}
-    restored = holdfast.restore(run, model=model, strict=False)
+    restored = rankless.restore(run, model=model, strict=False)
     assert "model" not in restored.exact + restored.reconstructed
     assert (set(restored.missing), set(restored.unexpected)) == (set(names) & {"new"}, {"weight", "bias"} - set(names))
 
 
 def test_of_several_models_each_is_told_of(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
-    restored = holdfast.restore(
+    rankless.save_checkpoint(tmp_path, "s", {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+    restored = rankless.restore(
         tmp_path, model={"a": nn.Linear(1, 1), "b": nn.Linear(1, 1, dtype=torch.float64)}, cast_dtype=True
     )
     assert (restored.exact, restored.reconstructed) == (("model/a",), ("model/b",))
 
 
 def test_nothing_is_said_to_be_exact_that_is_not_in_the_checkpoint(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", nn.Linear(3, 2), rng=False)
+    rankless.save_checkpoint(tmp_path, "s", nn.Linear(3, 2), rng=False)
     options: dict[str, Any] = {"optimizer": trained()[1], "scheduler": trained()[2]}
     options["stateful"] = {"scaler": torch.amp.GradScaler("cpu")}
     with pytest.warns(UserWarning, match=r"(?s)not all .*: optimizer\n.*: scheduler\n.*'scaler'\n.*: rng$"):
-        restored = holdfast.restore(tmp_path, model=trained()[0], strict=False, **options)
+        restored = rankless.restore(tmp_path, model=trained()[0], strict=False, **options)
     assert restored.exact == ("model",)
     assert set(restored.missing) == {"optimizer", "scheduler", "stateful object 'scaler'", "rng"}
 
@@ -92,13 +92,13 @@ def seed(number: int) -> None:
 def save(path: str, tag: str, seeds: list[int]) -> tuple[float, float, float]:
     """Save with generators that were seeded with numbers by rank; what each would draw next."""
     seed(seeds[dist.get_rank()])
-    holdfast.save_checkpoint(path, tag, per_rank_content={"rank": dist.get_rank()})
+    rankless.save_checkpoint(path, tag, per_rank_content={"rank": dist.get_rank()})
     return draws()
 
 
-def resume(path: str, tag: str) -> tuple[tuple[float, float, float], holdfast.RestoreResult]:
+def resume(path: str, tag: str) -> tuple[tuple[float, float, float], rankless.RestoreResult]:
     seed(123)
-    restored = holdfast.restore(path, tag, rng=True)
+    restored = rankless.restore(path, tag, rng=True)
     return draws(), restored
 
 
@@ -167,15 +167,15 @@ def on_device(path: str, action: str) -> tuple[float, Any]:
     """Save or load where there is such an accelerator; what its generator draws next."""
     Device.manual_seed(5)
     with (
-        mock.patch("holdfast.state.rng.generator_names", return_value=[*EVERYWHERE, "device"]),
+        mock.patch("rankless.state.rng.generator_names", return_value=[*EVERYWHERE, "device"]),
         mock.patch("torch.get_device_module", return_value=Device),
     ):
         if action == "save":
-            holdfast.save_checkpoint(path, "s")
+            rankless.save_checkpoint(path, "s")
             actual = None
         else:
             torch.rand((), generator=Device.generator)
-            actual = holdfast.restore(path, rng=True)
+            actual = rankless.restore(path, rng=True)
     return float(torch.rand((), generator=Device.generator)), actual
 
 
@@ -218,7 +218,7 @@ def test_neighbours_that_drew_alike_do_so_again(ranks: Ranks, tmp_path: Path) ->
 def save_mixed(path: str) -> None:
     seed(dist.get_rank())
     torch.manual_seed(dist.get_rank() // 2)
-    holdfast.save_checkpoint(path, "s")
+    rankless.save_checkpoint(path, "s")
 
 
 def test_each_generator_is_looked_at_by_itself(ranks: Ranks, tmp_path: Path) -> None:
@@ -243,11 +243,11 @@ def test_neighbours_are_the_largest_groups_of_equals(states: list[int]) -> None:
 def test_forged_generators_are_refused_by_other_numbers_of_ranks_too(tmp_path: Path, entry: str) -> None:
     from tests.helpers.sealed_checkpoints import reseal_checkpoint
 
-    holdfast.save_checkpoint(tmp_path, "s")
+    rankless.save_checkpoint(tmp_path, "s")
     (tmp_path / "s/ranks.json").write_text(f'{{"ranks":[{entry},{entry}]}}')
     reseal_checkpoint(tmp_path / "s")
     with pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
-        holdfast.restore(tmp_path, "s", rng=True)
+        rankless.restore(tmp_path, "s", rng=True)
 
 
 def test_another_generator_of_numpy_is_kept(tmp_path: Path) -> None:
@@ -255,9 +255,9 @@ def test_another_generator_of_numpy_is_kept(tmp_path: Path) -> None:
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
         model = nn.Linear(1, 1)
-        holdfast.save_checkpoint(tmp_path, "s", model)
+        rankless.save_checkpoint(tmp_path, "s", model)
         expected = np.random.random(3).tolist()  # noqa: NPY002
-        holdfast.load_checkpoint(tmp_path, model=model, rng=True)
+        rankless.load_checkpoint(tmp_path, model=model, rng=True)
         assert np.random.random(3).tolist() == expected  # noqa: NPY002
     finally:
         np.random.set_bit_generator(before)

@@ -1,4 +1,4 @@
-"""Tests saving and resuming data loaders within an epoch: torchdata's on as many ranks, holdfast's on any number."""
+"""Tests saving and resuming data loaders within an epoch: torchdata's on as many ranks, rankless's on any number."""
 
 import os
 import random
@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, MismatchError, StateError
+import rankless
+from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from tests.helpers.pool import Ranks
 
 
@@ -40,8 +40,8 @@ def collate(samples: list[list[float]]) -> torch.Tensor:
     return torch.cat([torch.tensor(samples, dtype=torch.float64), torch.rand(len(samples), 1)], dim=1)
 
 
-def loader(**options: Any) -> holdfast.ResumableLoader:
-    return holdfast.ResumableLoader(Numbers(23), 3, collate_fn=collate, **options)
+def loader(**options: Any) -> rankless.ResumableLoader:
+    return rankless.ResumableLoader(Numbers(23), 3, collate_fn=collate, **options)
 
 
 def numbers(batches: Any) -> list[int]:
@@ -56,12 +56,12 @@ def drawn(batches: Any) -> list[list[float]]:
 def interrupted(path: Path, first: Any, make: Any, *, after: int) -> list[Any]:
     """The batches of an epoch, in the middle of which the loader and the process are exchanged for others."""
     before = list(islice(first, after))
-    holdfast.save_checkpoint(path, "s", dataloader=first)
+    rankless.save_checkpoint(path, "s", dataloader=first)
     torch.manual_seed(99)
     random.seed(99)
     np.random.seed(99)  # noqa: NPY002
     second = make()
-    restored = holdfast.restore(path, dataloader=second, rng=True)
+    restored = rankless.restore(path, dataloader=second, rng=True)
     assert restored.exact == ("rng", "dataloader")
     return before + list(second)
 
@@ -71,7 +71,7 @@ def interrupted(path: Path, first: Any, make: Any, *, after: int) -> list[Any]:
 def test_the_rest_of_an_epoch_is_the_same_after_a_resume_random_transforms_included(
     tmp_path: Path, workers: int, after: int
 ) -> None:
-    def make() -> holdfast.ResumableLoader:
+    def make() -> rankless.ResumableLoader:
         return loader(num_workers=workers, seed=4)
 
     torch.manual_seed(1)
@@ -116,7 +116,7 @@ def test_epochs_follow_each_other_without_a_gap() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_drawn_from_the_generators_of_the_training(workers: int) -> None:
     """Else the training would draw other numbers after a resume, which makes one more iterator."""
-    ours = holdfast.ResumableLoader(range(9), 3, num_workers=workers)  # type: ignore[arg-type]
+    ours = rankless.ResumableLoader(range(9), 3, num_workers=workers)  # type: ignore[arg-type]
     before = torch.get_rng_state(), random.getstate()
     assert sorted(sample for batch in ours for sample in batch.tolist()) == list(range(9))
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -142,7 +142,7 @@ def test_workers_live_through_a_signal_that_goes_to_all_processes_of_a_job(start
 
 def test_no_one_is_shielded_who_is_not_a_worker() -> None:
     with pytest.raises(InvalidArgumentError, match="worker_init_fn"):
-        holdfast.shield_worker()
+        rankless.shield_worker()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -182,10 +182,10 @@ def test_of_two_iterations_at_once_the_older_one_is_over() -> None:
 
 def part_of_an_epoch(path: str, tag: str | None, steps: int, batch: int) -> tuple[list[list[int]], Any]:
     """Go on from a checkpoint for some steps, save, and read ahead a little more, which is lost."""
-    ours = holdfast.ResumableLoader(range(61), batch, seed=2)  # type: ignore[arg-type]
-    restored = holdfast.restore(path, dataloader=ours) if tag else None
+    ours = rankless.ResumableLoader(range(61), batch, seed=2)  # type: ignore[arg-type]
+    restored = rankless.restore(path, dataloader=ours) if tag else None
     batches = [batch.tolist() for batch in islice(ours, steps)]
-    holdfast.save_checkpoint(path, f"after_{tag}", dataloader=ours)
+    rankless.save_checkpoint(path, f"after_{tag}", dataloader=ours)
     next(iter(ours))
     return batches, restored and (restored.exact, restored.reconstructed, restored.missing)
 
@@ -204,7 +204,7 @@ def test_four_then_two_then_three_ranks_see_every_sample_once(ranks: Ranks, tmp_
 
 
 def steps(path: str | None, number: int, drop_last: bool) -> list[list[int]]:
-    ours = holdfast.ResumableLoader(range(10), 2, drop_last=drop_last)  # type: ignore[arg-type]
+    ours = rankless.ResumableLoader(range(10), 2, drop_last=drop_last)  # type: ignore[arg-type]
     return [batch.tolist() for _ in range(number) for batch in ours]
 
 
@@ -221,7 +221,7 @@ def test_all_ranks_have_as_many_batches_of_the_same_size(ranks: Ranks) -> None:
 def subgroup() -> tuple[int, list[int]]:
     """Ranks of one tensor-parallel model, neighbours here, read the same samples."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    ours = holdfast.ResumableLoader(range(8), 2, process_group=groups[dist.get_rank() % 2])  # type: ignore[arg-type]
+    ours = rankless.ResumableLoader(range(8), 2, process_group=groups[dist.get_rank() % 2])  # type: ignore[arg-type]
     return dist.get_rank(), next(iter(ours)).tolist()
 
 
@@ -231,16 +231,16 @@ def test_data_is_shared_out_among_the_ranks_of_the_group_given(ranks: Ranks) -> 
 
 
 def test_a_position_is_not_taken_into_another_dataset(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", dataloader=loader())
+    rankless.save_checkpoint(tmp_path, "s", dataloader=loader())
     with pytest.raises(MismatchError, match=r"saved with 23 samples, and the dataset has 24"):
-        holdfast.restore(tmp_path, dataloader=holdfast.ResumableLoader(Numbers(24), 3))
+        rankless.restore(tmp_path, dataloader=rankless.ResumableLoader(Numbers(24), 3))
 
 
 def test_a_position_that_means_nothing_is_found_before_anything_is_changed(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, dataloader=loader())
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, dataloader=loader())
     weights = {"w": torch.zeros(3)}
     with pytest.raises(MismatchError, match="saved with 23 samples"):
-        holdfast.restore(tmp_path, model=weights, dataloader=holdfast.ResumableLoader(Numbers(24), 3))
+        rankless.restore(tmp_path, model=weights, dataloader=rankless.ResumableLoader(Numbers(24), 3))
     assert not weights["w"].any()
 
 
@@ -266,7 +266,7 @@ def test_positions_that_differ_are_not_split_anew() -> None:
 )
 def test_what_cannot_be_asked_for_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        holdfast.ResumableLoader(**({"dataset": Numbers(23), "batch_size": 3} | options))
+        rankless.ResumableLoader(**({"dataset": Numbers(23), "batch_size": 3} | options))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -292,10 +292,10 @@ def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, wor
 def distributed(path: str, load: bool, **options: Any) -> tuple[list[int], tuple[str, ...]]:
     dataset = Numbers(24)
     ours = StatefulDataLoader(dataset, 3, sampler=StatefulDistributedSampler(dataset), collate_fn=collate)
-    missing = holdfast.restore(path, dataloader=ours, **options).missing if load else ()
+    missing = rankless.restore(path, dataloader=ours, **options).missing if load else ()
     before = numbers(islice(ours, 2))
     if not load:
-        holdfast.save_checkpoint(path, "s", dataloader=ours)
+        rankless.save_checkpoint(path, "s", dataloader=ours)
     return before, missing
 
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, MismatchError, StateError, UnsupportedTensorError
+import rankless
+from rankless.errors import CorruptCheckpointError, MismatchError, StateError, UnsupportedTensorError
 from tests.helpers.pool import Ranks
 
 WIDTH, HEADS, GROUPS, SIZE = 6, 2, 3, 4
@@ -146,13 +146,13 @@ def expected_files() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 def save(path: str, make: Make, **options: Any) -> dict[str, torch.Tensor]:
     model, optimizer = trained(make)
-    holdfast.save_checkpoint(path, "s", model, optimizer, **options)
+    rankless.save_checkpoint(path, "s", model, optimizer, **options)
     return state(model, optimizer)
 
 
 def load(path: str, make: Make, exchange: str = "auto", tag: str | None = None) -> dict[str, torch.Tensor]:
     model, optimizer = trained(make, seed=1)
-    restored = holdfast.restore(path, tag, model, optimizer, share_reads=exchange)
+    restored = rankless.restore(path, tag, model, optimizer, share_reads=exchange)
     assert restored.verified
     assert {"model", "optimizer"} <= {*restored.exact}
     return state(model, optimizer)
@@ -169,7 +169,7 @@ def test_a_split_parameter_is_stored_as_torch_stores_it_in_every_layout(
     model, states = expected_files()
     assert_equal(load_file(tmp_path / "s/model/model.safetensors"), model)
     assert_equal(load_file(tmp_path / "s/optimizer/optimizer.safetensors"), states)
-    assert all(check.problem is None for check in holdfast.open(tmp_path).verify())
+    assert all(check.problem is None for check in rankless.open(tmp_path).verify())
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
@@ -184,7 +184,7 @@ def test_and_is_one_parameter_again_in_every_layout(
 
 def resume(path: str, make: Make) -> dict[str, torch.Tensor]:
     model, optimizer = trained(make, steps=0, seed=1)
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     train(model, optimizer, 2)
     return state(model, optimizer)
 
@@ -198,7 +198,7 @@ def test_two_ranks_of_fsdp_save_and_one_process_goes_on(ranks: Ranks, tmp_path: 
 
 def overlapped(path: str) -> None:
     model, optimizer = trained(fsdp2)
-    handle = holdfast.save_checkpoint(path, "s", model, optimizer, async_save=True, staging="overlapped")
+    handle = rankless.save_checkpoint(path, "s", model, optimizer, async_save=True, staging="overlapped")
     train(model, optimizer, 1)
     handle.wait()
 
@@ -223,11 +223,11 @@ def save_raw(path: str, make: Make) -> dict[str, torch.Tensor]:
 
 def save_and_load_fsdp1(path: str) -> None:
     model, optimizer = trained(fsdp1)
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     other, its = trained(fsdp1, seed=1)
     with pytest.raises(MismatchError, match=r"attention \(FusedQKV\) has code .* cannot be run under FSDP1"):
-        holdfast.load_checkpoint(path, model=other, optimizer=its)
-    holdfast.load_checkpoint(path, model=other, optimizer=its, strict=False)
+        rankless.load_checkpoint(path, model=other, optimizer=its)
+    rankless.load_checkpoint(path, model=other, optimizer=its, strict=False)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -237,7 +237,7 @@ def test_fsdp1_has_parameters_as_the_model_has_them(ranks: Ranks, tmp_path: Path
     stored = load_file(tmp_path / "s/model/model.safetensors")
     assert sorted(stored) == ["attention.wqkv.bias", "attention.wqkv.weight", "out.bias", "out.weight"]
     other, its = trained(plain, seed=1)
-    holdfast.load_checkpoint(tmp_path, model=other, optimizer=its)
+    rankless.load_checkpoint(tmp_path, model=other, optimizer=its)
     assert_equal({name: whole(tensor) for name, tensor in other.named_parameters()}, stored)
 
 
@@ -250,13 +250,13 @@ def stage(path: str, *, first: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 1)
     if first:
-        holdfast.save_checkpoint(path, "s", model, optimizer)
+        rankless.save_checkpoint(path, "s", model, optimizer)
     expected = state(model, optimizer)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     for exchange in ("never", "always"):
-        holdfast.load_checkpoint(path, model=model, optimizer=optimizer, share_reads=exchange)
+        rankless.load_checkpoint(path, model=model, optimizer=optimizer, share_reads=exchange)
         assert_equal(state(model, optimizer), expected)
 
 
@@ -276,7 +276,7 @@ def save_dcp(path: str) -> None:
 
 def load_alone(path: str) -> dict[str, torch.Tensor]:
     model, _ = trained(fsdp2, seed=1)
-    holdfast.load_checkpoint(path, model=model)
+    rankless.load_checkpoint(path, model=model)
     return {name: whole(tensor) for name, tensor in model.named_parameters()}
 
 
@@ -289,12 +289,12 @@ def test_a_split_model_of_dcp_is_put_together(ranks: Ranks, tmp_path: Path) -> N
 
 def parts(path: str, make: Make) -> dict[str, torch.Tensor]:
     model, optimizer = trained(make)
-    holdfast.save_model(model, f"{path}/model.safetensors").wait()
-    holdfast.save_model(model, f"{path}/folder", shard=True).wait()
-    holdfast.save_optimizer(optimizer, f"{path}/optimizer", shard=True, model=model).wait()
+    rankless.save_model(model, f"{path}/model.safetensors").wait()
+    rankless.save_model(model, f"{path}/folder", shard=True).wait()
+    rankless.save_optimizer(optimizer, f"{path}/optimizer", shard=True, model=model).wait()
     other, its = trained(make, seed=1)
-    holdfast.load_model(other, f"{path}/folder")
-    holdfast.load_optimizer(its, f"{path}/optimizer", model=other)
+    rankless.load_model(other, f"{path}/folder")
+    rankless.load_optimizer(its, f"{path}/optimizer", model=other)
     return state(other, its)
 
 
@@ -309,7 +309,7 @@ def test_files_of_one_part_have_what_hooks_say(ranks: Ranks, tmp_path: Path, mak
 
 def test_a_torch_file_with_split_parameters_is_what_torch_loads(tmp_path: Path) -> None:
     model, _ = trained(plain)
-    holdfast.save_model(model, tmp_path / "model.pt").wait()
+    rankless.save_model(model, tmp_path / "model.pt").wait()
     other = Net()
     other.load_state_dict(torch.load(tmp_path / "model.pt"))
     assert_equal(dict(other.named_parameters()), dict(model.named_parameters()))
@@ -334,11 +334,11 @@ def test_a_state_that_cannot_be_split_says_how_to_save_it(tmp_path: Path) -> Non
     optimizer = torch.optim.Adafactor(model.parameters())
     train(model, optimizer, 1)
     with pytest.raises(UnsupportedTensorError, match=r"wqkv.weight/(row|col)_var.*state_dict_hooks=False"):
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer, state_dict_hooks=False)
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer, state_dict_hooks=False)
     other = Net()
     its = torch.optim.Adafactor(other.parameters())
-    holdfast.load_checkpoint(tmp_path, model=other, optimizer=its)
+    rankless.load_checkpoint(tmp_path, model=other, optimizer=its)
     assert_equal(state(other, its), state(model, optimizer))
 
 
@@ -375,12 +375,12 @@ def test_what_hooks_rename_copy_or_split_is_stored_as_torch_stores_it(
     tmp_path: Path, hook: Callable[[dict[str, Any]], None]
 ) -> None:
     model = Hooked(hook)
-    holdfast.save_checkpoint(tmp_path, "s", model)
+    rankless.save_checkpoint(tmp_path, "s", model)
     assert_equal(load_file(tmp_path / "s/model/model.safetensors"), dict(model.state_dict()))
     other = Hooked(hook)
     with torch.no_grad():
         other.a.zero_()
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert torch.equal(other.a, model.a)
 
 
@@ -437,11 +437,11 @@ def test_what_hooks_make_otherwise_is_refused_and_the_way_out_works(
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
     with pytest.raises(StateError, match=f"'{name}' .*computed by a hook.*state_dict_hooks=False"):
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer, state_dict_hooks=False)
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer, state_dict_hooks=False)
     other = Hooked(hook)
     its = torch.optim.AdamW(other.parameters())
-    holdfast.load_checkpoint(tmp_path, model=other, optimizer=its)
+    rankless.load_checkpoint(tmp_path, model=other, optimizer=its)
     assert_equal(state(other, its), state(model, optimizer))
 
 
@@ -454,18 +454,18 @@ def test_what_was_saved_as_the_model_has_it_is_loaded_so(
     tmp_path: Path, hook: Callable[[dict[str, Any]], None]
 ) -> None:
     model, other = Hooked(hook), Hooked(hook)
-    holdfast.save_checkpoint(tmp_path, "s", model, state_dict_hooks=False)
+    rankless.save_checkpoint(tmp_path, "s", model, state_dict_hooks=False)
     with torch.no_grad():
         other.a.zero_()
         other.b.zero_()
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert_equal(dict(other.named_parameters()), dict(model.named_parameters()))
 
 
 def test_names_that_are_not_there_in_either_form_are_a_mismatch(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"attention.wq.weight": torch.zeros(24, WIDTH)})
+    rankless.save_checkpoint(tmp_path, "s", {"attention.wq.weight": torch.zeros(24, WIDTH)})
     with pytest.raises(MismatchError, match=r"(?s)missing.*attention\.wqkv\.weight.*only.*attention\.wq\.weight"):
-        holdfast.load_checkpoint(tmp_path, model=Net())
+        rankless.load_checkpoint(tmp_path, model=Net())
 
 
 def test_no_data_is_copied_to_learn_what_hooks_say(tmp_path: Path) -> None:
@@ -474,6 +474,6 @@ def test_no_data_is_copied_to_learn_what_hooks_say(tmp_path: Path) -> None:
     def look(state: dict[str, Any]) -> None:
         seen.append({name: item.device.type for name, item in state.items()})
 
-    holdfast.save_checkpoint(tmp_path, "s", Hooked(look))
+    rankless.save_checkpoint(tmp_path, "s", Hooked(look))
     assert seen
     assert all(devices == {"a": "meta", "b": "meta"} for devices in seen)

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError, StorageError
-from holdfast.formats import native
-from holdfast.load import operation
-from holdfast.storage import posix
+import rankless
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError, StorageError
+from rankless.formats import native
+from rankless.load import operation
+from rankless.storage import posix
 from tests.helpers.pool import Ranks
 
 
@@ -54,10 +54,10 @@ def remember_names(seen_before: Path | None, *, is_local: bool) -> Iterator[None
 def load_with_stale_names(path: str, seen_before: Path | None, is_local: bool) -> float:
     model = {"w": torch.zeros(4)}
     if dist.get_rank() == 0:
-        holdfast.load_checkpoint(path, model=model)
+        rankless.load_checkpoint(path, model=model)
     else:
         with remember_names(seen_before, is_local=is_local):
-            holdfast.load_checkpoint(path, model=model)
+            rankless.load_checkpoint(path, model=model)
     return float(model["w"][0])
 
 
@@ -65,8 +65,8 @@ def load_with_stale_names(path: str, seen_before: Path | None, is_local: bool) -
 def seen_before(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     """Save a checkpoint. Return what the other hosts remember in its place."""
     if request.param == "replaced":
-        holdfast.save_checkpoint(tmp_path / "old", "step_1", {"w": torch.zeros(4)})
-    holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
+        rankless.save_checkpoint(tmp_path / "old", "step_1", {"w": torch.zeros(4)})
+    rankless.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
     return tmp_path / "old/step_1" if request.param == "replaced" else None
 
 
@@ -103,18 +103,18 @@ def load_after_stale_handles(path: str) -> float:
         if dist.get_rank():
             stack.enter_context(remember_names(None, is_local=False))
             stack.enter_context(fail_with_stale_handles(3))
-        holdfast.load_checkpoint(path, model=model)
+        rankless.load_checkpoint(path, model=model)
     return float(model["w"][0])
 
 
 def test_a_host_with_a_stale_handle_asks_again(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)})
+    rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)})
     assert ranks(2, load_after_stale_handles, str(tmp_path)) == [1.0, 1.0]
 
 
 def test_a_host_without_the_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """Each host has a disk of its own under the same path."""
-    holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
+    rankless.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
     for error in ranks.outcomes(3, load_unless_missing, str(tmp_path / "run")):
         assert isinstance(error, RankMismatchError)
         assert "ranks 1, 2 of 3" in str(error)
@@ -128,11 +128,11 @@ def load_unless_missing(path: str) -> None:
         mock.patch.object(operation, "is_local", return_value=False),
         mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
     ):
-        holdfast.load_checkpoint(path, model={"w": torch.zeros(4)})
+        rankless.load_checkpoint(path, model={"w": torch.zeros(4)})
 
 
 def test_a_short_timeout_names_the_rank_that_does_not_see_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
+    rankless.save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(4)})
     for error in ranks.outcomes(2, load_within, str(tmp_path / "run"), 4.0):
         assert isinstance(error, RankMismatchError)
         assert "rank 1" in str(error)
@@ -145,7 +145,7 @@ def load_within(path: str, timeout: float) -> None:
         mock.patch.object(operation, "path_exists", return_value=False),
         mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
     ):
-        holdfast.load_checkpoint(path, model={"w": torch.zeros(4)}, timeout=timeout)
+        rankless.load_checkpoint(path, model={"w": torch.zeros(4)}, timeout=timeout)
 
 
 def test_a_stale_handle_means_that_a_path_is_missing(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, MismatchError
+import rankless
+from rankless.errors import InvalidArgumentError, MismatchError
 from tests.helpers.pool import Ranks
 
 
@@ -31,22 +31,22 @@ def test_scalers_and_averages_come_back(tmp_path: Path) -> None:
     scaler.scale(torch.ones(1))
     scaler.update(4.0)
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
-    holdfast.save_checkpoint(tmp_path, "s", stateful={"scaler": scaler, "average": average})
+    rankless.save_checkpoint(tmp_path, "s", stateful={"scaler": scaler, "average": average})
     again = torch.amp.GradScaler("cpu")
     other = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
-    restored = holdfast.restore(tmp_path, stateful={"scaler": again, "average": other})
+    restored = rankless.restore(tmp_path, stateful={"scaler": again, "average": other})
     assert again.state_dict() == scaler.state_dict()
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), average.parameters(), strict=True))
     assert "stateful" in restored.exact
 
 
 def test_what_the_checkpoint_lacks_is_told_before_anything_is_changed(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", stateful={"a": Loader(3)})
+    rankless.save_checkpoint(tmp_path, "s", stateful={"a": Loader(3)})
     a, b = Loader(1), Loader(2)
     with pytest.raises(MismatchError, match=r"(?s)missing.*'b'.*missing.*dataloader"):
-        holdfast.restore(tmp_path, stateful={"a": a, "b": b}, dataloader=Loader())
+        rankless.restore(tmp_path, stateful={"a": a, "b": b}, dataloader=Loader())
     assert a.position == 1
-    restored = holdfast.restore(tmp_path, stateful={"a": a, "b": b}, strict=False)
+    restored = rankless.restore(tmp_path, stateful={"a": a, "b": b}, strict=False)
     assert (a.position, b.position, restored.missing) == (3, 2, ("stateful object 'b'",))
 
 
@@ -55,17 +55,17 @@ def test_what_the_checkpoint_lacks_is_told_before_anything_is_changed(tmp_path: 
 )
 def test_what_has_no_state_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
-        holdfast.save_checkpoint(tmp_path, "s", **options)
+        rankless.save_checkpoint(tmp_path, "s", **options)
     assert not list(tmp_path.iterdir())
 
 
 def save(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", dataloader=Loader(10 + dist.get_rank()))
+    rankless.save_checkpoint(path, "s", dataloader=Loader(10 + dist.get_rank()))
 
 
 def load(path: str, **options: Any) -> tuple[int, bool, tuple[str, ...], tuple[str, ...]]:
     loader = Loader()
-    restored = holdfast.restore(path, dataloader=loader, **options)
+    restored = rankless.restore(path, dataloader=loader, **options)
     in_order = torch.equal(loader.order, Loader(loader.position).order)
     return loader.position, in_order, restored.missing, restored.exact
 
@@ -96,7 +96,7 @@ class Splittable(Loader):
 
 def load_split(path: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     loader = Splittable()
-    restored = holdfast.restore(path, dataloader=loader)
+    restored = rankless.restore(path, dataloader=loader)
     return loader.position, restored.exact, restored.reconstructed
 
 
@@ -117,7 +117,7 @@ def test_loading_does_not_ask_for_the_state_that_it_replaces(tmp_path: Path) -> 
         def state_dict(self) -> dict[str, Any]:
             raise RuntimeError("not yet")
 
-    holdfast.save_checkpoint(tmp_path, "s", stateful={"a": Loader(3)}, dataloader=Loader(4))
+    rankless.save_checkpoint(tmp_path, "s", stateful={"a": Loader(3)}, dataloader=Loader(4))
     a, loader = Fresh(), Fresh()
-    holdfast.load_checkpoint(tmp_path, stateful={"a": a}, dataloader=loader)
+    rankless.load_checkpoint(tmp_path, stateful={"a": a}, dataloader=loader)
     assert (a.position, loader.position) == (3, 4)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import holdfast
-from holdfast.state.tensors import DTYPES
+import rankless
+from rankless.state.tensors import DTYPES
 from tests.helpers.pool import Ranks
 
 Plan = dict[str, tuple[str, tuple[int, ...]]]
@@ -87,13 +87,13 @@ def scattered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save(path: str, plan: Plan, layout: str) -> None:
-    holdfast.save_checkpoint(path, "s", make(plan, layout, empty=False), max_shard_size=100)
+    rankless.save_checkpoint(path, "s", make(plan, layout, empty=False), max_shard_size=100)
 
 
 def load(path: str, plan: Plan, layout: str) -> list[str]:
     """The names of tensors that are not what they should be."""
     actual = make(plan, layout, empty=True)
-    holdfast.load_checkpoint(path, model=actual)
+    rankless.load_checkpoint(path, model=actual)
     expected = make(plan, layout, empty=False)
     wrong = []
     for name, tensor in actual.items():
@@ -123,7 +123,7 @@ def test_any_tensors_come_back_in_one_process(layout: str, plan: Plan) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as path:
         save(path, plan, layout)
         assert load(path, plan, layout) == []
-        checkpoint = holdfast.open(path)
+        checkpoint = rankless.open(path)
         for name, (dtype, shape) in plan.items():
             expected = value(name, dtype, shape)
             assert torch.equal(bits(checkpoint[f"model/{name}"]), bits(expected))
@@ -138,12 +138,12 @@ def test_every_dtype_is_tried() -> None:
 
 def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
     saved = {"w": torch.arange(10.0)}
-    holdfast.save_checkpoint(tmp_path, "s", saved, user_content={"t": torch.ones(2)})
+    rankless.save_checkpoint(tmp_path, "s", saved, user_content={"t": torch.ones(2)})
     torch.set_default_device("meta")
     try:
         model = {"w": torch.zeros(10, device="cpu")}
-        content = holdfast.load_checkpoint(tmp_path, model=model)
-        actual = holdfast.open(tmp_path)["model/w"]
+        content = rankless.load_checkpoint(tmp_path, model=model)
+        actual = rankless.open(tmp_path)["model/w"]
     finally:
         torch.set_default_device(None)
     assert content["t"].tolist() == [1.0, 1.0]

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.run.cleanup import clean_up
-from holdfast.tier.collected import CollectedParts
-from holdfast.tier.folder import TierFolder
-from holdfast.tier.part import PartTable, encode_checked
+import rankless
+from rankless.cli.main import app
+from rankless.run.cleanup import clean_up
+from rankless.tier.collected import CollectedParts
+from rankless.tier.folder import TierFolder
+from rankless.tier.part import PartTable, encode_checked
 from tests.helpers.commands import invoke, invoke_json, run_command
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
@@ -39,8 +39,8 @@ NEVER = 10**6
 def save(base: str, ranks_per_host: int, steps: int = 3, copies: int = 0, **options: Any) -> None:
     run = train_run("fsdp", steps=steps)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    local = holdfast.LocalTier(f"{base}/host{rank // ranks_per_host}", drain_every=NEVER, copies=copies)
-    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    local = rankless.LocalTier(f"{base}/host{rank // ranks_per_host}", drain_every=NEVER, copies=copies)
+    directory = rankless.RunDirectory(f"{base}/run", local=local)
     tag = options.pop("tag", f"step_{steps}")
     directory.save(tag, run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps, **options)
 
@@ -48,7 +48,7 @@ def save(base: str, ranks_per_host: int, steps: int = 3, copies: int = 0, **opti
 def save_without_tier(base: str, steps: int = 3, tag: str = "") -> None:
     run = train_run("fsdp", steps=steps)
     tag = tag or f"step_{steps}"
-    holdfast.save_checkpoint(f"{base}/run", tag, run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
+    rankless.save_checkpoint(f"{base}/run", tag, run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
 
 
 def expected_files(ranks: Ranks, tmp_path: Path, size: int = 4) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class TestDrain:
         ranks(2, save, str(tmp_path), 2)
         claim_epoch(tmp_path / "run", 0)
         assert invoke_json(*commands(tmp_path, "drain"))["status"] == "durable"
-        assert not holdfast.list_checkpoints(tmp_path / "run")
+        assert not rankless.list_checkpoints(tmp_path / "run")
         for steps in (4, 5):
             ranks(2, save_without_tier, str(tmp_path), steps)
         assert invoke_json(*commands(tmp_path, "drain"))["status"] == "durable"
@@ -177,21 +177,21 @@ class TestDrain:
             job.kill()
             job.wait()
         assert invoke_json(*commands(tmp_path, "drain"))["tag"] == "b"
-        assert torch.equal(holdfast.open(tmp_path / "run")["model/w"], torch.ones(3000))
+        assert torch.equal(rankless.open(tmp_path / "run")["model/w"], torch.ones(3000))
 
     def test_a_taken_tag_is_refused(self, tmp_path: Path) -> None:
         _end_job(tmp_path)
         shutil.copytree(tmp_path / "run", tmp_path / "other")
-        holdfast.save_checkpoint(tmp_path / "other", "b", {"w": torch.zeros(1)})
+        rankless.save_checkpoint(tmp_path / "other", "b", {"w": torch.zeros(1)})
         (tmp_path / "other/b").rename(tmp_path / "run/b")
         assert "b" in invoke(*commands(tmp_path, "drain"), code=2).stderr
-        assert torch.equal(holdfast.open(tmp_path / "run")["model/w"], torch.zeros(1))
+        assert torch.equal(rankless.open(tmp_path / "run")["model/w"], torch.zeros(1))
 
 
 def _kill_after_first_change(command: list[str], run: Path, seconds: float) -> None:
     """Kill a command some time after it has changed the run directory."""
     before = _all_files(run)
-    process = subprocess.Popen([sys.executable, "-m", "holdfast", *command], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "rankless", *command], stderr=subprocess.DEVNULL)
     while process.poll() is None and _all_files(run) == before:
         time.sleep(0.002)
     time.sleep(seconds / 10)
@@ -211,9 +211,9 @@ def _all_files(folder: Path) -> list[tuple[str, int]]:
 
 
 _JOB = """
-import sys, time, torch, holdfast
+import sys, time, torch, rankless
 base = sys.argv[1]
-directory = holdfast.RunDirectory(f"{base}/run", local=holdfast.LocalTier(f"{base}/host0", drain_every=9))
+directory = rankless.RunDirectory(f"{base}/run", local=rankless.LocalTier(f"{base}/host0", drain_every=9))
 directory.save("a", {"w": torch.zeros(3000)}, step=1)
 directory.save("b", {"w": torch.ones(3000)}, step=2)
 print("saved", flush=True)
@@ -222,7 +222,7 @@ time.sleep(100)
 
 
 def _end_job(base: Path) -> None:
-    directory = holdfast.RunDirectory(f"{base}/run", local=holdfast.LocalTier(f"{base}/host0", drain_every=9))
+    directory = rankless.RunDirectory(f"{base}/run", local=rankless.LocalTier(f"{base}/host0", drain_every=9))
     directory.save("a", {"w": torch.zeros(3000)}, step=1)
     directory.save("b", {"w": torch.ones(3000)}, step=2)
     del directory
@@ -281,7 +281,7 @@ def load(base: str, ranks_per_host: int) -> str:
     run = start_run("fsdp", seed=9)
     rank = dist.get_rank()
     local = f"{base}/host{rank // ranks_per_host}" if ranks_per_host else None
-    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    directory = rankless.RunDirectory(f"{base}/run", local=local)
     tag = directory.restore(None, run.model, run.optimizer, run.scheduler).tag
     directory.finalize()
     return tag
@@ -305,7 +305,7 @@ class TestLs:
         invoke(*commands(tmp_path, "drain"))
         (generation,) = invoke_json(*commands(tmp_path, "ls"))["local"]["generations"]
         assert generation["durable"]
-        info = holdfast.list_checkpoints(tmp_path / "run")[0]
+        info = rankless.list_checkpoints(tmp_path / "run")[0]
         assert abs(info.nbytes - generation["bytes"]) < 10_000
         assert "in both" in invoke(*commands(tmp_path, "ls")).stdout
         shutil.rmtree(tmp_path / "run/step_3")
@@ -327,9 +327,9 @@ class TestShow:
         assert "parts on this host: " in shown["notes"][0]
 
     def test_shows_tensors_that_are_larger_than_the_first_file(self, tmp_path: Path) -> None:
-        local = holdfast.LocalTier(tmp_path / "host0", drain_every=NEVER)
+        local = rankless.LocalTier(tmp_path / "host0", drain_every=NEVER)
         model = {"small": torch.zeros(2)}
-        directory = holdfast.RunDirectory(tmp_path / "run", local=local)
+        directory = rankless.RunDirectory(tmp_path / "run", local=local)
         directory.save("a", model, user_content=torch.zeros(10_000)).wait()
         shown = invoke_json(*commands(tmp_path, "show"))
         assert shown["bytes"] > 40_000
@@ -428,7 +428,7 @@ class TestHostileFolders:
         done = run_here(*commands(tmp_path, command))
         assert "Traceback" not in done.output
         assert done.exit_code in {0, 1, 2, 3}
-        assert holdfast.list_checkpoints(tmp_path / "run") == []
+        assert rankless.list_checkpoints(tmp_path / "run") == []
         if command in {"ls", "verify"} and suffix != ".data":
             assert done.exit_code == 1
         if command == "verify":
@@ -463,7 +463,7 @@ class TestHostileFolders:
         folder.write_part(PartTable(name, table.data, 2**32 if column == "stop" else table.nbytes, table.rows))
         done = run_here(*commands(tmp_path, command))
         assert "Traceback" not in done.output
-        assert holdfast.list_checkpoints(tmp_path / "run") == []
+        assert rankless.list_checkpoints(tmp_path / "run") == []
         if command in {"ls", "verify"}:
             assert done.exit_code == 1
 

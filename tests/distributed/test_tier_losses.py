@@ -15,14 +15,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
+import rankless
 from campaigns.tier.histories.notes import State
 from campaigns.tier.histories.plan import LAYOUTS
 from campaigns.tier.histories.training import Training
-from holdfast.errors import RankFailedError, StorageError
-from holdfast.tier.copies import PartCopies
-from holdfast.tier.folder import TierFolder
-from holdfast.tier.parity import PartParity
+from rankless.errors import RankFailedError, StorageError
+from rankless.tier.copies import PartCopies
+from rankless.tier.folder import TierFolder
+from rankless.tier.parity import PartParity
 from tests.helpers.pool import Ranks
 
 NEVER = 10**6
@@ -70,8 +70,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 def save_all(base: str, case: Case) -> None:
     rank, training = dist.get_rank(), Training(case.layout)
-    local = holdfast.LocalTier(f"{base}/{case.hosts[rank]}", copies=case.copies, parity=case.parity, drain_every=NEVER)
-    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    local = rankless.LocalTier(f"{base}/{case.hosts[rank]}", copies=case.copies, parity=case.parity, drain_every=NEVER)
+    directory = rankless.RunDirectory(f"{base}/run", local=local)
     for step, save in enumerate(case.saves, 1):
         training.fill(State(0, step))
         with failing(save.end), warnings.catch_warnings():
@@ -95,7 +95,7 @@ def failing(end: str) -> mock._patch:
         return mock.patch.object(TierFolder, "write_part", side_effect=failure)
     if end == "alone":
         return mock.patch.multiple(
-            "holdfast.save.tier_stage",
+            "rankless.save.tier_stage",
             PartCopies=mock.Mock(spec=PartCopies, side_effect=RankFailedError("a rank has failed")),
             PartParity=mock.Mock(spec=PartParity, side_effect=RankFailedError("a rank has failed")),
         )
@@ -105,13 +105,13 @@ def failing(end: str) -> mock._patch:
 def load(base: str, case: Case) -> tuple[float | None, list[str]]:
     """Return the step that is loaded, and the tensors that are not those of this step."""
     training = Training(case.next_layout)
-    local = holdfast.LocalTier(f"{base}/{case.next_hosts[dist.get_rank()]}")
-    directory = holdfast.RunDirectory(f"{base}/run", local=local)
+    local = rankless.LocalTier(f"{base}/{case.next_hosts[dist.get_rank()]}")
+    directory = rankless.RunDirectory(f"{base}/run", local=local)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             restored = directory.restore(None, training.model, training.optimizer, rng=False)
-        except holdfast.NoCheckpointError:
+        except rankless.NoCheckpointError:
             return None, []
     directory.wait()
     return restored.step, training.find_wrong(State(0, int(restored.step or 0)))

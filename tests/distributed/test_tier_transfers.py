@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from holdfast.engine.comm.session import RankGroup
-from holdfast.engine.io.p2p import P2PExchange
-from holdfast.errors import CorruptCheckpointError
-from holdfast.storage.memory import Bytes
-from holdfast.tier import transfers
-from holdfast.tier.transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
+from rankless.engine.comm.session import RankGroup
+from rankless.engine.io.p2p import P2PExchange
+from rankless.errors import CorruptCheckpointError
+from rankless.storage.memory import Bytes
+from rankless.tier import transfers
+from rankless.tier.transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
 from tests.helpers.pool import Ranks
 
 MIB = 2**20

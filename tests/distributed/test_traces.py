@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast
+import rankless
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.pool import Ranks
 from tests.helpers.slow_writes import slow_down_writes
@@ -27,16 +27,16 @@ def sharded() -> dict[str, Any]:
 
 def save_and_load(folder: str, async_save: bool) -> tuple[str, str]:
     path, state = Path(folder), sharded()
-    with slow_down_writes(0.5), holdfast.trace(path / "save.json") as saving:
-        holdfast.save_checkpoint(path / "run", "a", state, async_save=async_save).wait()
+    with slow_down_writes(0.5), rankless.trace(path / "save.json") as saving:
+        rankless.save_checkpoint(path / "run", "a", state, async_save=async_save).wait()
     saving.wait(60)
-    with holdfast.trace(path / "load.json") as loading:
-        holdfast.load_checkpoint(path / "run", model=state)
+    with rankless.trace(path / "load.json") as loading:
+        rankless.load_checkpoint(path / "run", model=state)
     return saving.path.name, loading.path.name
 
 
 def merge(folder: Path, name: str, size: int) -> ChromeTrace:
-    holdfast.merge_traces(folder / f"{name}.json", [folder / f"{name}.rank{rank}.json" for rank in range(size)])
+    rankless.merge_traces(folder / f"{name}.json", [folder / f"{name}.rank{rank}.json" for rank in range(size)])
     return ChromeTrace(folder / f"{name}.json")
 
 
@@ -82,10 +82,10 @@ def test_an_asynchronous_save_is_recorded_on_all_ranks_to_its_end(ranks: Ranks, 
 
 def fail_on_rank_1(folder: str) -> str:
     path, state = Path(folder), {"w": torch.ones(3)}
-    with holdfast.trace(path / "save.json"):
+    with rankless.trace(path / "save.json"):
         try:
-            holdfast.save_checkpoint(path / "run", "../a" if dist.get_rank() == 1 else "a", state)
-        except holdfast.HoldfastError as error:
+            rankless.save_checkpoint(path / "run", "../a" if dist.get_rank() == 1 else "a", state)
+        except rankless.RanklessError as error:
             return type(error).__name__
     return ""
 

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-import holdfast
-from holdfast.engine.comm import polling
-from holdfast.engine.comm import vote as ballot
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.host_map import HostAgreement
-from holdfast.engine.comm.polling import poll_until
-from holdfast.engine.comm.session import RankGroup as Members
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.engine.comm.vote import VoteOutcome, VoteRound
-from holdfast.engine.comm.vote_channel import VoteChannel
-from holdfast.engine.io.p2p import P2PExchange
-from holdfast.errors import HoldfastError
+import rankless
+from rankless.engine.comm import polling
+from rankless.engine.comm import vote as ballot
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.host_map import HostAgreement
+from rankless.engine.comm.polling import poll_until
+from rankless.engine.comm.session import RankGroup as Members
+from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.vote import VoteOutcome, VoteRound
+from rankless.engine.comm.vote_channel import VoteChannel
+from rankless.engine.io.p2p import P2PExchange
+from rankless.errors import RanklessError
 from tests.helpers.layouts import LAYOUTS, fill_run
 from tests.helpers.pool import Ranks
 
@@ -47,7 +47,7 @@ def test_who_is_missing_is_told_again_and_again_at_growing_intervals(
     monkeypatch.setattr(polling, "QUIET_SECONDS", 0.1)
     assert not poll_until(lambda: False, 1.0, lambda: "rank 7 while writing")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4  # after 0.1, 0.2, 0.4 and 0.8 s
-    assert {record.name for record in caplog.records} == {"holdfast"}
+    assert {record.name for record in caplog.records} == {"rankless"}
     assert caplog.messages[0] == "waiting for rank 7 while writing for 0 s; timeout after 1 s"
 
 
@@ -65,7 +65,7 @@ def logged() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("holdfast")
+    log = logging.getLogger("rankless")
     log.addHandler(handler)
     with mock.patch.object(polling, "QUIET_SECONDS", 0.3):
         yield messages
@@ -85,21 +85,21 @@ def absent(call: Callable[[], object], who: int) -> list[str]:
         if dist.get_rank() == who:
             time.sleep(5)
         else:
-            with suppress(HoldfastError):
+            with suppress(RanklessError):
                 call()
     return messages
 
 
 def save_without(path: str, who: int, met: bool) -> list[str]:
     if met:
-        holdfast.save_checkpoint(path, "first", MODEL)
-    return absent(lambda: holdfast.save_checkpoint(path, "s", MODEL, timeout=3), who)
+        rankless.save_checkpoint(path, "first", MODEL)
+    return absent(lambda: rankless.save_checkpoint(path, "s", MODEL, timeout=3), who)
 
 
 def load_without(path: str, who: int, met: bool) -> list[str]:
     if met:
-        holdfast.save_checkpoint(path, "first", MODEL)
-    return absent(lambda: holdfast.load_checkpoint(path, model={"w": torch.zeros(8)}, timeout=3), who)
+        rankless.save_checkpoint(path, "first", MODEL)
+    return absent(lambda: rankless.load_checkpoint(path, model={"w": torch.zeros(8)}, timeout=3), who)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ LATE_RANKS = "ranks 1, 3 while looking at what to save"
 
 def save_with_late_ranks(path: str, named: str) -> list[str]:
     """Let ranks 1 and 3 come only after ranks 0 and 2 have logged whom they wait for."""
-    from holdfast.save.negotiation import capture_training
+    from rankless.save.negotiation import capture_training
 
     def come_late(*arguments: Any) -> Any:
         if dist.get_rank() % 2:
@@ -139,8 +139,8 @@ def save_with_late_ranks(path: str, named: str) -> list[str]:
         _await(lambda: LATE_RANKS in map(who_is_missing, list(messages)))
         Path(named, str(dist.get_rank())).touch()
 
-    with logged() as messages, mock.patch("holdfast.save.negotiation.capture_training", come_late):
-        holdfast.save_checkpoint(path, "s", MODEL)
+    with logged() as messages, mock.patch("rankless.save.negotiation.capture_training", come_late):
+        rankless.save_checkpoint(path, "s", MODEL)
     return messages
 
 
@@ -157,7 +157,7 @@ def test_several_who_are_late_are_all_named_and_the_save_goes_on(ranks: Ranks, t
     logs = ranks(4, save_with_late_ranks, str(tmp_path / "run"), str(named))
     assert all(LATE_RANKS in map(who_is_missing, logs[rank]) for rank in (0, 2))
     assert not any(LATE_RANKS in message for rank in (1, 3) for message in logs[rank])
-    assert holdfast.has_checkpoint(tmp_path / "run")
+    assert rankless.has_checkpoint(tmp_path / "run")
 
 
 def exchange_slowly(path: str) -> list[str]:
@@ -171,7 +171,7 @@ def exchange_slowly(path: str) -> list[str]:
     made = fill_run(LAYOUTS["tp"][0]())
     slow = mock.patch.object(P2PExchange, "send", slowly if dist.get_rank() == 1 else send)
     with logged() as messages, slow:
-        holdfast.save_checkpoint(path, "s", made.model)
+        rankless.save_checkpoint(path, "s", made.model)
     return messages
 
 
@@ -185,7 +185,7 @@ def stop_without_one() -> list[str]:
         if dist.get_rank() == 2:
             time.sleep(5)
             return messages
-        with holdfast.preemption(signal.SIGTERM, timeout=3.0) as stop, suppress(HoldfastError):
+        with rankless.preemption(signal.SIGTERM, timeout=3.0) as stop, suppress(RanklessError):
             if dist.get_rank() == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             for _ in range(10_000):
@@ -224,7 +224,7 @@ def test_where_ranks_are_many_each_looks_at_few_keys(
     vote = VoteRound(channel, "writing", HostAgreement())
     vote.post_outcome(1, VoteOutcome())
     for _ in range(2):
-        with suppress(HoldfastError):
+        with suppress(RanklessError):
             vote.await_decision(0.1, lambda _: b"")
         vote.post_outcome(0, VoteOutcome())
     assert [*dict.fromkeys(map(who_is_missing, caplog.messages))] == [

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast.errors import StateError
+import rankless
+from rankless.errors import StateError
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 
@@ -45,7 +45,7 @@ def save(path: str, kind: str) -> list[torch.Tensor]:
     model, optimizer = build(kind)
     for number in range(3):
         step(model, optimizer, number)
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     for number in range(3, 5):
         step(model, optimizer, number)
     return [p.detach().clone() for p in model.parameters()]
@@ -56,7 +56,7 @@ def load(path: str, kind: str, backwards: bool, fresh: bool) -> list[torch.Tenso
     if not fresh:
         step(model, optimizer, 9)
     optimizer.param_groups[0]["lr"] = 0.7
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     for number in range(3, 5):
         step(model, optimizer, number)
     return [p.detach().clone() for p in model.parameters()]
@@ -91,8 +91,8 @@ def test_it_is_bitwise_on_the_same_world_size(ranks: Ranks, tmp_path: Path) -> N
 
 def resave(path: str, to: str, kind: str) -> None:
     model, optimizer = build(kind)
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
-    holdfast.save_checkpoint(to, "s", model, optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.save_checkpoint(to, "s", model, optimizer)
 
 
 def test_the_files_are_those_of_a_plain_optimizer(ranks: Ranks, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def overlapped(path: str) -> str:
         model.parameters(), optimizer_class=torch.optim.AdamW, overlap_with_ddp=True, lr=0.1
     )
     with pytest.raises(StateError, match="overlap_with_ddp=True is not supported"):
-        holdfast.save_checkpoint(path, "s", model, optimizer)
+        rankless.save_checkpoint(path, "s", model, optimizer)
     return "refused"
 
 

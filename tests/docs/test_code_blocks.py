@@ -1,6 +1,6 @@
 """Tests that every block of code in the README and the documentation runs as it is written, page by page.
 
-The Python blocks of a page run one after the other in one namespace, with its commands (``$ holdfast ...``) in between,
+The Python blocks of a page run one after the other in one namespace, with its commands (``$ rankless ...``) in between,
 in one empty directory. Hidden comments describe the context: ``<!-- ranks: 4 -->`` runs the page on that many ranks,
 ``<!-- given ... -->`` creates what it needs, and ``<!-- not run: why -->`` skips the next block.
 """
@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from holdfast import errors
+from rankless import errors
 from tests.helpers.pool import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -83,10 +83,10 @@ def play(page: str, todo: list[Step], folder: Path) -> None:
 
 
 def run(line: str) -> None:
-    from holdfast.cli.main import app
+    from rankless.cli.main import app
 
     prompt, program, *args = shlex.split(line, comments=True)
-    assert (prompt, program) == ("$", "holdfast"), line
+    assert (prompt, program) == ("$", "rankless"), line
     result = CliRunner().invoke(app, args)
     is_answer = args[0] in {"diff", "ls"} and result.exit_code == 1 and not result.stderr
     assert result.exit_code == 0 or is_answer, f"{line}\n{result.output}"
@@ -116,17 +116,17 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def test_every_error_that_is_documented_exists() -> None:
     known = {*vars(builtins), *vars(errors), *vars(dist)}
     for page in PAGES:
-        named = set(re.findall(r"`(?:holdfast\.)?(?:errors\.)?([A-Z]\w*Error)`", page.read_text()))
+        named = set(re.findall(r"`(?:rankless\.)?(?:errors\.)?([A-Z]\w*Error)`", page.read_text()))
         assert named <= known, page
-    for file in (ROOT / "src/holdfast").rglob("*.py"):
+    for file in (ROOT / "src/rankless").rglob("*.py"):
         nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, _DOCUMENTED)]
         texts = [ast.get_docstring(node) or "" for node in nodes]
         named = {name for text in texts for name in re.findall(r"\b[A-Z]\w*Error\b", text)}
         assert named <= known, file
 
 
-def test_a_command_in_a_block_of_no_kind_is_none_of_holdfasts() -> None:
+def test_a_command_in_a_block_of_no_kind_is_none_of_ranklesss() -> None:
     for page in PAGES:
         for match in _STEP.finditer(page.read_text()):
             if match["kind"] in {"", "sh", "text"}:
-                assert not re.search(r"^\$? ?holdfast (?!\[)", match["code"], re.MULTILINE), page
+                assert not re.search(r"^\$? ?rankless (?!\[)", match["code"], re.MULTILINE), page

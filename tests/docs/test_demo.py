@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import holdfast
+import rankless
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 
@@ -58,5 +58,5 @@ def test_the_example_saves_when_it_is_told_to_end(tmp_path: Path) -> None:
         steps = [first, *(json.loads(line)["step"] for line in job.stdout.read().splitlines())]
         job.wait(60)
     assert steps == list(range(1, steps[-1] + 1))
-    newest = holdfast.list_checkpoints(tmp_path)[-1]
+    newest = rankless.list_checkpoints(tmp_path)[-1]
     assert (newest.tag, newest.status) == (f"step_{steps[-1]}", "complete")

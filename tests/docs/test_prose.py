@@ -14,7 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
 ]
-SOURCE = sorted((ROOT / "src/holdfast").rglob("*.py"))
+SOURCE = sorted((ROOT / "src/rankless").rglob("*.py"))
 
 #: Words of a private dialect, or with several meanings, and what to write instead.
 AVOIDED = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.integrity.verify import ChecksumVerifier
-from holdfast.errors import CorruptCheckpointError, HoldfastError, NoCheckpointError
-from holdfast.formats.native import NativeReader
-from holdfast.ondisk.block_crcs import Fragment
+import rankless
+from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
+from rankless.formats.native import NativeReader
+from rankless.ondisk.block_crcs import Fragment
 from tests.helpers.pool import Ranks
 from tests.helpers.training import Run, start_run, train_run
 
@@ -23,12 +23,12 @@ def save(path: Path) -> Path:
     content = {"note": "text", "table": torch.arange(1000), "pair": (1, 2.5)}
     own = {"mine": torch.ones(50)}
     options = {"per_rank_content": own, "metrics": {"loss": 0.25}, "max_shard_size": 900}
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, **options)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, run.scheduler, content, **options)
     return path / "s"
 
 
 def load(path: Path, run: Run) -> None:
-    holdfast.load_checkpoint(path, "s", run.model, run.optimizer, run.scheduler)
+    rankless.load_checkpoint(path, "s", run.model, run.optimizer, run.scheduler)
 
 
 def flip(file: Path, position: int, bit: int) -> None:
@@ -43,14 +43,14 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     generator = random.Random(5)
     run = start_run("plain")
     load(tmp_path / "run", run)
-    names = {key.partition("/")[2] for key in holdfast.open(folder)}
+    names = {key.partition("/")[2] for key in rankless.open(folder)}
     for number in range(FLIPS):
         # Every file in turn, so that the small ones get their share.
         file = files[number % len(files)]
         position, bit = generator.randrange(file.stat().st_size), generator.randrange(8)
         original = file.read_bytes()
         flip(file, position, bit)
-        with pytest.raises(HoldfastError) as caught:
+        with pytest.raises(RanklessError) as caught:
             load(tmp_path / "run", run)
         message = str(caught.value)
         where = f"{file.name} byte {position} bit {bit}: {message}"
@@ -96,13 +96,13 @@ def test_verify_false_reads_without_looking_at_crcs(tmp_path: Path) -> None:
     file = min((folder / "model").glob("*.safetensors"))
     flip(file, file.stat().st_size - 1, 0)
     run = start_run("plain")
-    result = holdfast.restore(tmp_path / "run", model=run.model, verify=False)
+    result = rankless.restore(tmp_path / "run", model=run.model, verify=False)
     assert not result.verified
 
 
 def load_on_ranks(path: str) -> None:
     run = start_run("fsdp")
-    holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
+    rankless.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
 
 
 def test_damage_that_one_rank_reads_is_the_same_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
@@ -117,31 +117,31 @@ def test_damage_that_one_rank_reads_is_the_same_error_on_all(ranks: Ranks, tmp_p
 
 def test_a_copied_run_has_the_same_latest_whatever_its_files_times(tmp_path: Path) -> None:
     for tag in ("b", "a", "c"):
-        holdfast.save_checkpoint(tmp_path / "run", tag, {"w": torch.zeros(1)})
+        rankless.save_checkpoint(tmp_path / "run", tag, {"w": torch.zeros(1)})
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     for tag in ("c", "a", "b"):
         (tmp_path / "copy" / tag / "manifest.json").touch()
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "copy")] == ["b", "a", "c"]
-    assert holdfast.open(tmp_path / "copy").path.name == "c"
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "copy")] == ["b", "a", "c"]
+    assert rankless.open(tmp_path / "copy").path.name == "c"
 
 
 def test_a_damaged_manifest_is_not_the_latest_and_is_listed(tmp_path: Path) -> None:
     for tag in ("a", "b"):
-        holdfast.save_checkpoint(tmp_path, tag, {"w": torch.zeros(1)})
+        rankless.save_checkpoint(tmp_path, tag, {"w": torch.zeros(1)})
     (tmp_path / "b/manifest.json").write_text("{")
-    assert [(info.tag, info.status) for info in holdfast.list_checkpoints(tmp_path)] == [
+    assert [(info.tag, info.status) for info in rankless.list_checkpoints(tmp_path)] == [
         ("b", "damaged"),
         ("a", "complete"),
     ]
-    assert holdfast.open(tmp_path).path.name == "a"
+    assert rankless.open(tmp_path).path.name == "a"
     (tmp_path / "a/manifest.json").write_text("{")
-    assert not holdfast.has_checkpoint(tmp_path)
+    assert not rankless.has_checkpoint(tmp_path)
     with pytest.raises(NoCheckpointError, match="none of the 2"):
-        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(1)})
+        rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(1)})
 
 
 def test_ranks_that_read_one_range_differently_are_damage(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
     reader = NativeReader(tmp_path / "s")
     checks = ChecksumVerifier(reader, [("model", "w")])
     with pytest.raises(CorruptCheckpointError, match="'w'"):

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
-    HoldfastError,
     InvalidArgumentError,
     MismatchError,
     NoCheckpointError,
     RankFailedError,
+    RanklessError,
     RankMismatchError,
     RankTimeoutError,
     StorageError,
@@ -34,42 +34,42 @@ def rank() -> int:
 
 
 def other_path(path: str) -> None:
-    holdfast.save_checkpoint(f"{path}/{rank()}", "s", MODEL)
+    rankless.save_checkpoint(f"{path}/{rank()}", "s", MODEL)
 
 
 def other_tag(path: str) -> None:
-    holdfast.save_checkpoint(path, f"step_{rank()}", MODEL)
+    rankless.save_checkpoint(path, f"step_{rank()}", MODEL)
 
 
 def no_model(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", MODEL if rank() == 0 else None)
+    rankless.save_checkpoint(path, "s", MODEL if rank() == 0 else None)
 
 
 def other_shard_size(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", MODEL, max_shard_size=1000 + rank())
+    rankless.save_checkpoint(path, "s", MODEL, max_shard_size=1000 + rank())
 
 
 def save_or_load(path: str) -> None:
     if rank() == 0:
-        holdfast.save_checkpoint(path, "s", MODEL)
+        rankless.save_checkpoint(path, "s", MODEL)
     else:
-        holdfast.load_checkpoint(path, "s", MODEL)
+        rankless.load_checkpoint(path, "s", MODEL)
 
 
 def load_other_tag(path: str) -> None:
-    holdfast.load_checkpoint(path, f"step_{rank()}", MODEL)
+    rankless.load_checkpoint(path, f"step_{rank()}", MODEL)
 
 
 def async_on_one(path: str) -> None:
-    holdfast.save_model(MODEL, f"{path}/model.safetensors", use_async=rank() == 1)
+    rankless.save_model(MODEL, f"{path}/model.safetensors", use_async=rank() == 1)
 
 
 def bad_tag_on_one(path: str) -> None:
-    holdfast.save_checkpoint(path, "a/b" if rank() == 1 else "s", MODEL)
+    rankless.save_checkpoint(path, "a/b" if rank() == 1 else "s", MODEL)
 
 
 def unstorable_on_one(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", MODEL, per_rank_content={"x": [1, object()] if rank() == 1 else [1]})
+    rankless.save_checkpoint(path, "s", MODEL, per_rank_content={"x": [1, object()] if rank() == 1 else [1]})
 
 
 def broken_scheduler_on_one(path: str) -> None:
@@ -81,7 +81,7 @@ def broken_scheduler_on_one(path: str) -> None:
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    holdfast.save_checkpoint(path, "s", MODEL, scheduler=Scheduler())
+    rankless.save_checkpoint(path, "s", MODEL, scheduler=Scheduler())
 
 
 DISAGREEMENTS = [
@@ -100,7 +100,7 @@ DISAGREEMENTS = [
 
 @pytest.mark.parametrize(("call", "kind", "words"), DISAGREEMENTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_all_ranks_raise_the_same_error_naming_both_sides(
-    ranks: Ranks, tmp_path: Path, call: Any, kind: type[HoldfastError], words: tuple[str, ...]
+    ranks: Ranks, tmp_path: Path, call: Any, kind: type[RanklessError], words: tuple[str, ...]
 ) -> None:
     errors = ranks.outcomes(2, call, str(tmp_path))
     assert {type(error) for error in errors} == {kind}
@@ -112,7 +112,7 @@ def test_all_ranks_raise_the_same_error_naming_both_sides(
 def absent_rank(path: str) -> float:
     started = time.monotonic()
     if rank() != 2:
-        holdfast.save_checkpoint(path, "s", MODEL, timeout=2.0)
+        rankless.save_checkpoint(path, "s", MODEL, timeout=2.0)
     else:
         time.sleep(4)
     return time.monotonic() - started
@@ -129,9 +129,9 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(ranks: Ranks, tmp
 
 
 def save_after_failure(path: str) -> str:
-    with pytest.raises(HoldfastError):
+    with pytest.raises(RanklessError):
         other_tag(path)
-    return str(holdfast.save_checkpoint(path, "s", MODEL).wait().tag)
+    return str(rankless.save_checkpoint(path, "s", MODEL).wait().tag)
 
 
 def test_a_later_save_works(ranks: Ranks, tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_a_later_save_works(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def save_on_full_disk(path: str) -> None:
-    holdfast.save_checkpoint(path, "old", MODEL)
+    rankless.save_checkpoint(path, "old", MODEL)
     patch = pytest.MonkeyPatch()
     if rank() == 1:
         patch.setattr(os, "pwrite", _full)
     try:
-        holdfast.save_checkpoint(path, "new", {"w": torch.ones(1 << 20)})
+        rankless.save_checkpoint(path, "new", {"w": torch.ones(1 << 20)})
     finally:
         patch.undo()
 
@@ -159,7 +159,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_old_checkpoint(ranks: 
     assert all(error.errno == 28 and "rank 1 of 2" in str(error) and "w" in str(error) for error in errors)
     assert list_names(tmp_path) == ["old"]
     model = {"w": torch.zeros(10)}
-    holdfast.load_checkpoint(tmp_path, model=model)
+    rankless.load_checkpoint(tmp_path, model=model)
     assert torch.equal(model["w"], MODEL["w"])
 
 
@@ -169,7 +169,7 @@ def unseen_folder(path: str) -> None:
     if rank() == 1:
         patch.setattr(Path, "is_dir", lambda _: False)
     try:
-        holdfast.save_checkpoint(path, "s", MODEL)
+        rankless.save_checkpoint(path, "s", MODEL)
     finally:
         patch.undo()
 
@@ -184,9 +184,9 @@ def test_ranks_without_a_shared_file_system_are_told_so(ranks: Ranks, tmp_path: 
 def load_where_one_sees_nothing(path: str) -> None:
     patch = pytest.MonkeyPatch()
     if rank() == 1:
-        patch.setattr("holdfast.load.operation.NativeReader", _no_folder)
+        patch.setattr("rankless.load.operation.NativeReader", _no_folder)
     try:
-        holdfast.load_checkpoint(path, model={"w": torch.zeros(10)})
+        rankless.load_checkpoint(path, model={"w": torch.zeros(10)})
     finally:
         patch.undo()
 
@@ -196,7 +196,7 @@ def _no_folder(path: Path, *_: object, **__: object) -> None:
 
 
 def test_a_load_that_one_rank_cannot_see_is_an_error_for_all(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", MODEL)
+    rankless.save_checkpoint(tmp_path, "s", MODEL)
     errors = ranks.outcomes(2, load_where_one_sees_nothing, str(tmp_path))
     assert {type(error) for error in errors} == {RankMismatchError}
     assert all("rank 1 of 2" in str(error) and "shared file system" in str(error) for error in errors)
@@ -205,18 +205,18 @@ def test_a_load_that_one_rank_cannot_see_is_an_error_for_all(ranks: Ranks, tmp_p
 def load_mismatch_on_one(path: str) -> torch.Tensor:
     model = {"w": torch.zeros(10 + rank())}
     with pytest.raises(MismatchError, match="rank 1 of 2"):
-        holdfast.load_checkpoint(path, model=model)
+        rankless.load_checkpoint(path, model=model)
     return model["w"]
 
 
 def test_a_mismatch_on_one_rank_leaves_every_rank_unchanged(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", MODEL)
+    rankless.save_checkpoint(tmp_path, "s", MODEL)
     for tensor in ranks(2, load_mismatch_on_one, str(tmp_path)):
         assert not tensor.any()
 
 
 def test_a_tag_is_not_overwritten(ranks: Ranks, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", MODEL)
+    rankless.save_checkpoint(tmp_path, "s", MODEL)
     before = (tmp_path / "s/manifest.json").read_bytes()
     for error in ranks.outcomes(2, _save_again, str(tmp_path)):
         assert isinstance(error, TagExistsError)
@@ -225,14 +225,14 @@ def test_a_tag_is_not_overwritten(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _save_again(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", {"w": torch.zeros(3)})
+    rankless.save_checkpoint(path, "s", {"w": torch.zeros(3)})
 
 
 def fail_alone_first(path: str) -> str:
     size = "5 bogus" if dist.get_rank() == 1 else "5GB"
     with pytest.raises(InvalidArgumentError, match="rank 1 of 2"):
-        holdfast.save_checkpoint(path, "s", MODEL, max_shard_size=size)
-    return holdfast.save_checkpoint(path, "s", MODEL, timeout=5).wait().tag
+        rankless.save_checkpoint(path, "s", MODEL, max_shard_size=size)
+    return rankless.save_checkpoint(path, "s", MODEL, timeout=5).wait().tag
 
 
 def test_an_argument_wrong_on_one_rank_does_not_part_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def test_an_argument_wrong_on_one_rank_does_not_part_the_ranks(ranks: Ranks, tmp
 def odd_message(path: str) -> None:
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 1:
-        patch.setattr("holdfast.save.negotiation.capture_training", _fail_oddly)
+        patch.setattr("rankless.save.negotiation.capture_training", _fail_oddly)
     try:
-        holdfast.save_checkpoint(path, "s", MODEL, timeout=30)
+        rankless.save_checkpoint(path, "s", MODEL, timeout=30)
     finally:
         patch.undo()
 
@@ -262,7 +262,7 @@ def test_an_error_with_a_name_of_broken_characters_reaches_all(ranks: Ranks, tmp
 def subgroup(path: str) -> str:
     group = dist.new_group([0, 1])
     try:
-        return holdfast.save_checkpoint(path, "s", MODEL, process_group=group, timeout=20).wait().tag
+        return rankless.save_checkpoint(path, "s", MODEL, process_group=group, timeout=20).wait().tag
     except InvalidArgumentError as error:
         return str(error)
 
@@ -278,7 +278,7 @@ class NarrowError(CorruptCheckpointError):
 
 
 def vote_with_narrow_error() -> None:
-    from holdfast.engine.comm.session import RankGroup as RanksOfGroup
+    from rankless.engine.comm.session import RankGroup as RanksOfGroup
 
     def work() -> None:
         if rank() == 1:

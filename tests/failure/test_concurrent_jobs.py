@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import holdfast
+import rankless
 from campaigns.side_by_side.actions import check_state
 from campaigns.side_by_side.scenarios import SCENARIOS, check_outcome, run_scenario
-from holdfast import RunDirectory, api
-from holdfast.cli.main import app
-from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
-from holdfast.load.read_plan import ReadPlan
-from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.run import catalog, owned_lock, staging_dir
-from holdfast.run.cleanup import clean_up
-from holdfast.run.staging_lock import StagingLock
-from holdfast.storage import atomic_rename, file_lock
+from rankless import RunDirectory, api
+from rankless.cli.main import app
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
+from rankless.load.read_plan import ReadPlan
+from rankless.ondisk.hidden_names import HiddenName
+from rankless.run import catalog, owned_lock, staging_dir
+from rankless.run.cleanup import clean_up
+from rankless.run.staging_lock import StagingLock
+from rankless.storage import atomic_rename, file_lock
 from tests.golden import reader
 from tests.helpers.interruptions import change_at_call
 from tests.helpers.other_jobs import save_as_other_job
@@ -41,12 +41,12 @@ from tests.helpers.staging_locks import lock_staging
 
 
 def tags(path: Path) -> list[str]:
-    return [info.tag for info in holdfast.list_checkpoints(path)]
+    return [info.tag for info in rankless.list_checkpoints(path)]
 
 
 def value_of(path: Path, tag: str | None = None, **options: Any) -> float:
     model = {"w": torch.zeros(64)}
-    content = holdfast.load_checkpoint(path, tag, model=model, **options)
+    content = rankless.load_checkpoint(path, tag, model=model, **options)
     assert bool((model["w"] == content).all())
     return float(content)
 
@@ -54,7 +54,7 @@ def value_of(path: Path, tag: str | None = None, **options: Any) -> float:
 @contextmanager
 def between_two_renames(change: Callable[[], object]) -> Iterator[None]:
     """Of an overwrite, on a file system that cannot exchange names."""
-    second = change_at_call("holdfast.storage.atomic_rename.fsync_directory", change, 2)
+    second = change_at_call("rankless.storage.atomic_rename.fsync_directory", change, 2)
     with mock.patch.object(atomic_rename, "_renameat2", return_value=False), second:
         yield
 
@@ -124,7 +124,7 @@ def test_a_run_that_was_copied_or_moved_has_the_same_latest(how: Callable[[Path,
     for moment, path in enumerate(random.Random(1).sample(every, len(every))):
         os.utime(path, (moment, moment))
     assert tags(copy) == ["d", "a", "e", "c", "b"]
-    assert reader.latest(copy).name == holdfast.open(copy).path.name == "b"
+    assert reader.latest(copy).name == rankless.open(copy).path.name == "b"
     assert value_of(copy) == 4.0
 
 
@@ -143,9 +143,9 @@ def test_a_copy_under_way_is_passed_over(tmp_path: Path) -> None:
 
 def test_there_is_always_one_to_be_seen_where_each_save_removes_the_one_before(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "step_1", 1.0)
-    for look, number in ((tags, 2), (holdfast.has_checkpoint, 3), (value_of, 4), (holdfast.open, 5)):
+    for look, number in ((tags, 2), (rankless.has_checkpoint, 3), (value_of, 4), (rankless.open, 5)):
         with change_at_call(
-            "holdfast.run.scan.read_manifest",
+            "rankless.run.scan.read_manifest",
             lambda number=number: save_as_other_job(tmp_path, f"step_{number}", float(number), keep=1),
         ):
             seen = look(tmp_path)
@@ -155,8 +155,8 @@ def test_there_is_always_one_to_be_seen_where_each_save_removes_the_one_before(t
 def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "step_1", 1.0)
     save_as_other_job(tmp_path, "step_2", 2.0)
-    with change_at_call("holdfast.run.scan.read_manifest", lambda: shutil.rmtree(tmp_path / "step_1")):
-        assert [(info.tag, info.status) for info in holdfast.list_checkpoints(tmp_path)] == [("step_2", "complete")]
+    with change_at_call("rankless.run.scan.read_manifest", lambda: shutil.rmtree(tmp_path / "step_1")):
+        assert [(info.tag, info.status) for info in rankless.list_checkpoints(tmp_path)] == [("step_2", "complete")]
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -172,7 +172,7 @@ def test_what_is_asked_for_by_name_and_replaced_meanwhile_is_loaded_as_it_is_the
     tmp_path: Path, verify: bool, where: str
 ) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    with change_at_call(f"holdfast.{where}", lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True)):
+    with change_at_call(f"rankless.{where}", lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True)):
         assert value_of(tmp_path, "last", verify=verify) == 2.0
 
 
@@ -191,7 +191,7 @@ def test_a_view_says_that_its_checkpoint_went_and_not_that_it_is_damaged(tmp_pat
         lambda: shutil.rmtree(tmp_path / "last"),
     ):
         save_as_other_job(tmp_path, "last", 1.0, overwrite=True)
-        checkpoint = holdfast.open(tmp_path)
+        checkpoint = rankless.open(tmp_path)
         change()
         for read in (lambda found=checkpoint: found["model/w"], lambda found=checkpoint: found.values):
             with pytest.raises(
@@ -204,7 +204,7 @@ def test_a_view_says_that_its_checkpoint_went_and_not_that_it_is_damaged(tmp_pat
 
 def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    checkpoint = holdfast.open(tmp_path)
+    checkpoint = rankless.open(tmp_path)
     (tmp_path / "last/model/model.safetensors").unlink()
     with pytest.raises(StorageError, match=r"could not open .*model.safetensors"):
         checkpoint["model/w"]
@@ -214,7 +214,7 @@ def test_a_view_of_a_damaged_one_says_that_it_is_damaged(tmp_path: Path) -> None
 def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command: str, tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     last = str(tmp_path / "last")
-    reading = "holdfast.inspection.inspected_checkpoint.InspectedCheckpoint.read_values"
+    reading = "rankless.inspection.inspected_checkpoint.InspectedCheckpoint.read_values"
     with change_at_call(reading, lambda: save_as_other_job(tmp_path, "last", 2.0, overwrite=True)):
         done = CliRunner().invoke(app, [command, *[last] * (1 + (command == "diff"))], env={"COLUMNS": "500"})
     assert done.exit_code == 2
@@ -224,7 +224,7 @@ def test_commands_say_that_a_checkpoint_went_and_not_that_it_is_damaged(command:
 def test_verify_goes_on_with_what_is_there_then(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "step_1", 1.0)
     with change_at_call(
-        "holdfast.cli.verify_one.inspect_exact_path", lambda: save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
+        "rankless.cli.verify_one.inspect_exact_path", lambda: save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
     ):
         done = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "500"})
     assert done.exit_code == 0
@@ -246,19 +246,19 @@ def test_a_load_that_never_catches_one_says_so(tmp_path: Path) -> None:
         mock.patch.object(ReadPlan, "run", always),
         pytest.raises(CheckpointReplacedError, match="faster than one can be loaded; keep"),
     ):
-        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, timeout=0.5)
+        rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, timeout=0.5)
     assert step > 1
 
 
 def on_one_rank_only(path: str) -> float:
     """Rank 1 sees what another job saves after rank 0 has looked."""
-    loading = holdfast.load.operation.LoadOperation
+    loading = rankless.load.operation.LoadOperation
     match, done = loading._match_targets, []
 
     def late(*args: Any) -> Any:
         if dist.get_rank() == 1 and not done:
             done.append(1)
-            code = "import sys, torch, holdfast; from pathlib import Path"
+            code = "import sys, torch, rankless; from pathlib import Path"
             code += "; from tests.helpers.other_jobs import save_as_other_job"
             run = f"{code}; save_as_other_job(Path(sys.argv[1]), 'last', 2.0, overwrite=True)"
             subprocess.run([sys.executable, "-c", run, path], check=True)
@@ -283,7 +283,7 @@ def test_a_job_that_has_not_loaded_from_a_run_removes_nothing_of_it(tmp_path: Pa
         first.save(f"first_{step}", {"w": torch.ones(1)})
         other.save(f"other_{step}", {"w": torch.ones(1)})
     assert tags(tmp_path) == ["first_1", "other_1"]
-    a, b = holdfast.list_checkpoints(tmp_path)
+    a, b = rankless.list_checkpoints(tmp_path)
     assert a.run != b.run
     assert (a.sequence, b.sequence) == (3, 4)
 
@@ -294,15 +294,15 @@ def test_a_job_that_has_loaded_from_a_run_continues_it(tmp_path: Path, by: str) 
     RunDirectory(tmp_path).save("of another run", {"w": torch.ones(1)})
     where = (tmp_path, "a") if by == "the run" else (tmp_path / "a", None)
     with mock.patch.object(api, "_defaults", api._DefaultDirectories()):  # as a process that begins
-        holdfast.load_checkpoint(*where, model={"w": torch.zeros(1)})
-        holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, num_kept_ckpts=1, max_shard_size="1GB")
+        rankless.load_checkpoint(*where, model={"w": torch.zeros(1)})
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, num_kept_ckpts=1, max_shard_size="1GB")
     assert tags(tmp_path) == ["of another run", "b"]
 
 
 def test_retention_never_removes_what_has_taken_the_name_meanwhile(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     with change_at_call(
-        "holdfast.run.cleanup.rename_path", lambda: save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
+        "rankless.run.cleanup.rename_path", lambda: save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     ):
         save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
     assert value_of(tmp_path, "last") == 3.0
@@ -325,7 +325,7 @@ def test_retention_neither_counts_nor_removes_what_was_copied_linked_or_renamed(
 
 def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
+    aside = HiddenName("last", rankless.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     partial = tmp_path / aside.with_state("partial").name
     locks: list[StagingLock] = []
 
@@ -334,7 +334,7 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
         partial.mkdir()
         (tmp_path / "last").rename(tmp_path / aside.name)
 
-    with change_at_call("holdfast.run.cleanup._parse_hidden", begin):
+    with change_at_call("rankless.run.cleanup._parse_hidden", begin):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
     locks[0].close()
@@ -342,10 +342,10 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
 
 def test_tidying_leaves_what_was_put_aside_by_a_save_that_has_just_died(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
+    aside = HiddenName("last", rankless.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
     with change_at_call(
-        "holdfast.run.cleanup._parse_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
+        "rankless.run.cleanup._parse_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
     ):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
@@ -375,13 +375,13 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
     save_as_other_job(tmp_path, "other", 0.0)
     save_as_other_job(tmp_path, "last", 1.0)
     with change_at_call(
-        "holdfast.storage.atomic_rename.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")
+        "rankless.storage.atomic_rename.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")
     ):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     assert value_of(tmp_path) == 2.0
     shutil.rmtree(tmp_path / "last")
     with change_at_call(
-        "holdfast.storage.atomic_rename.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")
+        "rankless.storage.atomic_rename.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")
     ):
         save_as_other_job(tmp_path, "last", 4.0, overwrite=True)
     assert value_of(tmp_path) == 4.0
@@ -394,7 +394,7 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
 def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging: None, where: str) -> None:
     """This process may have been stopped for a while, just before it gives the new one its name."""
     with (
-        change_at_call(f"holdfast.{where}", lambda: save_as_other_job(tmp_path, "last", 2.0)),
+        change_at_call(f"rankless.{where}", lambda: save_as_other_job(tmp_path, "last", 2.0)),
         pytest.raises(TagExistsError, match="it is newer, and left as it is"),
     ):
         save_as_other_job(tmp_path, "last", 1.0, overwrite=True)
@@ -434,7 +434,7 @@ def test_an_overwrite_in_two_steps_never_loses_what_it_has_put_aside(tmp_path: P
     with between_two_renames(lose), refused, pytest.raises(StorageError):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
     (aside,) = [tmp_path / name for name in list_hidden_names(tmp_path)]
-    assert float(holdfast.open(aside)["model/w"][0]) == 1.0
+    assert float(rankless.open(aside)["model/w"][0]) == 1.0
 
 
 def test_an_overwrite_that_is_refused_between_two_names_takes_the_first_step_back(tmp_path: Path) -> None:
@@ -463,12 +463,12 @@ def test_nobody_else_names_what_a_living_save_is_about_to(tmp_path: Path) -> Non
 
     def between() -> None:
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
-        assert holdfast.has_checkpoint(tmp_path)
-        assert [(info.tag, info.status) for info in holdfast.list_checkpoints(tmp_path)] == [("last", "complete")]
+        assert rankless.has_checkpoint(tmp_path)
+        assert [(info.tag, info.status) for info in rankless.list_checkpoints(tmp_path)] == [("last", "complete")]
         assert value_of(tmp_path) == value_of(tmp_path, "last") == 1.0
-        assert holdfast.restore(tmp_path, model={"w": torch.zeros(64)}).tag == "last"
+        assert rankless.restore(tmp_path, model={"w": torch.zeros(64)}).tag == "last"
         for path in (tmp_path, tmp_path / "last"):
-            assert float(holdfast.open(path)["model/w"][0]) == value_of(path) == 1.0
+            assert float(rankless.open(path)["model/w"][0]) == value_of(path) == 1.0
         assert "complete (latest)" in CliRunner().invoke(app, ["ls", str(tmp_path)]).output
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
 
@@ -482,10 +482,10 @@ def test_nobody_else_names_what_a_living_save_is_about_to(tmp_path: Path) -> Non
 
 def test_one_whose_save_died_between_two_names_is_there_for_those_who_only_look(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    aside = HiddenName("last", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
+    aside = HiddenName("last", rankless.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
     (tmp_path / "last").rename(tmp_path / aside.name)
-    assert holdfast.has_checkpoint(tmp_path)
+    assert rankless.has_checkpoint(tmp_path)
     assert catalog.find_checkpoint(tmp_path, "last") == tmp_path / aside.name
     assert not (tmp_path / "last").exists()
     assert value_of(tmp_path, "last") == 1.0

@@ -13,12 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast import RunDirectory, api
-from holdfast.cli.main import app
-from holdfast.errors import StorageError, TagExistsError
-from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.storage import atomic_rename
+import rankless
+from rankless import RunDirectory, api
+from rankless.cli.main import app
+from rankless.errors import StorageError, TagExistsError
+from rankless.ondisk.hidden_names import parse_hidden_name
+from rankless.storage import atomic_rename
 from tests.golden import reader
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.corruption import corrupt_model_of_step
@@ -42,19 +42,19 @@ def train(run: Path, stop: int, **options: Any) -> int:
     """The loop of the README, in a process of its own. Returns the step that it went on from."""
     with process():
         model, first = weights(-1.0), 0
-        if holdfast.has_checkpoint(run):
-            first = holdfast.load_checkpoint(run, model=model)["step"] + 1
+        if rankless.has_checkpoint(run):
+            first = rankless.load_checkpoint(run, model=model)["step"] + 1
             assert torch.equal(model["w"], weights(float(first - 1))["w"])
         for step in range(first, stop):
             model["w"].fill_(float(step))
             content = {"step": step}
-            holdfast.save_checkpoint(run, f"step_{step}", model, user_content=content, **options)
-        holdfast.finalize()
+            rankless.save_checkpoint(run, f"step_{step}", model, user_content=content, **options)
+        rankless.finalize()
         return first
 
 
 def tags(run: Path) -> list[str]:
-    return [info.tag for info in holdfast.list_checkpoints(run)]
+    return [info.tag for info in rankless.list_checkpoints(run)]
 
 
 def hidden(run: Path) -> list[tuple[str, str]]:
@@ -100,9 +100,9 @@ def test_it_goes_on_at_every_restart_also_if_it_dies_after_one_save(tmp_path: Pa
 
 def restart_on_ranks(run: str) -> None:
     model = weights(0.0)
-    content = holdfast.load_checkpoint(run, model=model)
+    content = rankless.load_checkpoint(run, model=model)
     step = content["step"] + 1
-    holdfast.save_checkpoint(run, f"step_{step}", model, user_content={"step": step}, num_kept_ckpts=9)
+    rankless.save_checkpoint(run, f"step_{step}", model, user_content={"step": step}, num_kept_ckpts=9)
 
 
 def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_sound_one_is_never_moved(tmp_path: Path) -> None:
     checkpointer.save("step_3", weights(3.0))
     assert tags(tmp_path) == ["step_0", "step_1", "step_2", "step_3"]
     with process():
-        holdfast.save_checkpoint(tmp_path, "step_2", weights(7.0), overwrite=True)
+        rankless.save_checkpoint(tmp_path, "step_2", weights(7.0), overwrite=True)
     with pytest.raises(TagExistsError, match="step_2"):
         checkpointer.save("step_2", weights(9.0))
     assert not hidden(tmp_path)
@@ -163,7 +163,7 @@ def test_what_another_job_saves_meanwhile_keeps_the_name(tmp_path: Path, exchang
         pytest.raises(TagExistsError, match="was changed while"),
     ):
         checkpointer.save("step_2", weights(9.0))
-    assert float(holdfast.open(tmp_path / "step_2")["model/w"][0]) == 7.0
+    assert float(rankless.open(tmp_path / "step_2")["model/w"][0]) == 7.0
     assert not hidden(tmp_path)
 
 
@@ -181,12 +181,12 @@ def test_saves_of_other_runs_do_not_look_for_old_checkpoints(tmp_path: Path) -> 
     corrupt_model_of_step(tmp_path / "run", 2)
 
     def removes_old(run: str) -> bool:
-        with holdfast.trace(tmp_path / "trace.json"):
-            holdfast.save_checkpoint(tmp_path / run, "step_2", weights(2.0))
+        with rankless.trace(tmp_path / "trace.json"):
+            rankless.save_checkpoint(tmp_path / run, "step_2", weights(2.0))
         return "removing old checkpoints" in {each.name for each in ChromeTrace(tmp_path / "trace.json").slices}
 
     with process():
-        holdfast.load_checkpoint(tmp_path / "run", model=weights(-1.0))
+        rankless.load_checkpoint(tmp_path / "run", model=weights(-1.0))
         assert not removes_old("other")
         assert removes_old("run")
 
@@ -197,7 +197,7 @@ def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
     checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
     with (
-        mock.patch("holdfast.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("rankless.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         checkpointer.save("step_2", weights(9.0))

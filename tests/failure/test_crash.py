@@ -29,7 +29,7 @@ from campaigns.crash.recorder import Recorder
 from campaigns.crash.recording import record_scenario
 from campaigns.crash.scenarios import SCENARIOS, Scenario
 from campaigns.crash.state_check import check_states
-from holdfast.storage.posix import make_durable_directory
+from rankless.storage.posix import make_durable_directory
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import SHARDS_UNEVENLY
 

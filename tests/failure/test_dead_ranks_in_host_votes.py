@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from campaigns.common.fork_server import CONTEXT
-from holdfast.engine.comm.host_vote_channel import HostVoteChannel
-from holdfast.engine.comm.session import Session
-from holdfast.errors import HoldfastError
+from rankless.engine.comm.host_vote_channel import HostVoteChannel
+from rankless.engine.comm.session import Session
+from rankless.errors import RanklessError
 from tests.helpers.simulated_hosts import open_session, simulated_host
 
 TIMEOUT = 4.0
@@ -45,7 +45,7 @@ def live(
             session.run_on_all("writing", lambda: None)
             session.run_on_all("committing", lambda: None)
             pipe.send(("no error", 0.0))
-        except HoldfastError as error:
+        except RanklessError as error:
             pipe.send((f"{type(error).__name__}: {error}", time.monotonic() - started))
     os._exit(0)
 

@@ -17,13 +17,13 @@ def test_the_exit_status_of_torchrun_tells_how_a_job_has_ended(ending: Ending) -
 
 def test_a_failure_that_nobody_asked_for_is_logged_and_is_the_exit_status(tmp_path: Path) -> None:
     code = """
-import atexit, logging, sys, torch, holdfast, holdfast.save.shard_writer
-from holdfast.errors import StorageError
+import atexit, logging, sys, torch, rankless, rankless.save.shard_writer
+from rankless.errors import StorageError
 def fail(*_):
     raise StorageError(28, "the disk is full")
-holdfast.save.shard_writer.write_file_ranges = fail
+rankless.save.shard_writer.write_file_ranges = fail
 print("this is flushed", end="")
-holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True)
+rankless.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True)
 atexit.register(lambda: print(", and this is called", end=""))
 """
     job = subprocess.run(
@@ -37,18 +37,18 @@ atexit.register(lambda: print(", and this is called", end=""))
 
 SPAWNED = """
 import sys, torch, torch.multiprocessing as mp, torch.distributed as dist
-import holdfast, holdfast.save.shard_writer
-from holdfast.errors import StorageError
+import rankless, rankless.save.shard_writer
+from rankless.errors import StorageError
 def rank(number, path, port):
     store = dist.TCPStore("127.0.0.1", port, 2, number == 0)
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
-    holdfast.save_checkpoint(path, "a", {"w": torch.ones(4)})
-    holdfast.load_checkpoint(path, model={"w": torch.ones(4)})
+    rankless.save_checkpoint(path, "a", {"w": torch.ones(4)})
+    rankless.load_checkpoint(path, model={"w": torch.ones(4)})
     if sys.argv[3] == "fail":
         def fail(*_):
             raise StorageError(28, "the disk is full")
-        holdfast.save.shard_writer.write_file_ranges = fail
-    holdfast.save_checkpoint(path, "b", {"w": torch.ones(4)}, async_save=True)
+        rankless.save.shard_writer.write_file_ranges = fail
+    rankless.save_checkpoint(path, "b", {"w": torch.ones(4)}, async_save=True)
 if __name__ == "__main__":
     mp.spawn(rank, (sys.argv[1], int(sys.argv[2])), nprocs=2)
 """
@@ -72,18 +72,18 @@ def test_spawned_ranks_commit_their_last_save_or_fail(tmp_path: Path, outcome: s
     [
         "sys.stderr.close()",
         "sys.stdout.close(); sys.stderr.close()",
-        "logging.getLogger('holdfast').addHandler(type('Broken', (logging.Handler,), {'emit': lambda *_: 1 / 0})())",
+        "logging.getLogger('rankless').addHandler(type('Broken', (logging.Handler,), {'emit': lambda *_: 1 / 0})())",
         "logging.shutdown()",
     ],
 )
 def test_an_unreported_failure_is_the_exit_status_whatever_became_of_the_log(tmp_path: Path, odd: str) -> None:
     code = f"""
-import logging, sys, torch, holdfast, holdfast.save.shard_writer
-from holdfast.errors import StorageError
+import logging, sys, torch, rankless, rankless.save.shard_writer
+from rankless.errors import StorageError
 def fail(*_):
     raise StorageError(28, "the disk is full")
-holdfast.save.shard_writer.write_file_ranges = fail
-handle = holdfast.save_checkpoint(sys.argv[1], "s", {{"w": torch.ones(1)}}, async_save=True)
+rankless.save.shard_writer.write_file_ranges = fail
+handle = rankless.save_checkpoint(sys.argv[1], "s", {{"w": torch.ones(1)}}, async_save=True)
 while not handle.done():
     pass
 {odd}
@@ -95,8 +95,8 @@ while not handle.done():
 def test_a_save_in_an_early_function_of_atexit_is_committed(tmp_path: Path) -> None:
     code = """
 import atexit, sys
-atexit.register(lambda: holdfast.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True))
-import torch, holdfast, holdfast.api
+atexit.register(lambda: rankless.save_checkpoint(sys.argv[1], "s", {"w": torch.ones(1)}, async_save=True))
+import torch, rankless, rankless.api
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True)
     assert (tmp_path / "run/s/manifest.json").is_file()

@@ -11,7 +11,7 @@ from campaigns.common import interruption
 from campaigns.faults import fault_trial
 from campaigns.faults.cases import FAULTY_CALLS, FaultyCall
 from campaigns.faults.fault_trial import Tally
-from holdfast.errors import StorageError
+from rankless.errors import StorageError
 from tests.helpers.pool import Ranks
 
 

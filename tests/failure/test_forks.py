@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-import holdfast.errors
-from holdfast.engine.io.write import write_file_ranges
-from holdfast.process.gc_pause import gc_paused
-from holdfast.storage.file_lock import FileLock
+import rankless
+import rankless.errors
+from rankless.engine.io.write import write_file_ranges
+from rankless.process.gc_pause import gc_paused
+from rankless.storage.file_lock import FileLock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -48,7 +48,7 @@ def writing_stopped() -> Iterator[threading.Event]:
         go_on.wait(30)
         return result
 
-    with mock.patch("holdfast.save.shard_writer.write_file_ranges", write):
+    with mock.patch("rankless.save.shard_writer.write_file_ranges", write):
         yield go_on
 
 
@@ -63,7 +63,7 @@ def open_files_below(folder: Path) -> list[str]:
 @contextmanager
 def files_open(folder: Path) -> Iterator[None]:
     """A save whose files are open: it is in the middle of its writing."""
-    from holdfast.engine.io import write
+    from rankless.engine.io import write
 
     fill, is_filling, go_on = write.copy_and_hash, threading.Event(), threading.Event()
 
@@ -73,13 +73,13 @@ def files_open(folder: Path) -> Iterator[None]:
         return fill(*arguments)
 
     with mock.patch.object(write, "copy_and_hash", stop):
-        holdfast.save_checkpoint(folder, "s", {"w": torch.ones(2**20)}, async_save=True)
+        rankless.save_checkpoint(folder, "s", {"w": torch.ones(2**20)}, async_save=True)
         assert is_filling.wait(10)
         try:
             yield
         finally:
             go_on.set()
-            holdfast.finalize()
+            rankless.finalize()
 
 
 def test_a_forked_worker_has_no_file_of_the_save_open(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_forked_worker_has_no_file_of_the_save_open(tmp_path: Path) -> None:
         assert open_files_below(tmp_path)
         assert run_in_fork(lambda: open_files_below(tmp_path)) == []
         assert open_files_below(tmp_path)
-    assert holdfast.open(tmp_path)["model/w"].sum() == 2**20
+    assert rankless.open(tmp_path)["model/w"].sum() == 2**20
 
 
 def test_a_forked_worker_does_not_hold_the_lock_and_does_not_release_it(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_lock_is_released_though_another_process_has_its_descriptor(tmp_path: 
 def test_a_worker_that_is_forked_during_the_copy_steps_and_finalizes_without_waiting(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    from holdfast.engine.io import staging
+    from rankless.engine.io import staging
 
     copy, is_copying, go_on = staging._copy_chunk, threading.Event(), threading.Event()
 
@@ -130,22 +130,22 @@ def test_a_worker_that_is_forked_during_the_copy_steps_and_finalizes_without_wai
         own = torch.nn.Parameter(torch.ones(2))
         own.grad = torch.ones(2)  # torch may refuse backward() in a forked process
         torch.optim.SGD([own], lr=0.1).step()
-        holdfast.finalize()
+        rankless.finalize()
         return "stepped"
 
     with mock.patch.object(staging, "_copy_chunk", stop):
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer, async_save=True, staging="overlapped")
         assert is_copying.wait(10)
         try:
             assert run_in_fork(step) == "stepped"
         finally:
             go_on.set()
-    holdfast.finalize()
-    assert holdfast.has_checkpoint(tmp_path)
+    rankless.finalize()
+    assert rankless.has_checkpoint(tmp_path)
 
 
 def test_a_forked_process_saves_by_itself(tmp_path: Path) -> None:
-    checkpointer = holdfast.RunDirectory(tmp_path / "run", async_save=True)
+    checkpointer = rankless.RunDirectory(tmp_path / "run", async_save=True)
 
     def save() -> list[str]:
         checkpointer.save("forked", {"w": torch.zeros(3)}).wait()
@@ -154,7 +154,7 @@ def test_a_forked_process_saves_by_itself(tmp_path: Path) -> None:
     with writing_stopped() as go_on:
         checkpointer.save("own", {"w": torch.ones(3)})
         time.sleep(0.1)
-        with mock.patch("holdfast.save.shard_writer.write_file_ranges", write_file_ranges):
+        with mock.patch("rankless.save.shard_writer.write_file_ranges", write_file_ranges):
             assert run_in_fork(save) == ["forked"]
         go_on.set()
         checkpointer.finalize()
@@ -164,34 +164,34 @@ def test_a_forked_process_saves_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_a_process_that_a_listener_forks_and_ends_leaves_the_save_alone(tmp_path: Path, mode: str) -> None:
     code = """
-import os, sys, torch, holdfast
+import os, sys, torch, rankless
 forked = []
 def listen(event):
-    if not forked and isinstance(event, holdfast.Progress):
+    if not forked and isinstance(event, rankless.Progress):
         forked.append(os.fork())
         if not forked[0]:
             sys.exit(0)  # which unwinds the save
         os.waitpid(forked[0], 0)
 state, in_background = {"w": torch.ones(100)}, sys.argv[2] == "asynchronous"
-holdfast.save_checkpoint(sys.argv[1], "s", state, on_event=listen, async_save=in_background)
-holdfast.finalize()
+rankless.save_checkpoint(sys.argv[1], "s", state, on_event=listen, async_save=in_background)
+rankless.finalize()
 """
     command = [sys.executable, "-c", code, str(tmp_path), mode]
     job = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert job.returncode == 0, job.stderr
-    assert holdfast.open(tmp_path)["model/w"].sum() == 100
+    assert rankless.open(tmp_path)["model/w"].sum() == 100
 
 
 def test_a_forked_process_cannot_wait_for_the_save_and_collects_garbage_again(tmp_path: Path) -> None:
     def look() -> tuple[str, bool]:
         try:
             handle.wait()
-        except holdfast.errors.StateError as error:
+        except rankless.errors.StateError as error:
             return str(error), gc.isenabled()
         return "", gc.isenabled()
 
     with writing_stopped() as go_on:
-        handle = holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, async_save=True)
+        handle = rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(3)}, async_save=True)
         with gc_paused():
             message, collects = run_in_fork(look)
         go_on.set()

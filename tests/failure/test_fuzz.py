@@ -13,7 +13,7 @@ import pytest
 
 from campaigns.fuzz.campaign import Fuzzer
 from campaigns.fuzz.read_check import ReadChecker
-from holdfast.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError
 
 
 def test_changed_checkpoints_are_read_or_refused(tmp_path: Path) -> None:

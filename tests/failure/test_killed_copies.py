@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
+import rankless
 from campaigns.common.fork_server import CONTEXT
-from holdfast.engine.io.copy_exchange import CopyExchange
+from rankless.engine.io.copy_exchange import CopyExchange
 
 TIMEOUT = 5.0
 
@@ -48,8 +48,8 @@ def copy_until_killed(pipe: Connection, port: int, rank: int, victim: int, messa
     CopyExchange._begin = begin_or_die
     started = time.monotonic()
     try:
-        holdfast.copy_state(state, sources=[0, 1], timeout=TIMEOUT)
-    except holdfast.HoldfastError as error:
+        rankless.copy_state(state, sources=[0, 1], timeout=TIMEOUT)
+    except rankless.RanklessError as error:
         is_unchanged = rank == 2 or all(bool((tensor == 3).all()) for tensor in state.values())
         pipe.send(Survivor(type(error).__name__, str(error), time.monotonic() - started, is_unchanged))
     else:

@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast import api
-from holdfast.engine.io.checkpoint_files import CheckpointFiles
-from holdfast.load import tier_hosts
-from holdfast.storage import mapped_file
-from holdfast.tier.catalog import OfferedGeneration, list_offers
-from holdfast.tier.epochs import name_job
-from holdfast.tier.folder import TierFolder
+import rankless
+from rankless import api
+from rankless.engine.io.checkpoint_files import CheckpointFiles
+from rankless.load import tier_hosts
+from rankless.storage import mapped_file
+from rankless.tier.catalog import OfferedGeneration, list_offers
+from rankless.tier.epochs import name_job
+from rankless.tier.folder import TierFolder
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
@@ -29,8 +29,8 @@ from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 NEVER = 10**6
 
 
-def open_run(base: Path, **options: Any) -> holdfast.RunDirectory:
-    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / "tier", **options))
+def open_run(base: Path, **options: Any) -> rankless.RunDirectory:
+    return rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / "tier", **options))
 
 
 def load_step(base: Path) -> float:
@@ -38,9 +38,9 @@ def load_step(base: Path) -> float:
     return load_newest_step(open_run(base))
 
 
-def open_continued(base: Path) -> holdfast.RunDirectory:
+def open_continued(base: Path) -> rankless.RunDirectory:
     directory = open_run(base, drain_every=NEVER)
-    with suppress(holdfast.NoCheckpointError):
+    with suppress(rankless.NoCheckpointError):
         directory.restore(None, state_of(-1))
         directory.wait()
     return directory
@@ -61,10 +61,10 @@ def test_a_job_may_load_with_other_options_than_it_saves_with(tmp_path: Path) ->
 
 
 def _load_by_folder_and_save(base: Path) -> None:
-    holdfast.restore(base / "run", None, state_of(-1), local=str(base / "tier"))
+    rankless.restore(base / "run", None, state_of(-1), local=str(base / "tier"))
     for step in (5, 6):
-        local = holdfast.LocalTier(base / "tier", drain_every=NEVER)
-        holdfast.save_checkpoint(base / "run", f"step_{step}", state_of(step), step=step, local=local)
+        local = rankless.LocalTier(base / "tier", drain_every=NEVER)
+        rankless.save_checkpoint(base / "run", f"step_{step}", state_of(step), step=step, local=local)
     api._defaults.clear()
 
 
@@ -72,7 +72,7 @@ def _load_by_folder_and_save(base: Path) -> None:
 # Saves that the tier has no memory for
 
 
-def save_without_memory(directory: holdfast.RunDirectory, step: int) -> None:
+def save_without_memory(directory: rankless.RunDirectory, step: int) -> None:
     """Save a larger state, for which a slot would have to be enlarged."""
     with (
         mock.patch.object(mapped_file, "count_free_bytes", return_value=10),
@@ -123,7 +123,7 @@ def _begin_without_memory(base: Path) -> None:
 def test_a_tag_that_was_saved_without_the_tier_is_taken(tmp_path: Path) -> None:
     directory = open_run(tmp_path, drain_every=NEVER)
     save_without_memory(directory, 1)
-    with pytest.raises(holdfast.TagExistsError):
+    with pytest.raises(rankless.TagExistsError):
         save_steps(directory, 1)
 
 
@@ -154,8 +154,8 @@ def test_a_run_directory_that_loses_its_epochs_does_not_make_old_generations_the
 
 
 def test_a_tag_is_free_again_after_its_checkpoint_was_removed(tmp_path: Path) -> None:
-    local = holdfast.LocalTier(tmp_path / "tier")
-    directory = holdfast.RunDirectory(tmp_path / "run", keep=1, local=local)
+    local = rankless.LocalTier(tmp_path / "tier")
+    directory = rankless.RunDirectory(tmp_path / "run", keep=1, local=local)
     save_steps(directory, 1, 2, 1)
     assert [info.tag for info in directory.list()] == ["step_1"]
 
@@ -188,7 +188,7 @@ def _save_and_wait_for_other_job(base: Path) -> str:
     try:
         for step in (14, 15, 16):
             directory.save(f"step_{step}", state_of(step), step=step)
-    except holdfast.StateError as error:
+    except rankless.StateError as error:
         return str(error)
     return ""
 
@@ -212,7 +212,7 @@ def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path
     assert older._tier is not None
     job = older._tier.job
     older._tier.folder.take_over(name_job(99, "a"))
-    with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+    with pytest.raises(rankless.StateError, match="another job has continued the run"):
         save_steps(older, 4)
     assert older._tier.job == job
     assert run_killed_job(load_step, tmp_path) == 3
@@ -221,14 +221,14 @@ def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path
 def test_an_older_job_publishes_nothing_that_it_was_about_to_drain(tmp_path: Path) -> None:
     slow = SlowDrains("finalize")
     with slow.patch:
-        directory = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
+        directory = rankless.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
         directory.save("step_1", state_of(1), step=1)
         assert slow.is_reached.wait(60)
         assert run_killed_job(_begin_to_load, tmp_path) == 1
         slow.is_released.set()
-        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        with pytest.raises(rankless.StateError, match="another job has continued the run"):
             directory.wait()
-    assert holdfast.list_checkpoints(tmp_path / "run") == []
+    assert rankless.list_checkpoints(tmp_path / "run") == []
     assert run_killed_job(load_step, tmp_path) == 1
 
 
@@ -242,7 +242,7 @@ def test_a_job_does_not_overwrite_what_it_has_loaded_before_that_is_drained(tmp_
         slow.is_released.set()
         directory.wait()
     state = state_of(-1)
-    holdfast.restore(tmp_path / "run", "step_3", state)
+    rankless.restore(tmp_path / "run", "step_3", state)
     assert torch.equal(state["w"], state_of(3)["w"])
 
 
@@ -278,7 +278,7 @@ def _be_killed_before_a_rename(base: Path, step: int) -> None:
     directory = open_continued(base)
     save_steps(directory, step)
     failure = RuntimeError("killed")  # no error of storage, after which the draft would be removed
-    with mock.patch("holdfast.storage.atomic_rename.replace_file", side_effect=failure), pytest.raises(RuntimeError):
+    with mock.patch("rankless.storage.atomic_rename.replace_file", side_effect=failure), pytest.raises(RuntimeError):
         save_steps(directory, step + 100)
 
 
@@ -300,7 +300,7 @@ def test_a_job_removes_what_dead_ones_have_reserved_before_it_looks(tmp_path: Pa
 def test_a_table_that_cannot_be_read_now_costs_no_bytes(tmp_path: Path) -> None:
     run_killed_job(job_that_saves, tmp_path, 1, 2)
     folder = TierFolder.open(tmp_path / "tier", tmp_path / "run")
-    failure = holdfast.StorageError(errno.EMFILE, "too many open files")
+    failure = rankless.StorageError(errno.EMFILE, "too many open files")
     with mock.patch.object(TierFolder, "read_part", side_effect=failure):
         folder.remove_abandoned_slots()
     assert load_step(tmp_path) == 2
@@ -325,14 +325,14 @@ def test_a_job_begins_in_a_folder_whose_memory_is_full(tmp_path: Path) -> None:
 def test_the_retention_policy_holds_for_what_is_drained_at_loads_and_at_the_end(tmp_path: Path) -> None:
     for step in range(6):
         run_killed_job(_save_last_step, tmp_path, step, step % 2 == 0)
-    kept = {info.tag for info in holdfast.list_checkpoints(tmp_path / "run")}
+    kept = {info.tag for info in rankless.list_checkpoints(tmp_path / "run")}
     assert len(kept) <= 2
 
 
 def _save_last_step(base: Path, step: int, ends_well: bool) -> None:
-    local = holdfast.LocalTier(base / "tier", drain_every=NEVER)
-    directory = holdfast.RunDirectory(base / "run", keep=2, local=local)
-    with suppress(holdfast.NoCheckpointError):
+    local = rankless.LocalTier(base / "tier", drain_every=NEVER)
+    directory = rankless.RunDirectory(base / "run", keep=2, local=local)
+    with suppress(rankless.NoCheckpointError):
         directory.restore(None, state_of(-1))
         directory.wait()
     save_steps(directory, step)

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import RankFailedError, SpaceShortageError
-from holdfast.load import tier_hosts
-from holdfast.run.staging_dir import StagingDirectory
-from holdfast.save.folder_tier_save import FolderTierSave
-from holdfast.save.generation_drain import GenerationDrain
-from holdfast.tier import state
-from holdfast.tier.copies import PartCopies
-from holdfast.tier.epochs import find_newest_epoch
-from holdfast.tier.state import TierState
+import rankless
+from rankless.errors import RankFailedError, SpaceShortageError
+from rankless.load import tier_hosts
+from rankless.run.staging_dir import StagingDirectory
+from rankless.save.folder_tier_save import FolderTierSave
+from rankless.save.generation_drain import GenerationDrain
+from rankless.tier import state
+from rankless.tier.copies import PartCopies
+from rankless.tier.epochs import find_newest_epoch
+from rankless.tier.state import TierState
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pool import Ranks
 from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
@@ -34,8 +34,8 @@ from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 NEVER = 10**6
 
 
-def open_run(base: Path, **options: Any) -> holdfast.RunDirectory:
-    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / "tier", drain_every=NEVER, **options))
+def open_run(base: Path, **options: Any) -> rankless.RunDirectory:
+    return rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / "tier", drain_every=NEVER, **options))
 
 
 def load_step(base: Path) -> float:
@@ -45,7 +45,7 @@ def load_step(base: Path) -> float:
 
 def job_that_saves(base: Path, *steps: int) -> None:
     directory = open_run(base)
-    with suppress(holdfast.NoCheckpointError):
+    with suppress(rankless.NoCheckpointError):
         directory.restore(None, state_of(-1))
         directory.wait()
     save_steps(directory, *steps)
@@ -73,7 +73,7 @@ def test_a_load_that_was_stopped_while_another_job_went_on_takes_nothing_from_it
     run_killed_job(job_that_saves, tmp_path, 1, 2)
     with (
         stopped_before(owner, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
-        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+        pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         open_run(tmp_path).restore(None, state_of(-1))
     assert run_killed_job(load_step, tmp_path) == 4
@@ -84,11 +84,11 @@ def test_a_first_save_that_was_stopped_while_another_job_went_on_takes_nothing_f
     tmp_path: Path, name: str
 ) -> None:
     directory = open_run(tmp_path)
-    with pytest.raises(holdfast.NoCheckpointError):
+    with pytest.raises(rankless.NoCheckpointError):
         directory.restore(None, state_of(-1))
     with (
         stopped_before(TierState, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
-        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+        pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         save_steps(directory, 1)
     assert run_killed_job(load_step, tmp_path) == 4
@@ -102,7 +102,7 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
     def save_more() -> None:
         try:
             save_steps(older, 3, 4, 5)
-        except holdfast.StateError as error:
+        except rankless.StateError as error:
             refused.append(str(error))
 
     listed = tier_hosts.list_offers
@@ -124,25 +124,25 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
 
 
 def test_from_the_beginning_of_a_load_an_earlier_job_drains_nothing(tmp_path: Path) -> None:
-    older = holdfast.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
+    older = rankless.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
     older.save("step_1", state_of(1), step=1)
     older.wait()
     with stopped_before(FolderTierSave, "_publish_checkpoint", lambda: run_killed_job(_fail_to_load, tmp_path)):
         older.save("step_2", state_of(2), step=2)
-        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        with pytest.raises(rankless.StateError, match="another job has continued the run"):
             older.wait()
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1"]
 
 
 def _fail_to_load(base: Path) -> None:
-    with pytest.raises(holdfast.MismatchError):
+    with pytest.raises(rankless.MismatchError):
         open_run(base).restore(None, {"other": torch.zeros(3)})
 
 
 def test_a_job_goes_on_after_a_load_that_failed(tmp_path: Path) -> None:
     directory = open_run(tmp_path)
     save_steps(directory, 1, 2)
-    with pytest.raises(holdfast.MismatchError):
+    with pytest.raises(rankless.MismatchError):
         directory.restore(None, {"other": torch.zeros(3)})
     save_steps(directory, 3)
     directory.finalize()
@@ -164,9 +164,9 @@ def test_a_job_in_a_run_directory_without_epochs_takes_over_the_folder_of_a_late
 # Copies that fail
 
 
-def _open_with_copies(base: str) -> holdfast.RunDirectory:
-    local = holdfast.LocalTier(f"{base}/host{dist.get_rank()}", copies=1, drain_every=NEVER)
-    return holdfast.RunDirectory(f"{base}/run", local=local)
+def _open_with_copies(base: str) -> rankless.RunDirectory:
+    local = rankless.LocalTier(f"{base}/host{dist.get_rank()}", copies=1, drain_every=NEVER)
+    return rankless.RunDirectory(f"{base}/run", local=local)
 
 
 def _save_and_fail_to_copy(base: str, error: type[Exception], failing: list[int], last: int) -> None:
@@ -213,8 +213,8 @@ def test_copies_that_find_no_memory_leave_no_older_generation_that_takes_it(rank
 # A checkpoint that an earlier job publishes when another one has gone on
 
 
-def _open_on_host(base: Path, host: str, **options: Any) -> holdfast.RunDirectory:
-    return holdfast.RunDirectory(base / "run", local=holdfast.LocalTier(base / host, **options))
+def _open_on_host(base: Path, host: str, **options: Any) -> rankless.RunDirectory:
+    return rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / host, **options))
 
 
 def _load_and_save_on_other_host(base: Path, *steps: int) -> None:
@@ -237,10 +237,10 @@ def test_what_an_earlier_job_publishes_late_is_withdrawn(tmp_path: Path) -> None
     save_steps(directory, 2, 3, 4, 5)
     with (
         stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
-        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+        pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         save_steps(directory, 6)
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1"]
     assert run_killed_job(_load_on_other_host, tmp_path) == 20
 
 
@@ -250,10 +250,10 @@ def test_what_an_earlier_job_replaces_late_gets_its_name_back(tmp_path: Path) ->
     directory.save("last", state_of(2), step=2, overwrite=True)
     with (
         stopped_before(StagingDirectory, "replace", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
-        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+        pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         directory.save("last", state_of(3), step=3, overwrite=True, forced=True)
-    assert [(info.tag, info.step) for info in holdfast.list_checkpoints(tmp_path / "run")] == [("last", 1)]
+    assert [(info.tag, info.step) for info in rankless.list_checkpoints(tmp_path / "run")] == [("last", 1)]
     assert run_killed_job(_load_on_other_host, tmp_path) == 20
 
 
@@ -264,9 +264,9 @@ def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: 
     ):
         directory = _open_on_host(tmp_path, "host")
         assert directory.restore(None, state_of(-1)).step == 3
-        with pytest.raises(holdfast.StateError, match="another job has continued the run"):
+        with pytest.raises(rankless.StateError, match="another job has continued the run"):
             directory.wait()
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_1"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1"]
     assert run_killed_job(_load_on_other_host, tmp_path) == 20
 
 
@@ -276,7 +276,7 @@ def test_a_job_that_was_replaced_right_after_its_load_says_so(tmp_path: Path) ->
     directory = open_run(tmp_path)
     with (
         stopped_before(GenerationDrain, "_map_parts", lambda: run_killed_job(job_that_saves, tmp_path, 2, 3)),
-        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+        pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         directory.restore(None, state_of(-1))
     assert run_killed_job(load_step, tmp_path) == 3
@@ -293,13 +293,13 @@ def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Pa
     save_steps(directory, 1)
     with (
         stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_begin_from_tier, tmp_path)),
-        pytest.raises(holdfast.StateError, match="another job has continued the run"),
+        pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         directory.save("step_2", state_of(2), step=2, forced=True)
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["step_2"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_2"]
 
 
 def _begin_from_tier(base: Path) -> None:
     """Load step 2, and be killed before it is drained."""
-    with mock.patch.object(GenerationDrain, "_drain", side_effect=holdfast.StateError("killed")):
+    with mock.patch.object(GenerationDrain, "_drain", side_effect=rankless.StateError("killed")):
         assert open_run(base).restore(None, state_of(-1)).step == 2

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.prune import prune
-from holdfast.engine.io import upload_parts
-from holdfast.errors import CorruptCheckpointError, HoldfastError, InvalidArgumentError, StorageError
-from holdfast.run import cleanup, object_removal, pointers
-from holdfast.storage.http import connection
-from holdfast.storage.http.connection import Address, HttpRequest, HttpResponse
+import rankless
+from rankless.cli.prune import prune
+from rankless.engine.io import upload_parts
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, RanklessError, StorageError
+from rankless.run import cleanup, object_removal, pointers
+from rankless.storage.http import connection
+from rankless.storage.http.connection import Address, HttpRequest, HttpResponse
 from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
@@ -81,7 +81,7 @@ class TestUnreadablePointers:
         fake.on_request = answer_to("get", ".tags/s1/", answer)
         try:
             cleanup.clean_up(run_path())
-        except HoldfastError as error:
+        except RanklessError as error:
             assert "s1" in str(error)
         stop_answers(fake)
         assert fake.objects.keys() == objects.keys()
@@ -101,7 +101,7 @@ class TestUnreadablePointers:
 
     def test_a_save_keeps_its_files_if_the_pointer_is_read_back_as_a_page(self, fake: FakeStore) -> None:
         fake.on_request = answer_to("get", ".tags/s3/", PAGE)
-        with pytest.raises(HoldfastError):
+        with pytest.raises(RanklessError):
             save(3)
         stop_answers(fake)
         assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
@@ -134,8 +134,8 @@ class TestAzure:
     @pytest.mark.parametrize("status", [200, 204])
     def test_a_page_of_a_proxy_is_no_write(self, azure: FakeAzure, status: int) -> None:
         azure.on_request = Answers(HttpResponse(status, {"content-length": "0"}), kind="put")
-        holdfast.add_metrics(run_path(), "s1", {"loss": 1.0})
-        assert holdfast.open(run_path(), "s1").metrics == {"loss": 1.0}
+        rankless.add_metrics(run_path(), "s1", {"loss": 1.0})
+        assert rankless.open(run_path(), "s1").metrics == {"loss": 1.0}
 
     def test_a_save_that_fails_reports_why_although_its_abort_gets_a_wrong_answer(self, azure: FakeAzure) -> None:
         def refuse_all(request: Any, stage: str) -> HttpResponse | None:
@@ -163,7 +163,7 @@ class TestAzure:
 
     def test_the_source_of_tokens_is_kept_unless_a_token_is_refused(self, azure: FakeAzure) -> None:
         made = []
-        source = "holdfast.storage.azure.signing._default_token_function"
+        source = "rankless.storage.azure.signing._default_token_function"
         with mock.patch(source, side_effect=lambda: made.append(1) or (lambda: "t")):
             store = azure.store_at("http://tokens", credentials=None)
             for number in range(20):
@@ -172,14 +172,14 @@ class TestAzure:
 
 
 SECRETS: list[Callable[[], object]] = [
-    lambda: holdfast.Azure("account", credentials="sv=1&sig=SECRET\x01"),
-    lambda: holdfast.Azure("account", endpoint="https://account.blob.core.windows.net/?sv=1&sig=SECRET"),
-    lambda: holdfast.Azure("account", endpoint="account.blob.core.windows.net?sig=SECRET"),
-    lambda: holdfast.S3(endpoint="https://user:SECRET@host"),
-    lambda: holdfast.GCS(endpoint="https://user:SECRET@host"),
-    lambda: holdfast.GCS(credentials='{"private_key": "SECRET"}'),
-    lambda: holdfast.GCS(credentials={"private_key": "SECRET"}),  # type: ignore[arg-type]
-    lambda: holdfast.S3(headers={"x-amz-server-side-encryption-customer-key": "SECRET\n"}),  # type: ignore[arg-type]
+    lambda: rankless.Azure("account", credentials="sv=1&sig=SECRET\x01"),
+    lambda: rankless.Azure("account", endpoint="https://account.blob.core.windows.net/?sv=1&sig=SECRET"),
+    lambda: rankless.Azure("account", endpoint="account.blob.core.windows.net?sig=SECRET"),
+    lambda: rankless.S3(endpoint="https://user:SECRET@host"),
+    lambda: rankless.GCS(endpoint="https://user:SECRET@host"),
+    lambda: rankless.GCS(credentials='{"private_key": "SECRET"}'),
+    lambda: rankless.GCS(credentials={"private_key": "SECRET"}),  # type: ignore[arg-type]
+    lambda: rankless.S3(headers={"x-amz-server-side-encryption-customer-key": "SECRET\n"}),  # type: ignore[arg-type]
 ]
 
 
@@ -193,14 +193,14 @@ class TestArguments:
     def test_the_text_of_a_store_contains_no_secret(self) -> None:
         headers: Any = {"x-amz-server-side-encryption-customer-key": "SECRET"}
         for store in (
-            holdfast.S3(headers=headers, credentials=("key", "SECRET")),
-            holdfast.GCS(headers=headers),
-            holdfast.Azure("account", headers=headers, credentials="sv=1&sig=SECRET"),
+            rankless.S3(headers=headers, credentials=("key", "SECRET")),
+            rankless.GCS(headers=headers),
+            rankless.Azure("account", headers=headers, credentials="sv=1&sig=SECRET"),
         ):
             assert "SECRET" not in repr(store)
 
     def test_a_signature_from_a_file_may_end_with_a_line_break(self) -> None:
-        assert holdfast.Azure("account", credentials="?sv=1&sig=abc\n").credentials == "?sv=1&sig=abc"
+        assert rankless.Azure("account", credentials="?sv=1&sig=abc\n").credentials == "?sv=1&sig=abc"
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -212,23 +212,23 @@ class TestArguments:
         ],
     )
     def test_an_argument_that_cannot_be_used_is_named(self, name: str, value: object) -> None:
-        for make in (holdfast.S3, holdfast.GCS, lambda **options: holdfast.Azure("account", **options)):
+        for make in (rankless.S3, rankless.GCS, lambda **options: rankless.Azure("account", **options)):
             with pytest.raises(InvalidArgumentError, match="header" if name == "headers" else name):
                 make(**{name: value})
 
     def test_headers_may_be_a_list_of_pairs(self) -> None:
-        store = holdfast.S3(headers=[("X-Amz-Storage-Class", "GLACIER_IR")])  # type: ignore[arg-type]
+        store = rankless.S3(headers=[("X-Amz-Storage-Class", "GLACIER_IR")])  # type: ignore[arg-type]
         assert store.headers == (("x-amz-storage-class", "GLACIER_IR"),)
-        assert hash(store) == hash(holdfast.S3(headers={"x-amz-storage-class": "GLACIER_IR"}))  # type: ignore[arg-type]
+        assert hash(store) == hash(rankless.S3(headers={"x-amz-storage-class": "GLACIER_IR"}))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("account", [None, "", "a/b"])
     def test_an_account_is_a_name(self, account: Any) -> None:
         with pytest.raises(InvalidArgumentError, match="account"):
-            holdfast.Azure(account)
+            rankless.Azure(account)
 
     @pytest.mark.parametrize("token", [None, b"token", "to\nken", "t\xf6ken"])
     def test_a_token_is_a_text_of_one_line(self, token: Any) -> None:
-        for store in (holdfast.GCS(credentials=lambda: token), holdfast.Azure("account", credentials=lambda: token)):
+        for store in (rankless.GCS(credentials=lambda: token), rankless.Azure("account", credentials=lambda: token)):
             with pytest.raises(StorageError, match="must return a token") as error:
                 store.read_small(store.path(f"{BUCKET}/a"))
             assert "ken" not in str(error.value).replace("token", "")
@@ -251,7 +251,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up(sent: bytes) -> Non
 
         thread = threading.Thread(target=drip)
         thread.start()
-        store = holdfast.S3(
+        store = rankless.S3(
             f"http://127.0.0.1:{server.getsockname()[1]}", credentials=("k", "s"), timeout=0.2, retry_seconds=0
         )
         started = time.monotonic()
@@ -306,7 +306,7 @@ def test_an_answer_without_a_status_is_no_answer(first: bytes) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        store = holdfast.S3(f"http://127.0.0.1:{server.getsockname()[1]}", credentials=("k", "s"), timeout=10)
+        store = rankless.S3(f"http://127.0.0.1:{server.getsockname()[1]}", credentials=("k", "s"), timeout=10)
         assert store.read_small(store.path(f"{BUCKET}/a")) == b"ok"
         thread.join()
 
@@ -325,13 +325,13 @@ def test_first_parts_wait_for_their_headers_in_the_memory_of_the_tensors() -> No
     send_held = upload_parts.UploadedParts.send_held
     with fake.connected(), mock.patch.object(upload_parts.UploadedParts, "send_held", measure):
         path = fake.store_at("http://fake").path(f"{BUCKET}/run")
-        holdfast.save_checkpoint(path, "s", tensors, max_shard_size=2**20)
+        rankless.save_checkpoint(path, "s", tensors, max_shard_size=2**20)
     assert sum(held) == len(tensors)
 
 
 def test_a_dry_run_names_what_a_prune_would_remove(fake: FakeStore, capsys: pytest.CaptureFixture[str]) -> None:
     upload = run_path().store.create_upload(run_path() / f"s9.{16 * '0'}" / "model.safetensors", {})
-    with mock.patch("holdfast.cli.prune.parse_location", return_value=run_path()):
+    with mock.patch("rankless.cli.prune.parse_location", return_value=run_path()):
         for dry_run in (True, False):
             prune("run", None, remains=True, dry_run=dry_run, as_json=False)
             output = capsys.readouterr().out
@@ -349,4 +349,4 @@ def test_a_dry_run_names_what_a_prune_would_remove(fake: FakeStore, capsys: pyte
 )
 def test_the_url_of_an_unknown_store_is_refused_by_name(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="s3://"):
-        holdfast.list_checkpoints(url)
+        rankless.list_checkpoints(url)

@@ -11,9 +11,9 @@ from unittest import mock
 import msgspec
 import pytest
 
-import holdfast
-from holdfast import evaluation
-from holdfast.run import cleanup, lease
+import rankless
+from rankless import evaluation
+from rankless.run import cleanup, lease
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3
@@ -43,7 +43,7 @@ def pins(fake: FakeStore) -> list[str]:
 
 
 def test_a_pinned_checkpoint_stays_until_the_end_of_the_block(fake: FakeStore) -> None:
-    with holdfast.pin(run_path(), "s1") as checkpoint:
+    with rankless.pin(run_path(), "s1") as checkpoint:
         assert len(pins(fake)) == 1
         save(3, keep=1)
         assert check_all().keys() == {"s1", "s3"}
@@ -57,7 +57,7 @@ def test_a_pinned_checkpoint_stays_until_the_end_of_the_block(fake: FakeStore) -
 
 
 def test_a_pin_of_a_dead_process_ends_after_an_hour(fake: FakeStore) -> None:
-    with holdfast.pin(run_path(), "s1"):
+    with rankless.pin(run_path(), "s1"):
         (key,) = pins(fake)
         for age, kept in ((3500, {"s1", "s3"}), (3700, {"s3"})):
             renewed = msgspec.json.encode({"renewed": time.time() - age})
@@ -68,7 +68,7 @@ def test_a_pin_of_a_dead_process_ends_after_an_hour(fake: FakeStore) -> None:
 
 
 def test_a_pin_is_renewed_while_its_holder_lives(fake: FakeStore) -> None:
-    with mock.patch.object(lease, "_RENEWAL_SECONDS", 0.01), holdfast.pin(run_path(), "s1"):
+    with mock.patch.object(lease, "_RENEWAL_SECONDS", 0.01), rankless.pin(run_path(), "s1"):
         (key,) = pins(fake)
         before = fake.objects[key].data
         deadline = time.monotonic() + 30
@@ -78,14 +78,14 @@ def test_a_pin_is_renewed_while_its_holder_lives(fake: FakeStore) -> None:
 
 
 def test_an_open_checkpoint_has_its_tag_and_the_metrics_that_were_added(fake: FakeStore) -> None:
-    holdfast.add_metrics(run_path(), "s1", {"loss": 0.5})
-    checkpoint = holdfast.open(run_path(), "s1")
+    rankless.add_metrics(run_path(), "s1", {"loss": 0.5})
+    checkpoint = rankless.open(run_path(), "s1")
     assert (checkpoint.tag, checkpoint.metrics) == ("s1", {"loss": 0.5})
 
 
 def test_an_evaluator_in_a_loop_pins_what_it_reads(fake: FakeStore) -> None:
     seen = []
-    for checkpoint in holdfast.iterate_pinned(run_path(), timeout=0.5, poll_seconds=0.01):
+    for checkpoint in rankless.iterate_pinned(run_path(), timeout=0.5, poll_seconds=0.01):
         seen.append(checkpoint.tag)
         if len(seen) < 3:
             save(len(seen) + 2, keep=1)
@@ -108,8 +108,8 @@ def test_a_pin_waits_for_a_removal_that_stalls(fake: FakeStore) -> None:
     assert stalled.wait(30)
     with (
         mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001),
-        pytest.raises(holdfast.NoCheckpointError),
-        holdfast.pin(run_path(), "s1"),
+        pytest.raises(rankless.NoCheckpointError),
+        rankless.pin(run_path(), "s1"),
     ):
         pytest.fail("a checkpoint was pinned that is being removed")
     resumed.set()
@@ -125,7 +125,7 @@ def test_garbage_in_the_place_of_pointers_and_pins_stops_no_other_checkpoint(fak
     run.store.replace_small(run / f".s1.{16 * '0'}.{16 * '1'}.pin", content)
     model = state(0)
     with pytest.warns(UserWarning, match="corrupt"):
-        assert holdfast.restore(run, model={"net": model}).tag == "s1"
+        assert rankless.restore(run, model={"net": model}).tag == "s1"
     with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
         cleanup.clean_up(run)
     assert not pins(fake)
@@ -133,11 +133,11 @@ def test_garbage_in_the_place_of_pointers_and_pins_stops_no_other_checkpoint(fak
 
 def load_pinned() -> None:
     """Pin the oldest checkpoint, and read all of it. What was pinned must be there."""
-    with holdfast.pin(run_path(), "s1") as checkpoint:
+    with rankless.pin(run_path(), "s1") as checkpoint:
         model = state(0)
         try:
-            assert holdfast.restore(checkpoint.path, model={"net": model}).verified
-        except holdfast.HoldfastError as error:
+            assert rankless.restore(checkpoint.path, model={"net": model}).verified
+        except rankless.RanklessError as error:
             raise AssertionError("a pinned checkpoint cannot be read") from error
         assert {float(value) for tensor in model.values() for value in tensor} == {1.0}
 
@@ -172,6 +172,6 @@ def test_a_pin_and_a_removal_that_meet_anywhere_leave_a_whole_checkpoint_or_none
             fake.on_request = do_nothing
             where = (moment, results)
             assert results["retention"] is None, where
-            assert results["pin"] is None or isinstance(results["pin"], holdfast.NoCheckpointError), where
+            assert results["pin"] is None or isinstance(results["pin"], rankless.NoCheckpointError), where
             assert check_all()["s3"] == 3, where
             check_nothing_is_left(fake)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, HoldfastError, StorageError, TagExistsError
-from holdfast.run.cleanup import delete_checkpoints
-from holdfast.storage.http.connection import HttpResponse
+import rankless
+from rankless.errors import CorruptCheckpointError, RanklessError, StorageError, TagExistsError
+from rankless.run.cleanup import delete_checkpoints
+from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import FakeStore, disconnect
 from tests.helpers.fake_s3 import AWS, FakeS3, failure
 from tests.helpers.object_histories import (
@@ -51,7 +51,7 @@ class PausedCall:
     def _run(self) -> None:
         try:
             self._call()
-        except HoldfastError as error:
+        except RanklessError as error:
             self.error = error
 
     def resume(self) -> None:
@@ -64,7 +64,7 @@ def creates_pointer(request: Any) -> bool:
 
 
 def remove(tag: str) -> None:
-    list(delete_checkpoints([info for info in holdfast.list_checkpoints(run_path()) if info.tag == tag]))
+    list(delete_checkpoints([info for info in rankless.list_checkpoints(run_path()) if info.tag == tag]))
 
 
 class LostThenConflict:
@@ -91,7 +91,7 @@ def test_a_pointer_whose_answer_was_lost_before_a_conflict_is_found(fake: FakeSt
 def test_a_failure_after_the_commit_leaves_the_checkpoint(fake: FakeStore) -> None:
     """Also if the pointer was only found to be that of the save, because the store had said that it exists."""
     with (
-        mock.patch("holdfast.save.object_save.CheckpointInfo") as late,
+        mock.patch("rankless.save.object_save.CheckpointInfo") as late,
         mock.patch.object(type(fake.store_at("http://fake")), "create_object", _create_and_deny),
     ):
         late.of.side_effect = StorageError(5, "late")
@@ -149,9 +149,9 @@ def test_a_checkpoint_that_has_lost_its_files_does_not_hide_the_one_before(fake:
         del fake.objects[key]
     model = state(0)
     with pytest.warns(UserWarning, match=r"loaded 's1'.*s2 is corrupt"):
-        restored = holdfast.restore(run_path(), model={"net": model})
+        restored = rankless.restore(run_path(), model={"net": model})
     assert restored.step == 1
     with pytest.raises(CorruptCheckpointError, match="has no manifest, but its tag still names it"):
-        holdfast.restore(run_path(), "s2", model={"net": model})
+        rankless.restore(run_path(), "s2", model={"net": model})
     with pytest.raises(CorruptCheckpointError, match="has no manifest, but its tag still names it"):
-        holdfast.open(run_path())
+        rankless.open(run_path())

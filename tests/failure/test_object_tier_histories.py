@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.run.catalog import list_stale_directories
-from holdfast.save.background import background_saves
+import rankless
+from rankless.run.catalog import list_stale_directories
+from rankless.save.background import background_saves
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3
@@ -57,9 +57,9 @@ def fast_collection() -> Iterator[None]:
     gc.unfreeze()
 
 
-def resume(folder: Path, every: int = 1) -> tuple[holdfast.RunDirectory, int, str]:
+def resume(folder: Path, every: int = 1) -> tuple[rankless.RunDirectory, int, str]:
     """Continue the run as a new job. Return its directory, the value that it has loaded, and where it was."""
-    directory = holdfast.RunDirectory(run_path(), local=holdfast.LocalTier(folder, copies=0, drain_every=every))
+    directory = rankless.RunDirectory(run_path(), local=rankless.LocalTier(folder, copies=0, drain_every=every))
     model = state(0)
     restored = directory.restore(model={"net": model})
     values = {float(value) for tensor in model.values() for value in tensor}
@@ -86,7 +86,7 @@ def end_jobs() -> None:
         try:
             background_saves.finalize()
             break
-        except (Crash, holdfast.HoldfastError):
+        except (Crash, rankless.RanklessError):
             continue
     gc.collect()
 
@@ -95,7 +95,7 @@ def check_nothing_is_left(fake: FakeStore) -> None:
     clean_up()
     assert not fake.uploads
     assert not list_stale_directories(run_path())
-    folders = {info.path.name for info in holdfast.list_checkpoints(run_path())}
+    folders = {info.path.name for info in rankless.list_checkpoints(run_path())}
     others = {key.split("/")[1] for key in fake.objects} - folders
     assert others <= {".tags", ".epochs", ".journal"}
     assert len([key for key in fake.objects if "/.tags/" in key]) == len(folders)
@@ -103,7 +103,7 @@ def check_nothing_is_left(fake: FakeStore) -> None:
 
 OPERATIONS = {
     "save": lambda folder: save(folder, 4),
-    "host drain": lambda folder: holdfast.drain(run_path(), folder),
+    "host drain": lambda folder: rankless.drain(run_path(), folder),
     "load": drain_loaded,
 }
 
@@ -138,7 +138,7 @@ def check_crash(start: Start, base: Path, operation: str, moment: Moment) -> Non
     fake.on_request = CutAt(*moment)
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - a thread may report it
         OPERATIONS[operation](folder)
-    assert isinstance(caught.value, (Crash, holdfast.HoldfastError)), moment
+    assert isinstance(caught.value, (Crash, rankless.RanklessError)), moment
     del caught
     fake.on_request = do_nothing
     end_jobs()
@@ -190,13 +190,13 @@ def check_stop(start: Start, base: Path, operation: str, moment: Moment) -> None
     fake.on_request = do_nothing
     found = check_all()
     where = moment, loaded, found, errors
-    assert all(isinstance(error, holdfast.HoldfastError) for error in errors), where
+    assert all(isinstance(error, rankless.RanklessError) for error in errors), where
     assert found.items() >= {**OLD, "s9": 9}.items(), where
     assert found.keys() <= {"s1", "s2", "s3", "s4", "s9"}, where
     assert found[f"s{loaded}"] == loaded, where  # it is durable
     if loaded == 3:
         assert "s4" not in found, where
-    latest = holdfast.list_checkpoints(run_path())[-1]
+    latest = rankless.list_checkpoints(run_path())[-1]
     assert latest.tag == "s9", where
     check_nothing_is_left(fake)
     assert check_all() == found, where

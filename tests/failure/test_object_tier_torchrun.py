@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import holdfast
+import rankless
 from tests.golden.reader import read
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -25,7 +25,7 @@ SCRIPT = """
 import os, signal, sys
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-import holdfast
+import rankless
 
 path, base, last, dies = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "dies"
 dist.init_process_group("gloo")
@@ -34,14 +34,14 @@ model = torch.nn.Sequential(torch.nn.Linear(300, 301), torch.nn.Linear(301, 3))
 for module in (*model, model):
     fully_shard(module)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-local = holdfast.LocalTier(f"{base}/host{os.environ['LOCAL_RANK']}", copies=1, drain_every=3) if base else None
-directory = holdfast.RunDirectory(path, local=local, async_save=True)
+local = rankless.LocalTier(f"{base}/host{os.environ['LOCAL_RANK']}", copies=1, drain_every=3) if base else None
+directory = rankless.RunDirectory(path, local=local, async_save=True)
 step = 0
 try:
     restored = directory.restore(None, model, optimizer)
     step = restored.step
     print(f"loaded {step} from the {restored.source}", flush=True)
-except holdfast.NoCheckpointError:
+except rankless.NoCheckpointError:
     pass
 handle = None
 for step in range(step + 1, last + 1):
@@ -77,16 +77,16 @@ def test_a_killed_job_goes_on_from_memory_on_more_ranks_or_from_the_store(tmp_pa
         settings = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         with mock.patch.dict(os.environ, settings):
             run_job(base, 2, 5, dies=True)
-            assert [info.tag for info in holdfast.list_checkpoints(RUN)] == ["s3"]  # the third of five
+            assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3"]  # the third of five
             shutil.rmtree(base / "host1")  # the part on it is copied on the other host
             assert "loaded 5 from the local tier" in run_job(base, 3, 5)
-            assert [info.tag for info in holdfast.list_checkpoints(RUN)] == ["s3", "s5"]
+            assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3", "s5"]
             run_job(base, 2, 8, dies=True)
             shutil.rmtree(base)
             base.mkdir()
-            durable = holdfast.list_checkpoints(RUN)[-1].step
+            durable = rankless.list_checkpoints(RUN)[-1].step
             assert f"loaded {durable} from the run directory" in run_job(base, 2, 9)
-            assert holdfast.list_checkpoints(RUN)[-1].tag == "s9"
+            assert rankless.list_checkpoints(RUN)[-1].tag == "s9"
     run_job(None, 2, 5, path=str(tmp_path / "run"))
     for tag in ("s3", "s5"):
         download(fake, tag, tmp_path / "objects" / tag)

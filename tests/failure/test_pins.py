@@ -18,28 +18,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast import evaluation
-from holdfast.cli.main import app
-from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StorageError
-from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.run import cleanup, owned_lock
-from holdfast.storage import file_lock
+import rankless
+from rankless import evaluation
+from rankless.cli.main import app
+from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StorageError
+from rankless.ondisk.hidden_names import HiddenName
+from rankless.run import cleanup, owned_lock
+from rankless.storage import file_lock
 
 PIN = """
-import sys, time, holdfast
-with holdfast.pin(sys.argv[1], sys.argv[2]):
+import sys, time, rankless
+with rankless.pin(sys.argv[1], sys.argv[2]):
     print("pinned", flush=True)
     time.sleep(600)
 """
 
 
 def save(path: Path, step: int, **options: object) -> None:
-    holdfast.save_checkpoint(path, f"s{step}", {"w": torch.full((4,), float(step))}, step=step, **options)  # type: ignore[arg-type]
+    rankless.save_checkpoint(path, f"s{step}", {"w": torch.full((4,), float(step))}, step=step, **options)  # type: ignore[arg-type]
 
 
 def tags(path: Path) -> list[str]:
-    return [info.tag for info in holdfast.list_checkpoints(path)]
+    return [info.tag for info in rankless.list_checkpoints(path)]
 
 
 def pins(path: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def pinned_by_another_process(path: Path, tag: str) -> Iterator[subprocess.Popen
 
 def test_retention_leaves_a_pinned_checkpoint_until_the_pin_ends(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with holdfast.pin(tmp_path) as checkpoint:
+    with rankless.pin(tmp_path) as checkpoint:
         assert (checkpoint.tag, checkpoint.step) == ("s1", 1)
         for step in (2, 3):
             save(tmp_path, step, num_kept_ckpts=1)
@@ -75,7 +75,7 @@ def test_retention_leaves_a_pinned_checkpoint_until_the_pin_ends(tmp_path: Path)
 def test_prune_leaves_a_pinned_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    with holdfast.pin(tmp_path, "s1"):
+    with rankless.pin(tmp_path, "s1"):
         result = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep", "1", "--leftovers"])
         assert result.exit_code == 0
         assert tags(tmp_path) == ["s1", "s3"]
@@ -97,8 +97,8 @@ def test_a_pin_of_another_process_ends_with_it(tmp_path: Path) -> None:
 
 def test_one_of_two_pins_suffices(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with holdfast.pin(tmp_path, "s1"):
-        with holdfast.pin(tmp_path / "s1"):
+    with rankless.pin(tmp_path, "s1"):
+        with rankless.pin(tmp_path / "s1"):
             assert len(pins(tmp_path)) == 2
         save(tmp_path, 2, num_kept_ckpts=1)
     assert tags(tmp_path) == ["s1", "s2"]
@@ -107,7 +107,7 @@ def test_one_of_two_pins_suffices(tmp_path: Path) -> None:
 def test_a_pin_of_one_checkpoint_does_not_keep_others(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
-    with holdfast.pin(tmp_path, "s2"):
+    with rankless.pin(tmp_path, "s2"):
         save(tmp_path, 3, num_kept_ckpts=1)
     assert tags(tmp_path) == ["s2", "s3"]
 
@@ -119,7 +119,7 @@ def test_a_removal_that_has_begun_is_undone(tmp_path: Path) -> None:
 
     def pin_and_rename(source: Path, target: Path) -> None:
         if source.name == "s1":
-            pin = holdfast.pin(tmp_path, "s1")
+            pin = rankless.pin(tmp_path, "s1")
             pin.__enter__()
             stack.append(pin)
         rename(source, target)
@@ -158,15 +158,15 @@ def test_a_checkpoint_that_was_removed_is_not_pinned(tmp_path: Path) -> None:
             (tmp_path / "s1").rename(tmp_path / "moved")
         return bool(holds(path, identity))
 
-    with mock.patch("holdfast.evaluation.holds_checkpoint", remove_and_look), holdfast.pin(tmp_path) as latest:
+    with mock.patch("rankless.evaluation.holds_checkpoint", remove_and_look), rankless.pin(tmp_path) as latest:
         assert latest.tag == "s2"
-    with pytest.raises(NoCheckpointError), holdfast.pin(tmp_path, "s1"):
+    with pytest.raises(NoCheckpointError), rankless.pin(tmp_path, "s1"):
         pass
     with (
-        mock.patch("holdfast.evaluation.holds_checkpoint", return_value=False),
-        mock.patch("holdfast.evaluation._RETRY_SECONDS", 0.0),
+        mock.patch("rankless.evaluation.holds_checkpoint", return_value=False),
+        mock.patch("rankless.evaluation._RETRY_SECONDS", 0.0),
         pytest.raises(CheckpointReplacedError, match="while it was being pinned"),
-        holdfast.pin(tmp_path),
+        rankless.pin(tmp_path),
     ):
         pass
     assert not pins(tmp_path)
@@ -177,21 +177,21 @@ def test_the_best_checkpoint_is_selected_again_if_it_is_removed(tmp_path: Path) 
         save(tmp_path, step, metrics={"loss": step})
     opened, real = [], evaluation.view.open
 
-    def remove_and_open(path: Path, tag: object) -> holdfast.Checkpoint:
+    def remove_and_open(path: Path, tag: object) -> rankless.Checkpoint:
         if not opened:
             opened.append(tag)
             (tmp_path / "s1").rename(tmp_path.parent / "moved")
             raise NoCheckpointError("s1 was removed")
         return real(path, tag)
 
-    patched = mock.patch("holdfast.evaluation.view.open", remove_and_open)
-    with patched, holdfast.pin(tmp_path, holdfast.best("loss")) as checkpoint:
+    patched = mock.patch("rankless.evaluation.view.open", remove_and_open)
+    with patched, rankless.pin(tmp_path, rankless.best("loss")) as checkpoint:
         assert checkpoint.tag == "s2"
 
 
 def test_a_forked_process_does_not_end_the_pin(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with holdfast.pin(tmp_path):
+    with rankless.pin(tmp_path):
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
@@ -203,7 +203,7 @@ def test_a_forked_process_does_not_end_the_pin(tmp_path: Path) -> None:
 @pytest.mark.parametrize("obstacle", ["a host whose locks are not seen", "another user", "no locks"])
 def test_a_pin_that_proves_nothing_lasts_a_day(tmp_path: Path, obstacle: str, hours: int, kept: bool) -> None:
     save(tmp_path, 1)
-    with suppress(KeyboardInterrupt), holdfast.pin(tmp_path):
+    with suppress(KeyboardInterrupt), rankless.pin(tmp_path):
         (pin,) = pins(tmp_path)
         content = pin.read_bytes()
         raise KeyboardInterrupt
@@ -229,13 +229,13 @@ def test_a_pin_that_proves_nothing_lasts_a_day(tmp_path: Path, obstacle: str, ho
 
 def test_what_cannot_be_pinned(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "file.pt")
-    with pytest.raises(InvalidArgumentError, match="no checkpoint of holdfast"), holdfast.pin(tmp_path / "file.pt"):
+    with pytest.raises(InvalidArgumentError, match="no checkpoint of rankless"), rankless.pin(tmp_path / "file.pt"):
         pass
-    with pytest.raises(NoCheckpointError), holdfast.pin(tmp_path / "none"):
+    with pytest.raises(NoCheckpointError), rankless.pin(tmp_path / "none"):
         pass
     save(tmp_path / "run", 1)
     full = mock.patch.object(owned_lock, "write_fully", side_effect=OSError(errno.ENOSPC, "no space"))
-    with full, pytest.raises(StorageError, match=r"could not lock .*\.pin: No space"), holdfast.pin(tmp_path / "run"):
+    with full, pytest.raises(StorageError, match=r"could not lock .*\.pin: No space"), rankless.pin(tmp_path / "run"):
         pass
     assert not pins(tmp_path / "run")
 
@@ -243,12 +243,12 @@ def test_what_cannot_be_pinned(tmp_path: Path) -> None:
 def test_a_checkpoint_is_there_as_long_as_its_pin(tmp_path: Path) -> None:
     """Also if it is pinned while another process is about to rename it."""
     for step in (1, 2):
-        holdfast.save_checkpoint(tmp_path, f"s{step}", {"w": torch.zeros(2)}, step=step)
+        rankless.save_checkpoint(tmp_path, f"s{step}", {"w": torch.zeros(2)}, step=step)
     outcomes: list[str] = []
 
     def pin_and_look() -> None:
         try:
-            with holdfast.pin(tmp_path, "s1") as checkpoint:
+            with rankless.pin(tmp_path, "s1") as checkpoint:
                 is_there = [checkpoint.path.exists() or time.sleep(0.001) for _ in range(300)]
                 outcomes.append("there" if all(is_there) else "missing for a moment")
         except NoCheckpointError:
@@ -261,15 +261,15 @@ def test_a_checkpoint_is_there_as_long_as_its_pin(tmp_path: Path) -> None:
 
     reader, rename = threading.Thread(target=pin_and_look), cleanup.rename_path
     with mock.patch.object(cleanup, "rename_path", rename_late):
-        holdfast.save_checkpoint(tmp_path, "s3", {"w": torch.zeros(2)}, step=3, keep=holdfast.KeepTags("s2"))
+        rankless.save_checkpoint(tmp_path, "s3", {"w": torch.zeros(2)}, step=3, keep=rankless.KeepTags("s2"))
     reader.join()
     assert outcomes == ["removed before"]
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["s2", "s3"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["s2", "s3"]
 
 
 def test_the_lock_of_a_dead_remover_does_not_stop_pins(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s1", {"w": torch.zeros(2)})
-    (info,) = holdfast.list_checkpoints(tmp_path)
+    rankless.save_checkpoint(tmp_path, "s1", {"w": torch.zeros(2)})
+    (info,) = rankless.list_checkpoints(tmp_path)
     (tmp_path / HiddenName("s1", info.run, "0" * 16, "lock").name).touch()
-    with holdfast.pin(tmp_path, "s1") as checkpoint:
+    with rankless.pin(tmp_path, "s1") as checkpoint:
         assert checkpoint.tag == "s1"

@@ -10,46 +10,46 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import HoldfastError, RankFailedError, RankTimeoutError
-from holdfast.run.staging_dir import StagingDirectory
+import rankless
+from rankless.errors import RankFailedError, RanklessError, RankTimeoutError
+from rankless.run.staging_dir import StagingDirectory
 from tests.helpers.layouts import LAYOUTS, blank_run, fill_run
 from tests.helpers.pool import Ranks
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
-    "holdfast.save.negotiation.capture_training",
-    "holdfast.save.negotiation.encode_merged_values",
-    "holdfast.save.checkpoint_save.plan_save",
-    "holdfast.engine.integrity.replicas.digest_replicas",
-    "holdfast.save.shard_writer.write_stripes",
-    "holdfast.engine.io.p2p.P2PExchange.send",
-    "holdfast.engine.io.p2p.P2PExchange.receive",
-    "holdfast.engine.io.p2p.P2PExchange.wait",
-    "holdfast.engine.plan.stripes.StripeSlice.copy_in",
-    "holdfast.storage.direct_io.DirectWriter.write",
-    "holdfast.storage.direct_io.DirectWriter.sync",
-    "holdfast.save.shard_writer.write_file_ranges",
-    "holdfast.engine.integrity.crc_gather.encode_fragments",
+    "rankless.save.negotiation.capture_training",
+    "rankless.save.negotiation.encode_merged_values",
+    "rankless.save.checkpoint_save.plan_save",
+    "rankless.engine.integrity.replicas.digest_replicas",
+    "rankless.save.shard_writer.write_stripes",
+    "rankless.engine.io.p2p.P2PExchange.send",
+    "rankless.engine.io.p2p.P2PExchange.receive",
+    "rankless.engine.io.p2p.P2PExchange.wait",
+    "rankless.engine.plan.stripes.StripeSlice.copy_in",
+    "rankless.storage.direct_io.DirectWriter.write",
+    "rankless.storage.direct_io.DirectWriter.sync",
+    "rankless.save.shard_writer.write_file_ranges",
+    "rankless.engine.integrity.crc_gather.encode_fragments",
 ]
 LEADING = [
-    "holdfast.save.training_save.next_identity",
-    "holdfast.run.staging_dir.StagingDirectory.create",
-    "holdfast.run.staging_dir.StagingDirectory.publish",
+    "rankless.save.training_save.next_identity",
+    "rankless.run.staging_dir.StagingDirectory.create",
+    "rankless.run.staging_dir.StagingDirectory.publish",
 ]
 LOADING = [
-    "holdfast.load.operation.NativeReader",
-    "holdfast.state.restore.LoadTargets.match_targets",
-    "holdfast.state.restore.LoadTargets.check_matches",
-    "holdfast.load.read_plan.plan_load",
-    "holdfast.load.read_plan.read_shared",
-    "holdfast.engine.io.p2p.P2PExchange.send",
-    "holdfast.engine.io.p2p.P2PExchange.receive",
-    "holdfast.engine.io.p2p.P2PExchange.wait",
-    "holdfast.engine.plan.stripes.StripeSlice.copy_out",
-    "holdfast.engine.io.source_reader.SourceReader.read",
-    "holdfast.engine.integrity.verify.ChecksumVerifier.verify_local",
-    "holdfast.state.restore.LoadTargets.apply",
+    "rankless.load.operation.NativeReader",
+    "rankless.state.restore.LoadTargets.match_targets",
+    "rankless.state.restore.LoadTargets.check_matches",
+    "rankless.load.read_plan.plan_load",
+    "rankless.load.read_plan.read_shared",
+    "rankless.engine.io.p2p.P2PExchange.send",
+    "rankless.engine.io.p2p.P2PExchange.receive",
+    "rankless.engine.io.p2p.P2PExchange.wait",
+    "rankless.engine.plan.stripes.StripeSlice.copy_out",
+    "rankless.engine.io.source_reader.SourceReader.read",
+    "rankless.engine.integrity.verify.ChecksumVerifier.verify_local",
+    "rankless.state.restore.LoadTargets.apply",
 ]
 
 
@@ -75,10 +75,10 @@ def run(path: str, call: str, where: str, who: int, timeout: float = 60.0) -> fl
     with mock.patch(where, faulty) if dist.get_rank() == who else contextlib.nullcontext():
         try:
             if call == "save":
-                holdfast.save_checkpoint(path, "t", fill_run(made).model, made.optimizer, timeout=timeout)
+                rankless.save_checkpoint(path, "t", fill_run(made).model, made.optimizer, timeout=timeout)
             else:
-                holdfast.load_checkpoint(path, model=made.model, optimizer=made.optimizer, share_reads="always")
-        except HoldfastError as error:
+                rankless.load_checkpoint(path, model=made.model, optimizer=made.optimizer, share_reads="always")
+        except RanklessError as error:
             error.seconds = time.monotonic() - started  # type: ignore[attr-defined]
             raise
     return time.monotonic() - started
@@ -121,7 +121,7 @@ class Unsaveable:
 
 def save_without_message(path: str) -> None:
     stateful = {"s": Unsaveable() if dist.get_rank() == 1 else torch.nn.Linear(1, 1)}
-    holdfast.save_checkpoint(path, "a", MODEL, stateful=stateful, timeout=10)
+    rankless.save_checkpoint(path, "a", MODEL, stateful=stateful, timeout=10)
 
 
 def test_an_error_whose_message_fails_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def stalling(path: str, where: str) -> float:
     started = time.monotonic()
     with mock.patch(where, stall) if dist.get_rank() == 1 else contextlib.nullcontext():
         with pytest.raises((RankTimeoutError, RankFailedError)) as raised:
-            holdfast.save_checkpoint(path, "t", made.model, made.optimizer, timeout=2.0)
+            rankless.save_checkpoint(path, "t", made.model, made.optimizer, timeout=2.0)
         seconds = time.monotonic() - started
     if dist.get_rank() != 1:
         assert isinstance(raised.value, RankTimeoutError), raised.value
@@ -165,7 +165,7 @@ def stalling(path: str, where: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "where", ["holdfast.engine.io.p2p.P2PExchange.send", "holdfast.save.checkpoint_save.plan_save"]
+    "where", ["rankless.engine.io.p2p.P2PExchange.send", "rankless.save.checkpoint_save.plan_save"]
 )
 def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: Path, where: str) -> None:
     first, _, last = ranks(3, stalling, str(tmp_path), where)
@@ -175,21 +175,21 @@ def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: 
 def test_the_blank_state_is_not_the_saved_one(saved: Path) -> None:
     """The loads above would notice a load that does nothing."""
     made = blank_run(LAYOUTS["plain"][0]())
-    holdfast.load_checkpoint(saved, model=made.model)
+    rankless.load_checkpoint(saved, model=made.model)
     assert not torch.equal(made.model.head.weight, torch.full_like(made.model.head.weight, 7))
 
 
 def slow_work(path: str) -> str:
     patch = pytest.MonkeyPatch()
-    patch.setattr("holdfast.save.shard_writer.write_file_ranges", _slow_write)
+    patch.setattr("rankless.save.shard_writer.write_file_ranges", _slow_write)
     try:
-        return holdfast.save_checkpoint(path, "s", MODEL, timeout=1).wait().tag
+        return rankless.save_checkpoint(path, "s", MODEL, timeout=1).wait().tag
     finally:
         patch.undo()
 
 
 def _slow_write(*arguments: Any) -> Any:
-    from holdfast.engine.io.write import write_file_ranges
+    from rankless.engine.io.write import write_file_ranges
 
     time.sleep(2 + 0.2 * dist.get_rank())
     return write_file_ranges(*arguments)
@@ -200,7 +200,7 @@ def slow_commit(path: str) -> str:
     publish = StagingDirectory.publish
     patch.setattr(StagingDirectory, "publish", lambda *arguments: (time.sleep(1.5), publish(*arguments))[1])
     try:
-        return holdfast.save_checkpoint(path, "s", MODEL, timeout=2).wait().tag
+        return rankless.save_checkpoint(path, "s", MODEL, timeout=2).wait().tag
     finally:
         patch.undo()
 
@@ -214,12 +214,12 @@ def interrupted(path: str) -> float:
     started = time.monotonic()
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 0:
-        patch.setattr("holdfast.save.negotiation.capture_training", _interrupt)
+        patch.setattr("rankless.save.negotiation.capture_training", _interrupt)
     try:
         with pytest.raises(
             KeyboardInterrupt if dist.get_rank() == 0 else RankFailedError, match=r"^$|KeyboardInterrupt"
         ):
-            holdfast.save_checkpoint(path, "s", MODEL, timeout=30)
+            rankless.save_checkpoint(path, "s", MODEL, timeout=30)
     finally:
         patch.undo()
     return time.monotonic() - started
@@ -238,7 +238,7 @@ def stopped(path: str) -> float:
     started = time.monotonic()
     if dist.get_rank() != 1:
         with pytest.raises(RankTimeoutError, match="rank 1 did not come"):
-            holdfast.save_checkpoint(path, "s", MODEL, timeout=1)
+            rankless.save_checkpoint(path, "s", MODEL, timeout=1)
     else:
         time.sleep(3.5)
     return time.monotonic() - started

@@ -1,4 +1,4 @@
-"""Tests retention: which checkpoints policies and ``holdfast prune`` keep, and when the others are removed."""
+"""Tests retention: which checkpoints policies and ``rankless prune`` keep, and when the others are removed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast.errors
-from holdfast import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
-from holdfast.errors import InvalidArgumentError, StorageError
-from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
-from holdfast.run.scan import CheckpointInfo
+import rankless.errors
+from rankless import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
+from rankless.errors import InvalidArgumentError, StorageError
+from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.run.scan import CheckpointInfo
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, save_step
 from tests.helpers.staging_locks import lock_staging
@@ -45,7 +45,7 @@ def test_the_best_may_be_the_highest_and_the_young_are_kept(tmp_path: Path) -> N
     assert list_tags(tmp_path) == ["step_1", "step_3", "step_4"]  # the newest always
     save_step(tmp_path, 5, keep=KeepNewerThan(hours=1))
     assert list_tags(tmp_path) == ["step_1", "step_3", "step_4", "step_5"]
-    with mock.patch("holdfast.run.cleanup.time.time", return_value=4e9):
+    with mock.patch("rankless.run.cleanup.time.time", return_value=4e9):
         save_step(tmp_path, 6, keep=KeepNewerThan(days=2))
     assert list_tags(tmp_path) == ["step_6"]
 
@@ -63,7 +63,7 @@ def test_the_best_may_be_the_highest_and_the_young_are_kept(tmp_path: Path) -> N
 )
 def test_what_makes_no_sense_is_a_value_error_and_nothing_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r".+") as raised:
-        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, **{"step": 1, **options})
+        rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, **{"step": 1, **options})
     assert isinstance(raised.value, InvalidArgumentError)
     assert not list(tmp_path.iterdir())
 
@@ -111,7 +111,7 @@ def test_damaged_ones_do_not_count_and_other_runs_are_left_alone(tmp_path: Path)
 def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
     save_step(tmp_path, 0, num_kept_ckpts=1)
     with (
-        mock.patch("holdfast.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(5, "no")),
+        mock.patch("rankless.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         save_step(tmp_path, 1, num_kept_ckpts=1)
@@ -121,7 +121,7 @@ def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     save_step(tmp_path, 0)
     with (
-        mock.patch("holdfast.run.cleanup.remove_tree", side_effect=StorageError(13, "not yours")),
+        mock.patch("rankless.run.cleanup.remove_tree", side_effect=StorageError(13, "not yours")),
         pytest.warns(UserWarning, match="is saved, but an old one could not be removed"),
     ):
         save_step(tmp_path, 1, num_kept_ckpts=1)
@@ -134,7 +134,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
 def kept_by_ranks(path: str) -> list[str]:
     for step in range(4):
         tensor = torch.full((4,), float(step))
-        holdfast.save_checkpoint(path, f"step_{step}", {"w": tensor}, step=step, keep=KeepLast(1) | KeepEvery(2))
+        rankless.save_checkpoint(path, f"step_{step}", {"w": tensor}, step=step, keep=KeepLast(1) | KeepEvery(2))
         dist.barrier()
     return list_tags(Path(path))
 
@@ -144,7 +144,7 @@ def test_ranks_agree_on_what_is_kept(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def unlike_policies(path: str) -> None:
-    holdfast.save_checkpoint(path, "s", {"w": torch.ones(1)}, num_kept_ckpts=1 + dist.get_rank())
+    rankless.save_checkpoint(path, "s", {"w": torch.ones(1)}, num_kept_ckpts=1 + dist.get_rank())
 
 
 def test_ranks_with_other_policies_are_told(ranks: Ranks, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_ranks_with_other_policies_are_told(ranks: Ranks, tmp_path: Path) -> Non
 
 def prune(*arguments: object) -> Any:
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "prune", *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "rankless", "prune", *map(str, arguments)], capture_output=True, text=True, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -196,7 +196,7 @@ def test_pruning_names_what_it_does_not_remove(tmp_path: Path) -> None:
 
 def test_pruning_gives_a_checkpoint_its_name_back_rather_than_removing_it(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
-    hidden_as = HiddenName("step_1", holdfast.list_checkpoints(tmp_path)[0].run, "2" * 16, "partial")
+    hidden_as = HiddenName("step_1", rankless.list_checkpoints(tmp_path)[0].run, "2" * 16, "partial")
     (tmp_path / hidden_as.name).mkdir()
     (tmp_path / "step_1").rename(tmp_path / hidden_as.with_state("replaced").name)
     assert prune(tmp_path, "--leftovers")[0] == 0

@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-import holdfast.errors
-from holdfast import RunDirectory, api
-from holdfast.errors import HoldfastError, StorageError, TagExistsError
-from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
-from holdfast.storage.filesystems import Mount
+import rankless
+import rankless.errors
+from rankless import RunDirectory, api
+from rankless.errors import RanklessError, StorageError, TagExistsError
+from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.storage.filesystems import Mount
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
 from tests.helpers.staging_locks import lock_staging
 
@@ -29,43 +29,43 @@ def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging
     save_step(tmp_path, 2)
     with pytest.raises(TagExistsError, match="overwrite=True"):
         save_step(tmp_path, 1)
-    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 9.0)}, overwrite=True)
+    rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 9.0)}, overwrite=True)
     assert list_tags(tmp_path) == ["step_2", "step_1"]
-    assert float(holdfast.open(tmp_path)["model/w"][0]) == 9.0
+    assert float(rankless.open(tmp_path)["model/w"][0]) == 9.0
     assert not list_hidden_names(tmp_path)
-    holdfast.save_checkpoint(tmp_path, "new", {"w": torch.ones(1)}, overwrite=True)
+    rankless.save_checkpoint(tmp_path, "new", {"w": torch.ones(1)}, overwrite=True)
 
 
 def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     with (
-        mock.patch("holdfast.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("rankless.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
-        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
-    assert float(holdfast.open(tmp_path)["model/w"][0]) == 1.0
+        rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
+    assert float(rankless.open(tmp_path)["model/w"][0]) == 1.0
     assert not list_hidden_names(tmp_path)
 
 
 def test_one_that_was_to_be_replaced_when_the_power_went_gets_its_name_back(tmp_path: Path) -> None:
     """Where names cannot be exchanged, there is a moment in which neither has it."""
     save_step(tmp_path, 1)
-    (info,) = holdfast.list_checkpoints(tmp_path)
+    (info,) = rankless.list_checkpoints(tmp_path)
     aside = tmp_path / HiddenName("step_1", info.run, "2" * 16, "replaced").name
     other = tmp_path / HiddenName("step_1", info.run, "2" * 16, "partial").name
     other.mkdir()
     (tmp_path / "step_1").rename(aside)
     save_step(tmp_path, 2)
     assert list_tags(tmp_path) == ["step_1", "step_2"]
-    assert {item.run for item in holdfast.list_checkpoints(tmp_path)} == {info.run}
+    assert {item.run for item in rankless.list_checkpoints(tmp_path)} == {info.run}
     other.mkdir()
     (tmp_path / "step_1").rename(aside)
-    holdfast.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})
+    rankless.load_checkpoint(tmp_path, "step_1", model={"w": torch.zeros(4)})
 
 
 def put_aside(path: Path) -> Path:
     """A folder as it is between the two renames of an overwrite. Returns the one that waits for the name."""
-    (info,) = holdfast.list_checkpoints(path)
+    (info,) = rankless.list_checkpoints(path)
     waiting = HiddenName(info.tag, info.run, "2" * 16, "partial")
     (path / waiting.name).mkdir()
     info.path.rename(path / waiting.with_state("replaced").name)
@@ -76,9 +76,9 @@ def test_a_checkpoint_without_its_name_is_one_that_there_is(tmp_path: Path) -> N
     """A script that asks first would begin anew, and save over it."""
     save_step(tmp_path, 1)
     put_aside(tmp_path)
-    assert holdfast.has_checkpoint(tmp_path)
+    assert rankless.has_checkpoint(tmp_path)
     target = {"w": torch.zeros(4)}
-    holdfast.load_checkpoint(tmp_path, model=target)
+    rankless.load_checkpoint(tmp_path, model=target)
     assert float(target["w"][0]) == 1.0
 
 
@@ -86,15 +86,15 @@ def test_a_living_overwrite_finds_the_name_free_whoever_loads_meanwhile(tmp_path
     save_step(tmp_path, 1)
     waiting = put_aside(tmp_path)
     with closing(lock_staging(waiting)):
-        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+        rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
         assert not (tmp_path / "step_1").exists()
-    holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+    rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
     assert (tmp_path / "step_1").exists()
 
 
 def test_the_next_save_removes_what_dead_ones_of_its_run_left_and_no_others(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
-    run = holdfast.list_checkpoints(tmp_path)[0].run
+    run = rankless.list_checkpoints(tmp_path)[0].run
     mine, removed, other = (
         leave_draft(tmp_path, run),
         leave_draft(tmp_path, run, "removed"),
@@ -113,8 +113,8 @@ def shares_locks(request: pytest.FixtureRequest) -> Iterator[bool]:
     """File systems whose locks all see, and one that other hosts may use with locks of their own."""
     magic = {"ext4": 0xEF53, "NFS": 0x6969, "FUSE": 0x65735546}[request.param]
     with (
-        mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=magic),
-        mock.patch("holdfast.storage.filesystems._find_mount", return_value=Mount("nfs", "server:/data", ["rw"])),
+        mock.patch("rankless.storage.filesystems.filesystem_magic", return_value=magic),
+        mock.patch("rankless.storage.filesystems._find_mount", return_value=Mount("nfs", "server:/data", ["rw"])),
     ):
         yield request.param != "FUSE"
 
@@ -141,7 +141,7 @@ def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_o
     save_step(tmp_path, 0)
     living = leave_draft(tmp_path, "a" * 16)
     (tmp_path / "step_0").rename(tmp_path / "kept")
-    of_a_run = leave_draft(tmp_path, holdfast.list_checkpoints(tmp_path)[0].run)
+    of_a_run = leave_draft(tmp_path, rankless.list_checkpoints(tmp_path)[0].run)
     writing = leave_draft(tmp_path, "b" * 16)
     for folder in (living, of_a_run, writing):
         make_older(folder, 1e6)
@@ -164,10 +164,10 @@ def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
 
 
 DIE = """
-import os, sys, torch, holdfast
-from holdfast.run.staging_dir import StagingDirectory
+import os, sys, torch, rankless
+from rankless.run.staging_dir import StagingDirectory
 StagingDirectory.publish = lambda *_: os._exit(9)
-holdfast.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
+rankless.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
 """
 
 
@@ -183,8 +183,8 @@ def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_
 HOLD = """
 import sys, time
 from pathlib import Path
-from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.run.staging_lock import StagingLock
+from rankless.ondisk.hidden_names import parse_hidden_name
+from rankless.run.staging_lock import StagingLock
 path = Path(sys.argv[1])
 lock = StagingLock(path.parent, parse_hidden_name(path.name))
 print(True, flush=True)
@@ -194,7 +194,7 @@ time.sleep(60)
 
 def test_a_living_save_is_left_alone_until_it_dies(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
-    living = leave_draft(tmp_path, holdfast.list_checkpoints(tmp_path)[0].run)
+    living = leave_draft(tmp_path, rankless.list_checkpoints(tmp_path)[0].run)
     with subprocess.Popen([sys.executable, "-c", HOLD, str(living)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "True"
@@ -216,7 +216,7 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
         seen.append(partial)
         return {}
 
-    with mock.patch("holdfast.save.shard_writer.write_file_ranges", look), pytest.raises(HoldfastError):
+    with mock.patch("rankless.save.shard_writer.write_file_ranges", look), pytest.raises(RanklessError):
         save_step(tmp_path, 1)
     assert seen
     assert not list_hidden_names(tmp_path)
@@ -224,10 +224,10 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
 
 def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
     full = os.statvfs_result((4096, 4096, 1000, 10, 10, 100, 100, 100, 0, 255))
-    with mock.patch("holdfast.storage.posix.os.statvfs", return_value=full):
+    with mock.patch("rankless.storage.posix.os.statvfs", return_value=full):
         save_step(tmp_path, 1)
         with pytest.raises(StorageError, match=r"40,960 bytes free.* needs [\d,]+; nothing was written") as raised:
-            holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(20_000)})
+            rankless.save_checkpoint(tmp_path, "big", {"w": torch.zeros(20_000)})
     assert raised.value.errno == 28
     assert list_tags(tmp_path) == ["step_1"]
     assert not list_hidden_names(tmp_path)
@@ -236,17 +236,17 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> 
 def test_what_was_replaced_and_then_removed_does_not_come_back(tmp_path: Path) -> None:
     """The process died before it removed the old one; then the user removed the new one."""
     save_step(tmp_path, 1)
-    (info,) = holdfast.list_checkpoints(tmp_path)
+    (info,) = rankless.list_checkpoints(tmp_path)
     (tmp_path / "step_1").rename(tmp_path / HiddenName("step_1", info.run, "2" * 16, "replaced").name)
-    with pytest.raises(holdfast.errors.NoCheckpointError):
-        holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+    with pytest.raises(rankless.errors.NoCheckpointError):
+        rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
 
 
 def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/precious").write_text("mine")
-    with pytest.raises(TagExistsError, match="not a holdfast checkpoint"):
-        holdfast.save_checkpoint(tmp_path, "data", {"w": torch.ones(1)}, overwrite=True)
+    with pytest.raises(TagExistsError, match="not a rankless checkpoint"):
+        rankless.save_checkpoint(tmp_path, "data", {"w": torch.ones(1)}, overwrite=True)
     assert (tmp_path / "data/precious").read_text() == "mine"
     assert not list_hidden_names(tmp_path)
 
@@ -254,8 +254,8 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
 def test_an_exchange_that_is_done_is_a_success_whatever_follows(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     with mock.patch.object(Path, "rename", side_effect=OSError(5, "input/output error")):
-        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 2.0)}, overwrite=True)
-    assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0
+        rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.full((4,), 2.0)}, overwrite=True)
+    assert float(rankless.open(tmp_path)["model/w"][0]) == 2.0
     assert not list_hidden_names(tmp_path)
 
 
@@ -266,11 +266,11 @@ def descriptors() -> int:
 def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     before = descriptors()
-    write_files = "holdfast.save.checkpoint_save.CheckpointSave._write_files"
-    for where in ("holdfast.engine.io.checkpoint_files.posix.allocate_space", write_files):
+    write_files = "rankless.save.checkpoint_save.CheckpointSave._write_files"
+    for where in ("rankless.engine.io.checkpoint_files.posix.allocate_space", write_files):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save_step(tmp_path, 2)
-    for where in ("holdfast.save.background.threading.Thread.start", "holdfast.save.shard_writer.stage_tensors"):
+    for where in ("rankless.save.background.threading.Thread.start", "rankless.save.shard_writer.stage_tensors"):
         with mock.patch(where, side_effect=RuntimeError("can't start new thread")), pytest.raises(RuntimeError):
             save_step(tmp_path, 2, async_save=True)
     assert descriptors() == before
@@ -279,9 +279,9 @@ def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Pat
 
 
 def test_saves_of_one_path_wait_for_each_other_however_they_are_asked_for(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(4)}, async_save=True)
-    holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)}, max_shard_size="1GB", timeout=30.0)
-    a, b = holdfast.list_checkpoints(tmp_path)
+    rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(4)}, async_save=True)
+    rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)}, max_shard_size="1GB", timeout=30.0)
+    a, b = rankless.list_checkpoints(tmp_path)
     assert (a.tag, b.tag, a.sequence, b.sequence) == ("a", "b", 1, 2)
     assert a.run == b.run
 
@@ -297,8 +297,8 @@ def test_saves_of_one_path_wait_for_each_other_however_they_are_asked_for(tmp_pa
 )
 def test_a_mounted_bucket_is_recognised(tmp_path: Path, kind: str, source: str, program: str, advice: str) -> None:
     with (
-        mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=0x65735546),
-        mock.patch("holdfast.storage.filesystems._find_mount", return_value=Mount(kind, source, ["rw"])),
+        mock.patch("rankless.storage.filesystems.filesystem_magic", return_value=0x65735546),
+        mock.patch("rankless.storage.filesystems._find_mount", return_value=Mount(kind, source, ["rw"])),
     ):
         run = RunDirectory(tmp_path / "run")
         with pytest.warns(UserWarning, match=f"a bucket that {program} has mounted.*{advice}"):
@@ -310,8 +310,8 @@ def test_a_mounted_bucket_is_recognised(tmp_path: Path, kind: str, source: str, 
 
 def test_other_file_systems_in_user_space_are_no_buckets(tmp_path: Path) -> None:
     with (
-        mock.patch("holdfast.storage.filesystems.filesystem_magic", return_value=0x65735546),
-        mock.patch("holdfast.storage.filesystems._find_mount", return_value=Mount("fuse.sshfs", "host:/data", ["rw"])),
+        mock.patch("rankless.storage.filesystems.filesystem_magic", return_value=0x65735546),
+        mock.patch("rankless.storage.filesystems._find_mount", return_value=Mount("fuse.sshfs", "host:/data", ["rw"])),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

@@ -20,16 +20,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     RankMismatchError,
     StorageError,
     TornSnapshotError,
 )
-from holdfast.save.base_files import BaseFiles
-from holdfast.storage import shared_files
+from rankless.save.base_files import BaseFiles
+from rankless.storage import shared_files
 from tests.golden import reader
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.file_contents import read_state_files
@@ -56,8 +56,8 @@ def train(model: Tuned) -> None:
         model.adapter.weight.add_(1)
 
 
-def open_run(path: Path, **options: Any) -> holdfast.RunDirectory:
-    return holdfast.RunDirectory(path, frozen="apart", **options)
+def open_run(path: Path, **options: Any) -> rankless.RunDirectory:
+    return rankless.RunDirectory(path, frozen="apart", **options)
 
 
 def base_file(path: Path, tag: str) -> Path:
@@ -70,18 +70,18 @@ def is_shared(path: Path, *tags: str) -> bool:
 
 
 def assert_holds(path: Path, tag: str, model: Tuned) -> None:
-    """Compare a checkpoint with a model, by holdfast and by the reader that was written from the format's page."""
+    """Compare a checkpoint with a model, by rankless and by the reader that was written from the format's page."""
     restored = build_model()
     with torch.no_grad():
         restored.base.weight.zero_()
-    holdfast.restore(path, tag, restored)
+    rankless.restore(path, tag, restored)
     for name, tensor in model.state_dict().items():
         assert torch.equal(restored.state_dict()[name], tensor), name
     tensors = reader.read(path / tag).tensors["model"]
     assert bytes(tensors["base.weight"].data) == model.base.weight.detach().numpy().tobytes()
 
 
-def save_twice(path: Path, **options: Any) -> tuple[holdfast.RunDirectory, Tuned]:
+def save_twice(path: Path, **options: Any) -> tuple[rankless.RunDirectory, Tuned]:
     checkpointer, model = open_run(path, **options), build_model()
     for tag in ("s0", "s1"):
         train(model)
@@ -109,7 +109,7 @@ def test_checkpoints_are_removed_in_any_order(tmp_path: Path, order: tuple[int, 
         del expected[f"s{number}"]
         for tag, files in expected.items():
             assert read_state_files(tmp_path / tag) == files
-            assert holdfast.open(tmp_path, tag)["model/base.weight"].shape == (500, 600)
+            assert rankless.open(tmp_path, tag)["model/base.weight"].shape == (500, 600)
 
 
 def flip_byte(file: Path) -> None:
@@ -269,11 +269,11 @@ def test_a_load_between_overlapped_saves_is_seen(tmp_path: Path, load: str) -> N
     with torch.no_grad():
         other.base.weight[250, 300] += 1
     if load == "load_model":
-        holdfast.save_model(other, tmp_path / "other")
-        holdfast.load_model(model, tmp_path / "other")
+        rankless.save_model(other, tmp_path / "other")
+        rankless.load_model(model, tmp_path / "other")
     elif load == "load_checkpoint":
-        holdfast.save_checkpoint(tmp_path / "other", "s", other)
-        holdfast.load_checkpoint(tmp_path / "other", model=model)
+        rankless.save_checkpoint(tmp_path / "other", "s", other)
+        rankless.load_checkpoint(tmp_path / "other", model=model)
     else:
         open_run(tmp_path / "run").save("other", other)
         open_run(tmp_path / "run").load("other", model)
@@ -346,12 +346,12 @@ def save_columns(path: str, columns: int, changed_rank: int | None) -> list[bool
     whole = torch.arange(512.0 * columns).view(512, columns)
     tensor = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
     model = nn.ParameterDict({"f": nn.Parameter(tensor, requires_grad=False)})
-    checkpointer = holdfast.RunDirectory(path, frozen="apart", async_save=True, staging="overlapped")
+    checkpointer = rankless.RunDirectory(path, frozen="apart", async_save=True, staging="overlapped")
     checkpointer.save("a", model).wait()
     if dist.get_rank() == changed_rank:
         model["f"].data._local_tensor[200, 3] += 1
     checkpointer.save("b", model).wait()
-    stored = holdfast.open(path, "b")["model/f"]
+    stored = rankless.open(path, "b")["model/f"]
     changed = model["f"].data.full_tensor()
     return [torch.equal(stored, changed), Path(path, "a/model/model.safetensors").stat().st_nlink > 1]
 
@@ -418,11 +418,11 @@ def test_states_of_generators_are_not_shared_with_a_large_model(
 ) -> None:
     """They stay as they are in a training without dropout. Its saves need no vote on so few bytes."""
     model = nn.Linear(elements, 1, bias=False)
-    holdfast.save_checkpoint(tmp_path / "run", "s0", model)
+    rankless.save_checkpoint(tmp_path / "run", "s0", model)
     with torch.no_grad():
         model.weight.add_(1)
-    with holdfast.trace(tmp_path / "trace.json"):
-        holdfast.save_checkpoint(tmp_path / "run", "s1", model)
+    with rankless.trace(tmp_path / "trace.json"):
+        rankless.save_checkpoint(tmp_path / "run", "s1", model)
     steps = {each.name for each in ChromeTrace(tmp_path / "trace.json").slices}
     assert ("finding unchanged bytes" in steps) == is_asked
     file = tmp_path / "run/s1/ranks.safetensors"
@@ -449,9 +449,9 @@ def test_a_job_that_is_resumed_shares_with_the_checkpoint_that_it_loaded(tmp_pat
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "1GB"}, {"timeout": 300.0}], ids=str)
 def test_the_functions_share_with_what_was_loaded_whatever_their_options(tmp_path: Path, options: Any) -> None:
     _, model = save_twice(tmp_path)
-    holdfast.load_checkpoint(tmp_path, model=model)
+    rankless.load_checkpoint(tmp_path, model=model)
     train(model)
-    holdfast.save_checkpoint(tmp_path, "s2", model, frozen="apart", **options)
+    rankless.save_checkpoint(tmp_path, "s2", model, frozen="apart", **options)
     assert is_shared(tmp_path, "s1", "s2")
 
 
@@ -486,20 +486,20 @@ def save_with_wrong_argument(path: str, options: dict[str, Any]) -> str:
     """Pass the wrong argument on rank 1 only. Return which argument the error names."""
     (name,) = options
     with pytest.raises((InvalidArgumentError, RankMismatchError), match=name):
-        holdfast.save_checkpoint(path, "s", build_model(), timeout=20, **(options if dist.get_rank() else {}))
+        rankless.save_checkpoint(path, "s", build_model(), timeout=20, **(options if dist.get_rank() else {}))
     return name
 
 
 @pytest.mark.parametrize("options", [{"frozen": "bogus"}, {"incremental": None}, {"keep_full_every": 0}], ids=str)
 def test_the_constructor_refuses_wrong_arguments(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(options))):
-        holdfast.RunDirectory(tmp_path, **options)
+        rankless.RunDirectory(tmp_path, **options)
 
 
 def save_frozen_on(path: str, frozen_ranks: tuple[int, ...]) -> None:
     model = build_model()
     model.base.requires_grad_(requires_grad=dist.get_rank() not in frozen_ranks)
-    holdfast.save_checkpoint(path, "s", model, frozen="apart")
+    rankless.save_checkpoint(path, "s", model, frozen="apart")
 
 
 def test_ranks_that_disagree_about_frozen_parameters_are_named(ranks: Ranks, tmp_path: Path) -> None:

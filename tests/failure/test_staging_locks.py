@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import StorageError
-from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.run.catalog import list_stale_directories
-from holdfast.run.cleanup import clean_up, delete_checkpoints
-from holdfast.run.staging_dir import StagingDirectory
-from holdfast.run.staging_lock import acquire_lock, confirm_lock, lock_path
-from holdfast.storage import atomic_rename, directory_trees, filesystems, posix
+import rankless
+from rankless.errors import StorageError
+from rankless.ondisk.hidden_names import parse_hidden_name
+from rankless.run.catalog import list_stale_directories
+from rankless.run.cleanup import clean_up, delete_checkpoints
+from rankless.run.staging_dir import StagingDirectory
+from rankless.run.staging_lock import acquire_lock, confirm_lock, lock_path
+from rankless.storage import atomic_rename, directory_trees, filesystems, posix
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_hidden_names, list_names, make_older, save_step
 from tests.helpers.staging_locks import lock_staging
@@ -169,7 +169,7 @@ def test_an_owner_that_is_alive_against_all_evidence_cannot_publish_a_part(tmp_p
         remove_tree(path)
 
     remove_tree = directory_trees.remove_tree
-    with mock.patch("holdfast.run.cleanup.remove_tree", publish_meanwhile):
+    with mock.patch("rankless.run.cleanup.remove_tree", publish_meanwhile):
         clean_up(tmp_path)
     assert removed
     assert not (tmp_path / "step_1").exists()
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
     """Another process that removed some of its files would make it look like a checkpoint of another job."""
     for step in (1, 2):
         save_step(tmp_path, step)
-    expired = holdfast.list_checkpoints(tmp_path)[:1]
+    expired = rankless.list_checkpoints(tmp_path)[:1]
     cleaned = []
 
     def rename_and_clean_up(source: Path, target: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
         cleaned.append(clean_up(tmp_path))
 
     rename_path = atomic_rename.rename_path
-    with mock.patch("holdfast.run.cleanup.rename_path", rename_and_clean_up):
+    with mock.patch("rankless.run.cleanup.rename_path", rename_and_clean_up):
         assert list(delete_checkpoints(expired)) == expired
     assert cleaned == [[]]
     assert list_names(tmp_path) == ["step_2"]
@@ -196,8 +196,8 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
 def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
-    expired, full = holdfast.list_checkpoints(tmp_path)[:1], OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch("holdfast.run.owned_lock.write_fully", side_effect=full):
+    expired, full = rankless.list_checkpoints(tmp_path)[:1], OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("rankless.run.owned_lock.write_fully", side_effect=full):
         assert list(delete_checkpoints(expired)) == expired
     assert list_names(tmp_path) == ["step_2"]
 
@@ -205,9 +205,9 @@ def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path
 def test_a_deletion_that_was_interrupted_is_finished_by_another_process(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
-    interrupted = mock.patch("holdfast.run.cleanup.remove_tree", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch("rankless.run.cleanup.remove_tree", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), interrupted:
-        list(delete_checkpoints(holdfast.list_checkpoints(tmp_path)[:1]))
+        list(delete_checkpoints(rankless.list_checkpoints(tmp_path)[:1]))
     clean_up(tmp_path)
     assert list_names(tmp_path) == ["step_2"]
 
@@ -239,7 +239,7 @@ def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
 def test_a_lock_is_released_even_if_its_directory_cannot_be_looked_at(tmp_path: Path) -> None:
     folder = leave_behind(tmp_path, posix.host_id())
     lock = lock_staging(folder)
-    with mock.patch("holdfast.run.staging_lock.path_exists", side_effect=StorageError(errno.EIO, "input/output error")):
+    with mock.patch("rankless.run.staging_lock.path_exists", side_effect=StorageError(errno.EIO, "input/output error")):
         lock.close()
     lock_staging(folder).close()
 
@@ -269,7 +269,7 @@ def owner(tmp_path: Path) -> Iterator[StagingDirectory]:
 
 def test_a_host_that_sees_the_lock_says_so_in_the_file(owner: StagingDirectory, tmp_path: Path) -> None:
     before = lock_path(tmp_path, owner.name).read_text().split()
-    with mock.patch("holdfast.run.owned_lock.host_id", return_value=OTHER_HOST):
+    with mock.patch("rankless.run.owned_lock.host_id", return_value=OTHER_HOST):
         confirm_lock(tmp_path, owner.name)
     assert lock_path(tmp_path, owner.name).read_text().split() == [*before, OTHER_HOST]
     assert before == [posix.host_id()]
@@ -279,7 +279,7 @@ def test_a_host_that_does_not_see_the_lock_says_so_in_the_log(
     owner: StagingDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = lock_path(tmp_path, owner.name).read_text()
-    with mock.patch("holdfast.storage.file_lock._try_lock", return_value=True), caplog.at_level(logging.WARNING):
+    with mock.patch("rankless.storage.file_lock._try_lock", return_value=True), caplog.at_level(logging.WARNING):
         confirm_lock(tmp_path, owner.name)
     assert "do not see each other's locks" in caplog.text
     assert lock_path(tmp_path, owner.name).read_text() == before
@@ -294,12 +294,12 @@ def save_from_two_hosts(path: str) -> str | None:
         publish(staging, entry)
 
     with (
-        mock.patch("holdfast.save.negotiation.host_id", return_value=host),
-        mock.patch("holdfast.run.owned_lock.host_id", return_value=host),
+        mock.patch("rankless.save.negotiation.host_id", return_value=host),
+        mock.patch("rankless.run.owned_lock.host_id", return_value=host),
         mock.patch.object(StagingDirectory, "publish", look_and_publish),
     ):
         for number in range(2):
-            holdfast.save_checkpoint(path, f"step_{number}", {"w": torch.ones(8)})
+            rankless.save_checkpoint(path, f"step_{number}", {"w": torch.ones(8)})
     return content[1] if content else None
 
 
@@ -327,7 +327,7 @@ def keep_open_files(folder: Path) -> Any:
 def test_a_checkpoint_whose_files_are_open_on_this_host_is_removed_when_they_are_closed(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     with keep_open_files(tmp_path):
-        holdfast.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(2)}, keep=1)  # without a warning
+        rankless.save_checkpoint(tmp_path, "step_2", {"w": torch.ones(2)}, keep=1)  # without a warning
         (left,) = list_hidden_names(tmp_path)
         assert (name := parse_hidden_name(left)) is not None
         assert (name.tag, name.state) == ("step_1", "removed")

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.errors import RankTimeoutError, TagExistsError
-from holdfast.save.shard_writer import ShardWriter
-from holdfast.storage import atomic_rename
+import rankless
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.store import DeadlineStore
+from rankless.errors import RankTimeoutError, TagExistsError
+from rankless.save.shard_writer import ShardWriter
+from rankless.storage import atomic_rename
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 
@@ -51,17 +51,17 @@ def test_a_store_that_does_not_answer_is_waited_for_once_and_may_come_back() -> 
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-import holdfast
+import rankless
 rank, path = int(sys.argv[1]), sys.argv[2]
 store = dist.TCPStore("127.0.0.1", int(sys.argv[3]), 2, rank == 0)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-holdfast.save_checkpoint(path, "a", {"w": torch.ones(4)})
+rankless.save_checkpoint(path, "a", {"w": torch.ones(4)})
 if rank == 0:
     print("stopping", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 try:
-    holdfast.save_checkpoint(path, "b", {"w": torch.ones(4)}, timeout=1.0)
-except holdfast.errors.RankTimeoutError as error:
+    rankless.save_checkpoint(path, "b", {"w": torch.ones(4)}, timeout=1.0)
+except rankless.errors.RankTimeoutError as error:
     print(error)
 """
 
@@ -101,7 +101,7 @@ def leader_sleeps(path: str) -> str:
         else mock.patch.object(ShardWriter, "write", move)
     )
     with asleep, pytest.raises(RankTimeoutError) as raised:
-        holdfast.save_checkpoint(path, "s", {"w": torch.ones(4)}, timeout=1.0)
+        rankless.save_checkpoint(path, "s", {"w": torch.ones(4)}, timeout=1.0)
     time.sleep(3.0 if dist.get_rank() else 0.0)
     return str(raised.value)
 
@@ -115,7 +115,7 @@ def test_what_others_have_given_up_is_not_committed(ranks: Ranks, tmp_path: Path
 
 def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_path: Path) -> None:
     def save(value: float) -> None:
-        holdfast.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, num_kept_ckpts=1)
+        rankless.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, num_kept_ckpts=1)
 
     move = ShardWriter.write
 
@@ -127,13 +127,13 @@ def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_
     for there in (False, True):
         with mock.patch.object(ShardWriter, "write", stopped), pytest.raises(TagExistsError, match="meanwhile"):
             save(1.0)
-        assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0, there
+        assert float(rankless.open(tmp_path)["model/w"][0]) == 2.0, there
     assert list_names(tmp_path) == ["last"]
 
 
 def test_what_took_the_name_after_the_last_look_has_it_again(tmp_path: Path, exchanging: None) -> None:
     def save(value: float) -> None:
-        holdfast.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True)
+        rankless.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True)
 
     replace = atomic_rename.exchange_directories
 
@@ -148,7 +148,7 @@ def test_what_took_the_name_after_the_last_look_has_it_again(tmp_path: Path, exc
         pytest.raises(TagExistsError, match="meanwhile"),
     ):
         save(1.0)
-    assert float(holdfast.open(tmp_path)["model/w"][0]) == 2.0
+    assert float(rankless.open(tmp_path)["model/w"][0]) == 2.0
     assert list_names(tmp_path) == ["last"]
 
 
@@ -158,11 +158,11 @@ def test_the_latest_is_what_was_begun_last_not_what_was_committed_last(tmp_path:
 
     def stopped(self: ShardWriter, *arguments: Any) -> Any:
         with mock.patch.object(ShardWriter, "write", move):
-            holdfast.RunDirectory(tmp_path).save("new", {"w": torch.ones(4)})
+            rankless.RunDirectory(tmp_path).save("new", {"w": torch.ones(4)})
         return move(self, *arguments)
 
-    holdfast.save_checkpoint(tmp_path, "first", {"w": torch.zeros(4)})
+    rankless.save_checkpoint(tmp_path, "first", {"w": torch.zeros(4)})
     with mock.patch.object(ShardWriter, "write", stopped):
-        holdfast.save_checkpoint(tmp_path, "old", {"w": torch.zeros(4)}, num_kept_ckpts=1)
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["old", "new"]
-    assert holdfast.restore(tmp_path).tag == "new"
+        rankless.save_checkpoint(tmp_path, "old", {"w": torch.zeros(4)}, num_kept_ckpts=1)
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["old", "new"]
+    assert rankless.restore(tmp_path).tag == "new"

@@ -1,4 +1,4 @@
-"""Tests that a directory with holdfast checkpoints is a run's directory, whatever else is in it."""
+"""Tests that a directory with rankless checkpoints is a run's directory, whatever else is in it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from click.testing import Result
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.errors import HoldfastError
+import rankless
+from rankless.cli.main import app
+from rankless.errors import RanklessError
 from tests.helpers.fake_s3 import AWS, FakeS3
 from tests.helpers.object_histories import run_path, store_with_two_checkpoints
 
@@ -87,7 +87,7 @@ def command(*arguments: object) -> Result:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for step, value in ((1, OLD), (2, NEW)):
-        holdfast.save_checkpoint(tmp_path / "run", f"step_{step}", {"w": torch.full((4,), value)}, step=step)
+        rankless.save_checkpoint(tmp_path / "run", f"step_{step}", {"w": torch.full((4,), value)}, step=step)
     return tmp_path / "run"
 
 
@@ -97,16 +97,16 @@ def run(tmp_path: Path) -> Path:
 def test_the_run_is_loaded_and_not_what_lies_in_it(run: Path, put: Put, tag: str | None) -> None:
     put(run)
     model = {"w": torch.zeros(4)}
-    assert holdfast.restore(run, tag, model=model).tag == "step_2"
+    assert rankless.restore(run, tag, model=model).tag == "step_2"
     assert torch.equal(model["w"], torch.full((4,), NEW))
-    assert holdfast.has_checkpoint(run)
+    assert rankless.has_checkpoint(run)
 
 
 @pytest.mark.filterwarnings("ignore:.*next to them is ignored")
 @pytest.mark.parametrize("put", STRAYS)
 def test_every_other_way_in_takes_the_run_too(run: Path, tmp_path: Path, put: Put) -> None:
     put(run)
-    assert torch.equal(holdfast.open(run)["model/w"], torch.full((4,), NEW))
+    assert torch.equal(rankless.open(run)["model/w"], torch.full((4,), NEW))
     assert json.loads(command("show", run, "--json").stdout)["tag"] == "step_2"
     assert command("diff", run, run / "step_2").exit_code == 0
     verified = json.loads(command("verify", "--all", run, "--json").stdout)
@@ -114,9 +114,9 @@ def test_every_other_way_in_takes_the_run_too(run: Path, tmp_path: Path, put: Pu
         ("step_1", "verified"),
         ("step_2", "verified"),
     ]
-    holdfast.convert(run, tmp_path / "out.pt", to="torch")
+    rankless.convert(run, tmp_path / "out.pt", to="torch")
     assert torch.equal(torch.load(tmp_path / "out.pt")["w"], torch.full((4,), NEW))
-    holdfast.convert(run, run / "exported", to="hf")
+    rankless.convert(run, run / "exported", to="hf")
 
 
 @pytest.mark.parametrize("put", STRAYS)
@@ -125,10 +125,10 @@ def test_a_run_whose_checkpoints_are_all_corrupt_is_not_taken_for_the_stray_one(
     for step in (1, 2):
         file = run / f"step_{step}/manifest.json"
         file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(HoldfastError, match="step_"):
-        holdfast.load_checkpoint(run, model={"w": torch.zeros(4)})
-    with pytest.raises(HoldfastError, match="step_"):
-        holdfast.open(run)
+    with pytest.raises(RanklessError, match="step_"):
+        rankless.load_checkpoint(run, model={"w": torch.zeros(4)})
+    with pytest.raises(RanklessError, match="step_"):
+        rankless.open(run)
 
 
 @pytest.mark.parametrize("put", [put_weights, put_torch_weights])
@@ -136,19 +136,19 @@ def test_a_file_that_could_be_meant_is_named(run: Path, put: Put) -> None:
     put(run)
     name = "model.safetensors" if put is put_weights else "pytorch_model.bin"
     with pytest.warns(UserWarning, match=f"{name} next to them is ignored; to read it, pass its path"):
-        holdfast.load_checkpoint(run, model={"w": torch.zeros(4)})
+        rankless.load_checkpoint(run, model={"w": torch.zeros(4)})
     with pytest.warns(UserWarning, match=name):
-        holdfast.open(run)
+        rankless.open(run)
     assert name in command("show", run).stdout
-    assert torch.equal(holdfast.open(run / name)["model/w"], torch.full((4,), OLD))
+    assert torch.equal(rankless.open(run / name)["model/w"], torch.full((4,), OLD))
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("put", [put_half_a_dcp, put_web_manifest, put_noise, put_our_manifest])
 def test_nothing_is_said_of_what_nobody_could_mean(run: Path, put: Put) -> None:
     put(run)
-    holdfast.load_checkpoint(run, model={"w": torch.zeros(4)})
-    holdfast.open(run)
+    rankless.load_checkpoint(run, model={"w": torch.zeros(4)})
+    rankless.open(run)
 
 
 def test_a_foreign_checkpoint_with_foreign_manifests_below_it_is_no_run(tmp_path: Path) -> None:
@@ -157,19 +157,19 @@ def test_a_foreign_checkpoint_with_foreign_manifests_below_it_is_no_run(tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(text)
     model = {"w": torch.zeros(4)}
-    holdfast.load_checkpoint(tmp_path, model=model)
+    rankless.load_checkpoint(tmp_path, model=model)
     assert torch.equal(model["w"], torch.full((4,), OLD))
-    assert torch.equal(holdfast.open(tmp_path)["model/w"], torch.full((4,), OLD))
+    assert torch.equal(rankless.open(tmp_path)["model/w"], torch.full((4,), OLD))
 
 
 def test_a_newer_format_is_ours_too(run: Path) -> None:
     """Its weights must not be taken for an older export."""
     put_weights(run)
     for step in (1, 2):
-        (run / f"step_{step}/manifest.json").write_text('{"format": "holdfast", "version": 2}')
+        (run / f"step_{step}/manifest.json").write_text('{"format": "rankless", "version": 2}')
         (run / f"step_{step}/state.json").unlink()
-    with pytest.raises(HoldfastError, match="version 2"):
-        holdfast.load_checkpoint(run, model={"w": torch.zeros(4)})
+    with pytest.raises(RanklessError, match="version 2"):
+        rankless.load_checkpoint(run, model={"w": torch.zeros(4)})
 
 
 def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
@@ -178,11 +178,11 @@ def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
     put_our_manifest(run)
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
-        "from holdfast.transformers import CheckpointMixin\n"
+        "from rankless.transformers import CheckpointMixin\n"
         "run = Path(sys.argv[1])\n"
         "print(CheckpointMixin._find_checkpoint(N(args=N(output_dir=run), _checkpoint_dir=None), True)[0])"
     )
-    holdfast.save_checkpoint(run, "checkpoint-3", user_content={"trainer_state": {}}, step=3)
+    rankless.save_checkpoint(run, "checkpoint-3", user_content={"trainer_state": {}}, step=3)
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(run / "checkpoint-3")
 
@@ -191,17 +191,17 @@ def test_a_folder_of_checkpoints_of_another_system_is_no_run_and_the_newest_is_n
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         put_weights(tmp_path / f"checkpoint-{step}")
-    calls: list[Callable[[Path], object]] = [holdfast.open, partial(holdfast.restore, model={"w": torch.zeros(4)})]
+    calls: list[Callable[[Path], object]] = [rankless.open, partial(rankless.restore, model={"w": torch.zeros(4)})]
     for call in calls:
-        with pytest.raises(holdfast.EmptyRunError, match="checkpoint-10 is one: pass its path"):
+        with pytest.raises(rankless.EmptyRunError, match="checkpoint-10 is one: pass its path"):
             call(tmp_path)
-    assert torch.equal(holdfast.open(tmp_path / "checkpoint-10")["model/w"], torch.full((4,), OLD))
+    assert torch.equal(rankless.open(tmp_path / "checkpoint-10")["model/w"], torch.full((4,), OLD))
 
 
 def test_what_an_interrupted_save_has_uploaded_is_not_named() -> None:
     with store_with_two_checkpoints(FakeS3(AWS)) as fake:
         for key in [key for key in fake.objects if "/.tags/" in key]:
             del fake.objects[key]
-        with pytest.raises(holdfast.EmptyRunError) as caught:
-            holdfast.open(run_path())
+        with pytest.raises(rankless.EmptyRunError) as caught:
+            rankless.open(run_path())
     assert "is one" not in str(caught.value)

@@ -9,9 +9,9 @@ import pytest
 
 from campaigns.torn.layouts import LAYOUTS
 from campaigns.torn.training import ChangingTraining
-from holdfast.engine.io.device_staging import DeviceStaging
-from holdfast.engine.io.staging import LaterCopies, StagedTensors
-from holdfast.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.io.device_staging import DeviceStaging
+from rankless.engine.io.staging import LaterCopies, StagedTensors
+from rankless.engine.io.tensor_bytes import TensorBytes
 from tests.helpers.pool import Ranks
 
 ALONE = [layout for layout, made in LAYOUTS.items() if made.ranks == 1]
@@ -47,7 +47,7 @@ def test_a_save_without_a_copy_would_be_seen(tmp_path: Path) -> None:
         find = shards.__getitem__
         return Live(plan.file_ranges, np.empty(0, np.uint8), LaterCopies((), (), find), DeviceStaging((), find))
 
-    with mock.patch("holdfast.save.shard_writer.stage_tensors", no_copy):
+    with mock.patch("rankless.save.shard_writer.stage_tensors", no_copy):
         actual = torn(str(tmp_path), "plain", "eager", 8)
     assert any("model/" in name for name in actual)
     assert any("optimizer/" in name for name in actual)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, RankFailedError
+import rankless
+from rankless.errors import InvalidArgumentError, RankFailedError
 from tests.helpers.pool import Ranks
 from tests.helpers.watched_ranks import WatchedRanks, report_ready, watched_ranks
 
@@ -58,7 +58,7 @@ WORK: dict[str, Any] = {
 
 
 def work_watched(pipe: Connection, rank: int, victim: int, work: str, options: dict[str, float]) -> None:
-    with holdfast.watch(**options):
+    with rankless.watch(**options):
         report_ready(pipe)
         if rank == victim:
             time.sleep(600)
@@ -122,7 +122,7 @@ def stop_both(ranks: WatchedRanks, victims: list[int], seconds: float) -> None:
 
 
 def sleep_watched(pipe: Connection, rank: int, seconds: float, options: dict[str, float]) -> str:
-    with holdfast.watch(**options):
+    with rankless.watch(**options):
         report_ready(pipe)
         ends = time.time() + seconds
         while time.time() < ends:
@@ -160,7 +160,7 @@ class WithoutMessageError(Exception):
 
 
 def end_early(pipe: Connection, rank: int, ending: str) -> str:
-    watch = holdfast.watch(**FAST)
+    watch = rankless.watch(**FAST)
     report_ready(pipe)
     if rank == 1:
         if ending == "close":
@@ -204,7 +204,7 @@ def test_the_error_that_ends_a_rank_is_named(ending: str, error: str) -> None:
 
 
 def rank_0_ends_first(pipe: Connection, rank: int) -> str:
-    holdfast.watch(**FAST)
+    rankless.watch(**FAST)
     report_ready(pipe)
     time.sleep(0.0 if rank == 0 else 4.0)
     return "done"
@@ -217,7 +217,7 @@ def test_rank_0_may_end_first_although_its_process_has_the_store() -> None:
 
 
 def go_on_after_an_error(pipe: Connection, rank: int) -> str:
-    with suppress(KeyError), holdfast.watch(**FAST):
+    with suppress(KeyError), rankless.watch(**FAST):
         report_ready(pipe)
         if rank == 1:
             raise KeyError("mine")
@@ -232,7 +232,7 @@ def test_an_error_that_is_caught_outside_is_no_failure() -> None:
 
 
 def fork_and_wait(pipe: Connection, rank: int) -> str:
-    with holdfast.watch(**FAST) as watch:
+    with rankless.watch(**FAST) as watch:
         if (child := os.fork()) == 0:
             watch.close()
             os._exit(0)
@@ -252,16 +252,16 @@ def test_a_forked_process_does_not_leave_in_place_of_its_rank() -> None:
 
 
 def save_watched(pipe: Connection, rank: int, path: str, interrupted: bool) -> Any:
-    with holdfast.watch(**FAST) as watch:
-        holdfast.save_checkpoint(path, "first", {"w": torch.ones(4)})
+    with rankless.watch(**FAST) as watch:
+        rankless.save_checkpoint(path, "first", {"w": torch.ones(4)})
         report_ready(pipe)
         if rank == 1:
             time.sleep(600)
         if interrupted:
-            holdfast.save_checkpoint(path, "second", {"w": torch.ones(4)})
+            rankless.save_checkpoint(path, "second", {"w": torch.ones(4)})
         watch._reaction.mute()  # the thread of a save gets no signal
         try:
-            holdfast.save_checkpoint(path, "second", {"w": torch.ones(4)})
+            rankless.save_checkpoint(path, "second", {"w": torch.ones(4)})
         except RankFailedError as error:
             return str(error)
     return "saved"
@@ -277,16 +277,16 @@ def test_a_save_in_flight_ends_with_the_name_of_the_dead_rank(tmp_path: Path, in
             outcome = ranks.outcome(rank)
             assert "rank 1 died" in str(outcome.result)
             assert outcome.at - killed < 9
-    assert [found.tag for found in holdfast.list_checkpoints(tmp_path)] == ["first"]
+    assert [found.tag for found in rankless.list_checkpoints(tmp_path)] == ["first"]
 
 
 def save_when_the_watch_has_ended(pipe: Connection, rank: int, path: str) -> Any:
-    with suppress(RankFailedError), holdfast.watch(**FAST):
-        holdfast.save_checkpoint(path, "first", {"w": torch.ones(4)})
+    with suppress(RankFailedError), rankless.watch(**FAST):
+        rankless.save_checkpoint(path, "first", {"w": torch.ones(4)})
         report_ready(pipe)
         time.sleep(600)
     try:
-        holdfast.save_checkpoint(path, "second", {"w": torch.ones(4)})
+        rankless.save_checkpoint(path, "second", {"w": torch.ones(4)})
     except RankFailedError as error:
         return str(error)
     return "saved"
@@ -305,11 +305,11 @@ def test_a_save_fails_with_the_name_of_the_dead_rank_also_after_the_watch(tmp_pa
 def two_groups(pipe: Connection, rank: int) -> Any:
     pair = dist.new_group([1, 2])
     others = [dist.new_group([0, 3])]
-    with holdfast.watch(**FAST):
+    with rankless.watch(**FAST):
         with pytest.raises(InvalidArgumentError, match="watched already"):
-            holdfast.watch()
+            rankless.watch()
         if rank in {1, 2}:
-            with holdfast.watch(pair, **FAST):
+            with rankless.watch(pair, **FAST):
                 report_ready(pipe)
                 time.sleep(600)
         report_ready(pipe)
@@ -329,14 +329,14 @@ def watch_again(pipe: Connection, rank: int) -> str:
     """Make the group again over the same store, three times. The heartbeats of before stay in it."""
     store = dist.distributed_c10d._get_default_store()
     for generation in range(3):
-        with holdfast.watch(**FAST):
+        with rankless.watch(**FAST):
             dist.barrier()
             time.sleep(1.0)
         dist.barrier()
         dist.destroy_process_group()
         backend = dist.PrefixStore(f"generation {generation}", store)  # gloo would connect to addresses of before
         dist.init_process_group("gloo", store=backend, rank=rank, world_size=2)
-    with holdfast.watch(**FAST):
+    with rankless.watch(**FAST):
         report_ready(pipe)
         time.sleep(600)
     return "done"
@@ -354,7 +354,7 @@ def test_a_group_that_is_made_again_is_watched_again() -> None:
 def close_and_go_on() -> list[bool]:
     """Heartbeats of a watch that is closed stay in the store, under one name for all watches of a group."""
     for _ in range(3):
-        with holdfast.watch(interval=0.1, timeout=0.6):
+        with rankless.watch(interval=0.1, timeout=0.6):
             time.sleep(0.3)
     time.sleep(1.0)
     return [True]
@@ -369,8 +369,8 @@ def test_a_watch_may_be_closed_and_begun_again(ranks: Ranks) -> None:
 
 
 def test_a_single_process_has_nothing_to_watch() -> None:
-    with holdfast.watch() as watch:
-        assert isinstance(watch, holdfast.Watch)
+    with rankless.watch() as watch:
+        assert isinstance(watch, rankless.Watch)
     watch.close()
 
 
@@ -379,7 +379,7 @@ def test_the_handler_of_the_signal_is_restored_and_others_are_called() -> None:
     previous = signal.signal(signal.SIGURG, lambda number, _: seen.append(number))
     try:
         mine = signal.getsignal(signal.SIGURG)
-        with holdfast.watch():
+        with rankless.watch():
             os.kill(os.getpid(), signal.SIGURG)
             assert seen == [signal.SIGURG]
         assert signal.getsignal(signal.SIGURG) is mine
@@ -392,7 +392,7 @@ def test_only_the_main_thread_watches() -> None:
 
     def watch_in_thread() -> None:
         try:
-            holdfast.watch()
+            rankless.watch()
         except InvalidArgumentError as error:
             errors.append(error)
 
@@ -408,18 +408,18 @@ def test_only_the_main_thread_watches() -> None:
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError):
-        holdfast.watch(**options)
+        rankless.watch(**options)
 
 
 def test_a_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    from holdfast.engine.comm.known_failures import known_failures
-    from holdfast.liveness.loss import Evidence, RankLoss
-    from holdfast.liveness.reaction import Reaction
-    from holdfast.process.main_thread import MainThread
+    from rankless.engine.comm.known_failures import known_failures
+    from rankless.liveness.loss import Evidence, RankLoss
+    from rankless.liveness.reaction import Reaction
+    from rankless.process.main_thread import MainThread
 
     main = MainThread()
     try:
-        with caplog.at_level(logging.ERROR, "holdfast"), pytest.raises(RankFailedError, match="rank 7 died: process 5"):
+        with caplog.at_level(logging.ERROR, "rankless"), pytest.raises(RankFailedError, match="rank 7 died: process 5"):
             Reaction(main, 1.0).begin(RankLoss((7,), Evidence.ENDED, 0, "process 5"))
     finally:
         main.close()

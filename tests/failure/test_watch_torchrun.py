@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-import holdfast
+import rankless
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 env = os.environ
@@ -22,7 +22,7 @@ store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=Fal
 store = dist.PrefixStore("attempt " + env["TORCHELASTIC_RESTART_COUNT"], store)  # else gloo finds old addresses
 dist.init_process_group("gloo", store=store, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
 rank, first = dist.get_rank(), env["TORCHELASTIC_RESTART_COUNT"] == "0"
-with holdfast.watch(timeout=10.0):
+with rankless.watch(timeout=10.0):
     for step in range(200):
         if rank == 3 and step == 60 and first:
             print(f"killed {{time.time()}}", flush=True)
@@ -58,7 +58,7 @@ def test_the_others_end_with_an_error_that_names_the_killed_rank(tmp_path: Path)
     assert status == 1
     assert time.monotonic() - started < 100
     for rank in range(3):
-        assert re.search(rf"\[rank{rank}\]: holdfast.errors.RankFailedError: rank 3 died", output), output
+        assert re.search(rf"\[rank{rank}\]: rankless.errors.RankFailedError: rank 3 died", output), output
     assert "finished" not in output
 
 

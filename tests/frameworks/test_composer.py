@@ -1,6 +1,6 @@
 """Tests of the callback in ``docs/guides/composer.md``, in an environment that has Composer, which needs torch 2.7.
 
-``python -m pytest --noconftest tests/frameworks/test_composer.py`` needs nothing but Composer, holdfast and pytest.
+``python -m pytest --noconftest tests/frameworks/test_composer.py`` needs nothing but Composer, rankless and pytest.
 """
 
 from __future__ import annotations

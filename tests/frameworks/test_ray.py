@@ -1,4 +1,4 @@
-"""Tests of ``holdfast.ray.RayCheckpointer`` under Ray Train: what is reported, failures, other numbers of workers."""
+"""Tests of ``rankless.ray.RayCheckpointer`` under Ray Train: what is reported, failures, other numbers of workers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, RankTimeoutError
-from holdfast.ray import RayCheckpointer
+import rankless
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, RankTimeoutError
+from rankless.ray import RayCheckpointer
 
 _BATCH = 12
 
@@ -91,7 +91,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     model = prepare_model(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.arange(480.0).outer(torch.ones(4)) / 480
-    loader = holdfast.ResumableLoader(data, batch_size=_BATCH // workers)
+    loader = rankless.ResumableLoader(data, batch_size=_BATCH // workers)
     parts = {"model": model, "optimizer": optimizer, "dataloader": loader, "save_every": 2, "timeout": 30.0}
     with FailingCheckpointer(config.get("failure", {}), **parts, **config.get("options", {})) as checkpointer:
         start = checkpointer.resume()
@@ -132,11 +132,11 @@ def fit_and_fail(path: Path, **config: Any) -> dict[int, BaseException]:
 
 
 def tags(path: Path) -> list[str]:
-    return sorted(info.tag for info in holdfast.list_checkpoints(path))
+    return sorted(info.tag for info in rankless.list_checkpoints(path))
 
 
 def check_equal(first: str | Path, second: str | Path) -> None:
-    tensors = [dict(holdfast.open(path).items()) for path in (first, second)]
+    tensors = [dict(rankless.open(path).items()) for path in (first, second)]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
@@ -158,7 +158,7 @@ def test_ray_knows_the_checkpoints_and_their_metrics(tmp_path: Path) -> None:
     assert Path(result.checkpoint.path) == path / "step_5"
     assert result.metrics.keys() == {"loss", "score", "rank"}
     assert result.metrics["rank"] == 0
-    assert {info.tag: info.metrics for info in holdfast.list_checkpoints(path)}["step_5"] == result.metrics
+    assert {info.tag: info.metrics for info in rankless.list_checkpoints(path)}["step_5"] == result.metrics
     with result.checkpoint.as_directory() as folder:
         assert folder == str(path / "step_5")  # no copy
 
@@ -189,7 +189,7 @@ def test_another_trainer_resumes_with_another_number_of_workers(tmp_path: Path, 
     second = fit(path, workers, steps=8)
     assert first.checkpoint is not None
     assert second.return_value["start"] == 4
-    saved = dict(holdfast.open(first.checkpoint.path).items())
+    saved = dict(rankless.open(first.checkpoint.path).items())
     for name, values in second.return_value["loaded"].items():
         assert saved[f"model/{name}"].tolist() == values
     assert tags(path) == ["step_2", "step_4", "step_6", "step_8"]
@@ -244,7 +244,7 @@ def save_twice(config: dict[str, Any]) -> None:
     checkpointer = RayCheckpointer(model=torch.nn.Linear(2, 2), save_every=1)
     checkpointer.resume()
     checkpointer.step(1)
-    with pytest.raises(holdfast.errors.TagExistsError):
+    with pytest.raises(rankless.errors.TagExistsError):
         checkpointer.save()
     with pytest.raises(InvalidArgumentError, match="know the path twice"):
         checkpointer.save(overwrite=True)
@@ -259,7 +259,7 @@ def test_a_checkpoint_is_reported_once(tmp_path: Path) -> None:
 def return_during_a_save(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     checkpointer = RayCheckpointer(model=torch.nn.Linear(1000, 4000), async_save=True, save_every=1)
-    checkpointer.step(1, {"loss": 1.0})  # no with block: nothing of holdfast waits
+    checkpointer.step(1, {"loss": 1.0})  # no with block: nothing of rankless waits
 
 
 def test_ray_waits_for_a_background_save_at_the_end(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_ray_waits_for_a_background_save_at_the_end(tmp_path: Path) -> None:
     assert result.checkpoint is not None
     assert result.metrics == {"loss": 1.0}
     assert (
-        subprocess.run([sys.executable, "-m", "holdfast", "verify", result.checkpoint.path], check=False).returncode
+        subprocess.run([sys.executable, "-m", "rankless", "verify", result.checkpoint.path], check=False).returncode
         == 0
     )
 
@@ -308,7 +308,7 @@ def test_a_missing_checkpoint_is_no_reason_to_begin_with_an_older_one(tmp_path: 
 
 
 def report_own_checkpoint(step: int) -> None:
-    """Report a checkpoint that is not one of holdfast."""
+    """Report a checkpoint that is not one of rankless."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "weights").write_text(str(step))
         ray.train.report({"score": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
@@ -351,7 +351,7 @@ def test_a_run_begins_after_other_checkpoints_alone(tmp_path: Path) -> None:
 
 def resume_from_older(config: dict[str, Any]) -> None:
     checkpointer = RayCheckpointer(model=torch.nn.Linear(2, 2), save_every=2)
-    for tag in ("step_2", holdfast.best("score", "min")):
+    for tag in ("step_2", rankless.best("score", "min")):
         with pytest.raises(InvalidArgumentError, match="cannot go on at 'step_2': it has 'step_6'"):
             checkpointer.resume(tag)
     assert checkpointer.resume("step_6") == 6

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 
 torchft = pytest.importorskip("torchft")
@@ -71,14 +71,14 @@ class Training:
         self.optimizer = torchft.Optimizer(self.manager, self.adam)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.adam, 1, gamma=0.9)
         data = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
-        self.loader = holdfast.ResumableLoader(data[self.group :: self.groups], 2, process_group=members)
+        self.loader = rankless.ResumableLoader(data[self.group :: self.groups], 2, process_group=members)
         options: dict[str, Any] = {"process_group": members, "signals": ()}
-        self.weights = holdfast.Checkpointer(
+        self.weights = rankless.Checkpointer(
             run / "weights", model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **options
         )
         self.weights.register("torchft", self.manager)
         folder = run / f"data/{self.group}_of_{self.groups}"
-        self.positions = holdfast.Checkpointer(folder, dataloader=self.loader, **options)
+        self.positions = rankless.Checkpointer(folder, dataloader=self.loader, **options)
         self.saved: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def train(run: Path, address: str, steps: int, size: int = 1, crash_at: int = 0)
     training = Training(run, address, size, store, members)
     result = training.run(steps, crash_at if training.group == 0 else 0)
     if crash_at and training.group == 0:
-        while (holdfast.list_checkpoints(run / "weights")[-1].step or 0) <= crash_at:
+        while (rankless.list_checkpoints(run / "weights")[-1].step or 0) <= crash_at:
             time.sleep(0.05)
         training = Training(run, address, size, store, members)
         again = training.run(steps, 0)
@@ -200,7 +200,7 @@ def test_another_replica_group_saves_if_the_first_one_fails(ranks: Ranks, tmp_pa
     assert first["start"] in second["saved"]
     assert first["state"]["step"] == second["state"]["step"] >= 8
     assert same(first["weights"], second["weights"])  # torchft has sent those of the second group
-    saved = [info.step for info in holdfast.list_checkpoints(tmp_path / "weights")]
+    saved = [info.step for info in rankless.list_checkpoints(tmp_path / "weights")]
     assert saved == sorted({*first["saved"], *second["saved"], *first["saved_later"]})
 
 
@@ -208,12 +208,12 @@ def test_what_torchft_wraps_is_saved_as_what_it_is(tmp_path: Path) -> None:
     """Its wrapper around an optimizer has none of the hooks of an optimizer."""
     module = nn.Linear(2, 2)
     adam = torch.optim.AdamW(module.parameters())
-    checkpointer = holdfast.Checkpointer(tmp_path, model=module, optimizer=torchft.Optimizer(None, adam), signals=())
+    checkpointer = rankless.Checkpointer(tmp_path, model=module, optimizer=torchft.Optimizer(None, adam), signals=())
     module(torch.ones(1, 2)).sum().backward()
     adam.step()
     checkpointer.save("one", overwrite=False)
     plain = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(plain.parameters())
-    holdfast.load_checkpoint(tmp_path, None, plain, optimizer)
+    rankless.load_checkpoint(tmp_path, None, plain, optimizer)
     assert torch.equal(optimizer.state[plain.weight]["exp_avg"], adam.state[module.weight]["exp_avg"])
-    assert holdfast.open(tmp_path).values["optimizer"]["groups"][0]["class"] == "AdamW"
+    assert rankless.open(tmp_path).values["optimizer"]["groups"][0]["class"] == "AdamW"

@@ -31,9 +31,9 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.llama3 import model_registry
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError, TagExistsError
-from holdfast.torchtitan import CheckpointManager
+import rankless
+from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError, TagExistsError
+from rankless.torchtitan import CheckpointManager
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -147,7 +147,7 @@ def resume(folder: str, options: dict[str, Any], loader: bool) -> dict[str, Any]
 def test_a_resumed_run_is_equal_to_an_uninterrupted_one(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     expected = ranks(2, train_uninterrupted, str(tmp_path / "one"))
     assert_equal(ranks(2, train_and_resume, str(tmp_path / "two"), options, True), expected)
-    tags = [info.tag for info in holdfast.list_checkpoints(tmp_path / "two/checkpoint")]
+    tags = [info.tag for info in rankless.list_checkpoints(tmp_path / "two/checkpoint")]
     assert tags == ["step-2", "step-4", "step-6"]
 
 
@@ -177,7 +177,7 @@ def test_the_last_save_writes_what_torchtitan_exports_for_hugging_face(
     options = {"last_save_in_hf": True, "export_dtype": dtype}
     ranks(2, export_with, CheckpointManager, str(tmp_path / "ours"), options)
     ranks(2, export_with, TitanManager, str(tmp_path / "theirs"), options)
-    ours, theirs = (holdfast.open(tmp_path / side / "checkpoint/step-3") for side in ("ours", "theirs"))
+    ours, theirs = (rankless.open(tmp_path / side / "checkpoint/step-3") for side in ("ours", "theirs"))
     assert set(ours) == set(theirs)
     assert_equal({name: ours[name] for name in ours}, {name: theirs[name] for name in theirs})
 
@@ -252,7 +252,7 @@ def run_with_options(folder: str) -> list[str]:
     training.train(7)
     with pytest.raises(NoCheckpointError, match="step-4"):
         Training(CheckpointManager, folder).checkpointer.load(step=4)
-    return [info.tag for info in holdfast.list_checkpoints(Path(folder, "checkpoint"))]
+    return [info.tag for info in rankless.list_checkpoints(Path(folder, "checkpoint"))]
 
 
 def test_options_keep_their_meaning(ranks: Ranks, tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def load_positions(manager: Any, folder: str, degree: int) -> tuple[int, int]:
     return int(next(iter(training.loader))), dp_rank
 
 
-@pytest.mark.parametrize("manager", [TitanManager, CheckpointManager], ids=["torchtitan", "holdfast"])
+@pytest.mark.parametrize("manager", [TitanManager, CheckpointManager], ids=["torchtitan", "rankless"])
 @pytest.mark.parametrize(("size", "new_size", "degree"), [(1, 2, 1), (2, 1, 1), (4, 4, 2)])
 def test_data_loaders_resume_by_their_data_parallel_rank(
     ranks: Ranks, tmp_path: Path, manager: Any, size: int, new_size: int, degree: int
@@ -426,7 +426,7 @@ def test_checkpoints_of_torchtitan_in_the_way_are_found_before_the_training(rank
     ranks(2, save_with_titan, str(tmp_path))
     for outcome in ranks.outcomes(2, load_from, str(tmp_path), {}, 2):
         assert isinstance(outcome, TagExistsError)
-        assert f"{tmp_path}/checkpoint has step-4, which are not checkpoints of holdfast" in str(outcome)
+        assert f"{tmp_path}/checkpoint has step-4, which are not checkpoints of rankless" in str(outcome)
     for outcome in ranks.outcomes(2, load_from, str(tmp_path), {"load_only": True}, 6):
         assert isinstance(outcome, NoCheckpointError)
         assert "there are step-2, step-4" in str(outcome)
@@ -588,15 +588,15 @@ def test_an_export_replaces_the_whole_checkpoint_of_its_step(ranks: Ranks, tmp_p
     step = tmp_path / "checkpoint/step-4"
     assert [path.name for path in step.iterdir()] == ["model.safetensors"]
     assert not list(tmp_path.glob("checkpoint/.*"))
-    assert all((tensor == 7).all() for _, tensor in holdfast.open(step).items())
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "checkpoint")] == ["step-2"]
+    assert all((tensor == 7).all() for _, tensor in rankless.open(step).items())
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "checkpoint")] == ["step-2"]
 
 
 def export_over_other_files(folder: str) -> None:
     training = Training(CheckpointManager, folder, last_save_in_hf=True)
     Path(folder, "checkpoint/step-3").mkdir(parents=True, exist_ok=True)
     Path(folder, "checkpoint/step-3/README").touch()
-    with pytest.raises(TagExistsError, match="neither a checkpoint nor an export of holdfast"):
+    with pytest.raises(TagExistsError, match="neither a checkpoint nor an export of rankless"):
         training.checkpointer.save(3, last_step=True)
 
 
@@ -629,7 +629,7 @@ def test_a_run_in_an_object_store_resumes(ranks: Ranks, tmp_path: Path) -> None:
         ranks(2, in_store, endpoint, train_to_4_with, str(tmp_path / "two"), given)
         assert_equal(ranks(2, in_store, endpoint, resume, str(tmp_path / "two"), given, True), expected)
         run = fake.store_at(endpoint).path(f"{BUCKET}/run")
-        assert [info.tag for info in holdfast.list_checkpoints(run)] == ["step-4", "step-6"]
+        assert [info.tag for info in rankless.list_checkpoints(run)] == ["step-4", "step-6"]
     assert not (tmp_path / "two").exists()
 
 

@@ -1,4 +1,4 @@
-"""Tests that runs of TRL's trainers with holdfast's checkpoints resume as if they had not stopped."""
+"""Tests that runs of TRL's trainers with rankless's checkpoints resume as if they had not stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from holdfast.transformers import CheckpointMixin
+from rankless.transformers import CheckpointMixin
 from tests.helpers.pool import Ranks
 from tests.helpers.trainer_runs import launch
 

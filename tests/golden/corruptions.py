@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import (
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
-    HoldfastError,
     MismatchError,
     NoCheckpointError,
+    RanklessError,
     UnsafeNameError,
 )
 from tests.golden.reader import crc64
@@ -41,7 +41,7 @@ class Damage:
     """
 
     do: Do
-    error: type[HoldfastError] | None = None
+    error: type[RanklessError] | None = None
     words: str = ""
     sound: bool = False
     falls_back: bool = True
@@ -54,6 +54,10 @@ class Damage:
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Do:
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def other_digit(name: str, at: int) -> Do:
+    return rewrite(name, lambda raw: raw[:at] + (b"1" if raw[at:].startswith(b"0") else b"0") + raw[at:][1:])
 
 
 def flip(name: str, at: int, bit: int = 3) -> Do:
@@ -244,7 +248,7 @@ DAMAGES = {
         flip(MANIFEST, 39, 1), CorruptCheckpointError, "manifest.json does not match its own CRC"
     ),
     "a bit of its CRC": Damage(
-        flip(MANIFEST, -10, 0), CorruptCheckpointError, "manifest.json does not match its own CRC"
+        other_digit(MANIFEST, -10), CorruptCheckpointError, "manifest.json does not match its own CRC"
     ),
     # Files that are not what the manifest says
     "data cut short": Damage(cut(MODEL), CorruptCheckpointError, "has 4566 bytes, the manifest says 4567"),
@@ -292,10 +296,10 @@ DAMAGES = {
     ),
     # What the manifest says
     "a newer version": Damage(
-        manifest(lambda table: table.update(version=2)), FormatError, "has format version 2, .* update holdfast"
+        manifest(lambda table: table.update(version=2)), FormatError, "has format version 2, .* update rankless"
     ),
     "another format": Damage(
-        manifest(lambda table: table.update(format="x")), FormatError, "manifest.json is not a holdfast manifest"
+        manifest(lambda table: table.update(format="x")), FormatError, "manifest.json is not a rankless manifest"
     ),
     "no files": Damage(
         manifest(lambda table: table["files"].clear()), CorruptCheckpointError, "does not name state.json"
@@ -340,7 +344,7 @@ DAMAGES = {
     ),
     "a CRC too few": Damage(text(MODEL, '(nvme":").{16}', r"\1"), CorruptCheckpointError, "has 6 CRCs, .* 7 blocks"),
     "no CRCs": Damage(
-        header(lambda table: table["__metadata__"].clear()), CorruptCheckpointError, "has no holdfast.crc64nvme"
+        header(lambda table: table["__metadata__"].clear()), CorruptCheckpointError, "has no rankless.crc64nvme"
     ),
     "a tie to nothing": Damage(
         text(MODEL, r':\\"embed', r':\\"absent'), CorruptCheckpointError, "names a tensor that is not in"

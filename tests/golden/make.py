@@ -1,8 +1,8 @@
 """Creates the golden checkpoints: ``python -m tests.golden.make`` from the root of the repository.
 
 Ids, times and provenance are fixed, so that it gives the same bytes each time. Only the states of random generators, in
-``training/step_1/ranks.safetensors``, depend on the installed libraries, and with them the manifest next to it. The
-files in ``v1`` and ``damaged`` were created when the format was frozen and do not change; this module documents how.
+``training/step_1/ranks.safetensors``, depend on the installed libraries, and with them the manifest next to it. From
+the first release on the files in ``v1`` and ``damaged`` do not change any more; this module documents how they were made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.ondisk.manifest import Provenance
+import rankless
+from rankless.ondisk.manifest import Provenance
+from rankless.run import journal
 from tests.golden.corruptions import DAMAGES, STORED
 from tests.golden.states import GOLDEN, Keeping
 from tests.helpers.pool import Ranks
@@ -38,10 +39,10 @@ def fixed(name: str) -> Iterator[None]:
     """What a save draws or looks up is always the same."""
     drawn = (hashlib.sha256(f"{name} {n}".encode()).hexdigest()[:16] for n in itertools.count())
     with (
-        mock.patch("holdfast.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
-        mock.patch("holdfast.save.checkpoint_save.time", SimpleNamespace(time=lambda: 1767225600.25)),
+        mock.patch("rankless.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
+        mock.patch("rankless.save.checkpoint_save.time", SimpleNamespace(time=lambda: 1767225600.25)),
         mock.patch(
-            "holdfast.save.build_manifest.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
+            "rankless.save.build_manifest.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
         ),
     ):
         yield
@@ -56,7 +57,7 @@ def save(name: str, path: str, **options: Any) -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     with fixed(name):
-        holdfast.save_checkpoint(path, TAG, **golden.saved, **mine, rng=bool(own), **golden.options, **options)
+        rankless.save_checkpoint(path, TAG, **golden.saved, **mine, rng=bool(own), **golden.options, **options)
 
 
 def stored(name: str) -> Path:
@@ -70,6 +71,7 @@ def main() -> None:
     pool = Ranks()
     for name, golden in GOLDEN.items():
         pool(len(golden().own), save, name, str(V1 / name))
+        (V1 / name / journal.NAME).unlink()  # has the times of this save, and is no part of the format
     pool.close()
     for name in STORED:
         source = DAMAGES[name].of

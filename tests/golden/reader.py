@@ -1,6 +1,6 @@
-"""A reader of format version 1, written from ``docs/format.md`` alone, with NumPy, JSON and struct, without holdfast.
+"""A reader of format version 1, written from ``docs/format.md`` alone, with NumPy, JSON and struct, without rankless.
 
-It reads all of a checkpoint, and checks every rule of the page. The tests compare holdfast with it. It is written to be
+It reads all of a checkpoint, and checks every rule of the page. The tests compare rankless with it. It is written to be
 read next to the page, not to be fast.
 """
 
@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     check(isinstance(table, dict), f"{file}: no object")
     tail = _TAIL.search(raw)
     check(tail is None or crc64(raw[: tail.start()]).encode() == tail[1], f"{file}: CRC")
-    check(table.get("format") == "holdfast", f"{file}: format")
+    check(table.get("format") == "rankless", f"{file}: format")
     version = table.get("version")
     check(type(version) is int and version >= 1, f"{file}: version")
     if version > 1:
@@ -202,8 +202,8 @@ def read_data(file: Path, raw: bytes, record: dict[str, Any]) -> DataFile:
     )
     entries = sorted(table.items(), key=lambda item: _offsets(item[1], file))
     tensors = dict(_tensors(entries, data, file))
-    _check_blocks([tensor.data for tensor in tensors.values()], metadata.get("holdfast.crc64nvme"), file)
-    tied = strict(metadata.get("holdfast.tied", "{}").encode(), str(file))
+    _check_blocks([tensor.data for tensor in tensors.values()], metadata.get("rankless.crc64nvme"), file)
+    tied = strict(metadata.get("rankless.tied", "{}").encode(), str(file))
     check(isinstance(tied, dict) and all(name in list(tensors) for name in tied.values()), f"{file}: tied")
     return DataFile(tensors, tied)
 

@@ -1,7 +1,7 @@
-"""Tests that the format is frozen: golden checkpoints of every version are read, and corrupt ones are refused.
+"""Tests that the format stays as it is: golden checkpoints of every version are read, and corrupt ones are refused.
 
 Three sources agree on their contents: the formulas in ``golden/states.py``, a reader written from ``docs/format.md``
-alone, and holdfast. Holdfast also still writes the same bytes.
+alone, and rankless. Rankless also still writes the same bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from safetensors import safe_open
 from torch import nn
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.errors import CorruptCheckpointError, NoCheckpointError
-from holdfast.ondisk import manifest
-from holdfast.run import journal
+import rankless
+from rankless.cli.main import app
+from rankless.errors import CorruptCheckpointError, NoCheckpointError
+from rankless.ondisk import manifest
+from rankless.run import journal
 from tests.golden import reader
 from tests.golden.corruptions import DAMAGES, INDEX, STORED, text
 from tests.golden.corruptions import manifest as edited
@@ -42,7 +42,7 @@ def expected(golden: Golden) -> Held:
 
 
 def held(objects: dict[str, Any]) -> Held:
-    """Every tensor of a model or an optimizer, by group and name, looked up without holdfast."""
+    """Every tensor of a model or an optimizer, by group and name, looked up without rankless."""
     result: Held = {}
     for kind, tensors_of in (("model", in_model), ("optimizer", in_optimizer)):
         for slot, item in slots(objects, kind):
@@ -131,7 +131,7 @@ ORDER = ["scale", "none", "embed.weight", "body.0.weight", "body.0.bias", "body.
 @pytest.mark.parametrize("name", GOLDEN)
 def test_open_finds_what_was_saved(name: str) -> None:
     golden = GOLDEN[name]()
-    checkpoint = holdfast.open(V1 / name)
+    checkpoint = rankless.open(V1 / name)
     groups = sorted(golden.tensors, key=len, reverse=True)
     split = {key: next(group for group in groups if key.startswith(f"{group}/")) for key in checkpoint}
     assert {(group, key.removeprefix(f"{group}/")): seen(checkpoint[key]) for key, group in split.items()} == expected(
@@ -163,7 +163,7 @@ def test_a_load_brings_back_what_was_saved(name: str) -> None:
     golden = GOLDEN[name]()
     objects = golden.blank
     assert held(objects) != expected(golden)
-    content = holdfast.load_checkpoint(V1 / name, None, **objects)
+    content = rankless.load_checkpoint(V1 / name, None, **objects)
     assert held(objects) == expected(golden)
     assert settings(objects) == settings(golden.saved)
     assert canonical(content) == canonical(golden.state.get("user_content"))
@@ -174,7 +174,7 @@ def resume(path: str) -> tuple[Any, Any, list[float]]:
     loader = golden.saved["scheduler"].__class__()
     random.seed(1)
     torch.manual_seed(1)
-    restored = holdfast.restore(path, dataloader=loader, **golden.blank)
+    restored = rankless.restore(path, dataloader=loader, **golden.blank)
     assert not restored.missing
     assert held(golden.blank) == expected(golden)
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
@@ -277,11 +277,11 @@ def judge(name: str, folder: Path) -> None:
             reader.read(folder)
     assert verify(folder)[0] == (0 if damage.sound else 2 if damage.error is NoCheckpointError else 1)
     if damage.error is None:
-        holdfast.load_checkpoint(folder.parent, TAG, **golden.blank)
+        rankless.load_checkpoint(folder.parent, TAG, **golden.blank)
         assert held(golden.blank) == expected(golden)
         return
     with pytest.raises(damage.error, match=f"(?s){damage.words}") as caught:
-        holdfast.load_checkpoint(folder.parent, TAG, **golden.blank)
+        rankless.load_checkpoint(folder.parent, TAG, **golden.blank)
     assert type(caught.value) is damage.error
     assert TAG in str(caught.value)
 
@@ -294,27 +294,27 @@ def test_a_run_falls_back_to_the_sound_one_before(name: str, run: Path) -> None:
     edited(lambda table: table.update(sequence=0, id="0" * 16))(older)
     if not damage.falls_back:
         with pytest.raises(damage.error, match=TAG):
-            holdfast.load_checkpoint(run, **golden.blank)
+            rankless.load_checkpoint(run, **golden.blank)
         return
     if damage.error is NoCheckpointError:  # what has no manifest is no checkpoint, and nothing to speak of
-        assert holdfast.restore(run, **golden.blank).skipped_checkpoints == ()
+        assert rankless.restore(run, **golden.blank).skipped_checkpoints == ()
     else:
         is_corrupt = issubclass(damage.error, CorruptCheckpointError)  # of a newer or another format nobody can tell
         adjective = "corrupt" if is_corrupt else "unreadable"
         with pytest.warns(UserWarning, match=f"loaded 'older' and ignored other checkpoints: {TAG} is {adjective};"):
-            restored = holdfast.restore(run, **golden.blank)
+            restored = rankless.restore(run, **golden.blank)
         assert (restored.tag, restored.skipped_checkpoints) == ("older", (TAG,) if is_corrupt else ())
         with pytest.raises((CorruptCheckpointError, damage.error), match=TAG):
-            holdfast.restore(run, on_corruption="raise", **GOLDEN[damage.of]().blank)
+            rankless.restore(run, on_corruption="raise", **GOLDEN[damage.of]().blank)
     assert held(golden.blank) == expected(golden)
 
 
 def test_a_folder_that_was_renamed_is_what_it_was_under_its_new_name(run: Path) -> None:
     shutil.copytree(V1 / "training" / TAG, run / "best")
     golden = GOLDEN["training"]()
-    assert holdfast.restore(run, "best", **golden.blank).tag == "best"
+    assert rankless.restore(run, "best", **golden.blank).tag == "best"
     assert held(golden.blank) == expected(golden)
-    assert [info.tag for info in holdfast.list_checkpoints(run)] == ["best"]
+    assert [info.tag for info in rankless.list_checkpoints(run)] == ["best"]
 
 
 def test_a_checkpoint_that_says_nothing_of_its_writer_is_shown(run: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_says_nothing_of_its_writer_is_shown(run: Path) -> Non
 
 def test_a_model_alone_says_which_file_its_index_misses(run: Path) -> None:
     folder = shutil.copytree(V1 / "files" / TAG, run / TAG)
-    assert {f"model/{name}" for name in GOLDEN["files"]().tensors["model"]} == set(holdfast.open(folder / "model"))
+    assert {f"model/{name}" for name in GOLDEN["files"]().tensors["model"]} == set(rankless.open(folder / "model"))
     text(INDEX, "00003-of", "00009-of")(folder)
     with pytest.raises(CorruptCheckpointError, match=r"model-00009-of-00004\.safetensors is missing"):
-        holdfast.open(folder / "model")
+        rankless.open(folder / "model")

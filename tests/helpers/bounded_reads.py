@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError
+import rankless
+from rankless.errors import CorruptCheckpointError
 
 #: What a refusal may take of memory: a few buffers, and no more.
 MEMORY_LIMIT = 2**30
@@ -28,7 +28,7 @@ def limit_memory() -> Iterator[None]:
 
 def read_checkpoint(folder: Path) -> None:
     """Open a checkpoint and read everything in it."""
-    opened = holdfast.open(folder)
+    opened = rankless.open(folder)
     for name in opened:
         opened[name]
     assert opened.values is not None

@@ -1,4 +1,4 @@
-"""A reader of the Chrome trace-event format, written from its description, which imports nothing of holdfast.
+"""A reader of the Chrome trace-event format, written from its description, which imports nothing of rankless.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes it.
 """

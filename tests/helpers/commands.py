@@ -9,17 +9,17 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from holdfast.cli.main import app
+from rankless.cli.main import app
 
 
 def run_command(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "holdfast", *command], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "rankless", *command], capture_output=True, text=True, check=False)
 
 
 def assert_needs_no_torch(*command: str) -> None:
     """A command that works without torch and without NumPy."""
     code = (
-        f"import sys\nsys.argv = {['holdfast', *command]!r}\nfrom holdfast.cli.main import main\n"
+        f"import sys\nsys.argv = {['rankless', *command]!r}\nfrom rankless.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -38,7 +38,7 @@ def make_callback(path: str) -> Any:
     block = re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(block[1] if block else "", names)  # noqa: S102 - our own documentation
-    return names["HoldfastSaver"](path, "2ba")
+    return names["RanklessSaver"](path, "2ba")
 
 
 def main(path: str, batches: str, dropout: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import holdfast
+import rankless
 from tests.helpers.training import train_run
 
 
@@ -18,7 +18,7 @@ def save_training(folder: Path, scale: float = 1.0) -> Path:
     for parameter in run.model.parameters():
         parameter.data *= scale
     content = {"step": 3, "table": torch.arange(40_000.0), "nested": [{"array": np.arange(5)}, (1, "two")]}
-    holdfast.save_checkpoint(
+    rankless.save_checkpoint(
         folder / "run",
         "s",
         run.model,
@@ -40,8 +40,8 @@ def tensors_to_lists(value: Any) -> Any:
 
 
 MEASURE_CONVERSION = """
-import sys, threading, time, torch, holdfast
-holdfast.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
+import sys, threading, time, torch, rankless
+rankless.convert(sys.argv[1] + "/small", sys.argv[1] + "/warm.pt", to=sys.argv[2])
 def resident():
     with open("/proc/self/status") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
@@ -53,7 +53,7 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-holdfast.convert(sys.argv[1] + "/big", sys.argv[1] + "/out", to=sys.argv[2])
+rankless.convert(sys.argv[1] + "/big", sys.argv[1] + "/out", to=sys.argv[2])
 running = False
 thread.join()
 print(peak - before)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def flip_tensor_bit(file: Path, tensor: str) -> None:
-    """Flip one bit in the middle of a tensor, found without holdfast."""
+    """Flip one bit in the middle of a tensor, found without rankless."""
     raw = bytearray(file.read_bytes())
     size = int.from_bytes(raw[:8], "little")
     start, stop = json.loads(raw[8 : 8 + size])[tensor]["data_offsets"]

@@ -1,4 +1,4 @@
-"""Checkpoints of holdfast and of ``torch.distributed.checkpoint``, each loaded by the other, in any layout.
+"""Checkpoints of rankless and of ``torch.distributed.checkpoint``, each loaded by the other, in any layout.
 
 Names define the expected state (``tests/helpers/layouts.py``).
 Torch's own gathering gives the state of a run after a load.
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import rankless
 from tests.helpers import layouts
 from tests.helpers.layouts import (
     WIDTH,
@@ -158,9 +158,9 @@ def are_equal(mine: Any, theirs: Any) -> bool:
 
 
 def write_ours(path: str, layout: str, kind: str, seed: str) -> None:
-    """A run of this layout saves by holdfast; FSDP1's is filled by a load of what a single process saved."""
+    """A run of this layout saves by rankless; FSDP1's is filled by a load of what a single process saved."""
     run = start_training(layout, kind, seed)
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"step": 3, "loss": torch.tensor(0.5)})
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"step": 3, "loss": torch.tensor(0.5)})
 
 
 def write_theirs(path: str, layout: str, kind: str, seed: str) -> None:
@@ -173,19 +173,19 @@ def start_training(layout: str, kind: str, seed: str) -> LayoutRun:
     run = build_model(layout, kind)
     if layout != "fsdp1":
         return build_filled(run, kind)
-    holdfast.load_checkpoint(seed, model=run.model, optimizer=run.optimizer)
+    rankless.load_checkpoint(seed, model=run.model, optimizer=run.optimizer)
     return run
 
 
 def write_seed(path: str, kind: str) -> None:
     run = build_filled(build_model("plain", kind), kind)
-    holdfast.save_checkpoint(path, "seed", run.model, run.optimizer)
+    rankless.save_checkpoint(path, "seed", run.model, run.optimizer)
 
 
 def load_ours(path: str, layout: str, kind: str) -> None:
-    """holdfast loads into this layout."""
+    """rankless loads into this layout."""
     run = blank_run(build_model(layout, kind))
-    content = holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
+    content = rankless.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
     assert are_equal(content, {"step": 3, "loss": torch.tensor(0.5)})
     check_states(run, kind)
 

@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 
 from awscrt.checksums import crc64nvme
 
-from holdfast.storage.azure.store import Azure
-from holdfast.storage.http.connection import HttpResponse
+from rankless.storage.azure.store import Azure
+from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import BUCKET, FakeStore
 from tests.helpers.fake_s3 import find_all
 

@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 from unittest import mock
 
-from holdfast.storage.http.connection import Address, ConnectionPool, HttpRequest, HttpResponse
-from holdfast.storage.store import ObjectStore
+from rankless.storage.http.connection import Address, ConnectionPool, HttpRequest, HttpResponse
+from rankless.storage.store import ObjectStore
 
 BUCKET = "bucket"
 

@@ -1,4 +1,4 @@
-"""JSON that holdfast cannot have written for a value."""
+"""JSON that rankless cannot have written for a value."""
 
 from __future__ import annotations
 

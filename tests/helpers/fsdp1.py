@@ -1,4 +1,4 @@
-"""A model under FSDP1, what torch gathers of it, and what holdfast's flat shards say of it."""
+"""A model under FSDP1, what torch gathers of it, and what rankless's flat shards say of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
 
-from holdfast.state.model import fsdp1
-from holdfast.state.model.flat_shards import FlatShard, flat_elements
+from rankless.state.model import fsdp1
+from rankless.state.model.flat_shards import FlatShard, flat_elements
 
 CPU = torch.device("cpu")
 

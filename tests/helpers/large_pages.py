@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from holdfast.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, TensorStatistics
-from holdfast.ondisk.files import TensorInfo
-from holdfast.report.compaction import sample_evenly
-from holdfast.report.page import render_page
-from holdfast.report.statistics import statistics_columns
-from holdfast.report.tensors import NamedTensor, tensor_columns
-from holdfast.report.timeline import build_timeline
-from holdfast.run.journal import JournalEntry
-from holdfast.run.scan import CheckpointInfo
+from rankless.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, TensorStatistics
+from rankless.ondisk.files import TensorInfo
+from rankless.report.compaction import sample_evenly
+from rankless.report.page import render_page
+from rankless.report.statistics import statistics_columns
+from rankless.report.tensors import NamedTensor, tensor_columns
+from rankless.report.timeline import build_timeline
+from rankless.run.journal import JournalEntry
+from rankless.run.scan import CheckpointInfo
 
 PLACEMENT = tuple((f"gpu-node-{number:03}.cluster.internal", 8) for number in range(8))
 PHASES = (
@@ -69,7 +69,7 @@ def make_large_page(checkpoints: int) -> bytes:
             "kind": "run",
             "path": "/runs/a",
             "made": 1.7e9,
-            "format": "holdfast",
+            "format": "rankless",
             "nbytes": 10**11,
             "step": checkpoints - 1,
             "saved": 1.7e9,

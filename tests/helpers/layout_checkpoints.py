@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import holdfast
+import rankless
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import LAYOUTS, fill_run
 
 
 def save_layout(path: str, layout: str) -> None:
     run = fill_run(LAYOUTS[layout][0]())
-    holdfast.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"a": 1}, max_shard_size=4000)
+    rankless.save_checkpoint(path, "s", run.model, run.optimizer, user_content={"a": 1}, max_shard_size=4000)
 
 
 def assert_same_files(layout: str, made: Path, expected: Path) -> None:

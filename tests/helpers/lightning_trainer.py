@@ -1,4 +1,4 @@
-"""Training under Lightning's Trainer with holdfast's strategies, on the ranks of the pool."""
+"""Training under Lightning's Trainer with rankless's strategies, on the ranks of the pool."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-import holdfast.lightning as ours
+import rankless
+import rankless.lightning as ours
 
 
 class Module(LightningModule):
@@ -105,5 +105,5 @@ def fit_module(
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    checkpoint = holdfast.open(path)
+    checkpoint = rankless.open(path)
     return {name: checkpoint[name] for name in checkpoint if not name.startswith("ranks/")}

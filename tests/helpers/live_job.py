@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 
 MOVE, STEPS = 4, 9
 
@@ -79,7 +79,7 @@ def main(before: list[int], after: list[int], folder: Path) -> None:
         step += 1
     moved = make_training(after)
     # The generators of a rank that has not trained are of no use to it: the model draws no random numbers.
-    copied = holdfast.copy_state(**moved, source=training or None, user_content={"step": step}, rng=False, timeout=60)
+    copied = rankless.copy_state(**moved, source=training or None, user_content={"step": step}, rng=False, timeout=60)
     if moved:
         assert copied.user_content == {"step": MOVE}
         for number in range(copied.user_content["step"], STEPS):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 
 
 def build_module(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -41,7 +41,7 @@ def resume_sharded(path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[di
     module = build_module(shapes)
     fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = build_optimizer(module)
-    holdfast.load_checkpoint(path, model=module, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=module, optimizer=optimizer)
     return gather_tensors(module, optimizer), [_settings(group) for group in optimizer.param_groups]
 
 

@@ -1,4 +1,4 @@
-"""NxD's files, written and read with plain torch, for comparison with holdfast's.
+"""NxD's files, written and read with plain torch, for comparison with rankless's.
 
 ``nxd.tar.gz`` has checkpoints that NxD 0.18 wrote on CPU (tensor parallel 2, data parallel 2): plain, and with ZeRO-1,
 with and without master weights.

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.run import cleanup, object_journal, pointers
-from holdfast.run.catalog import list_stale_directories
-from holdfast.storage.http import retries
-from holdfast.storage.object_path import ObjectPath, make_object_path
+import rankless
+from rankless.errors import RanklessError
+from rankless.run import cleanup, object_journal, pointers
+from rankless.run.catalog import list_stale_directories
+from rankless.storage.http import retries
+from rankless.storage.object_path import ObjectPath, make_object_path
 from tests.helpers.fake_http import BUCKET, FakeStore, LoseOnce
 from tests.helpers.small_parts import small_parts
 
@@ -49,8 +49,8 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 def save(step: int, tag: str | None = None, value: int | None = None, **options: object) -> None:
     """Save as a new process would, which continues the run."""
-    directory = holdfast.RunDirectory(run_path())
-    with suppress(HoldfastError):
+    directory = rankless.RunDirectory(run_path())
+    with suppress(RanklessError):
         directory.load(model={"net": state(0)})
     value = step if value is None else value
     directory.save(tag or f"s{step}", {"net": state(value)}, step=value, **options)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def check_crash(start: Start, operation: str, moment: Moment) -> None:
     found = check_all()
     assert found in OUTCOMES.get(operation, [OLD]), moment
     save(4)
-    assert holdfast.open(run_path()).step == 4
+    assert rankless.open(run_path()).step == 4
     check_nothing_is_left(fake)
     assert check_all() == {**found, "s4": 4}, moment
 
@@ -223,7 +223,7 @@ def check_stop(start: Start, first: str, second: str, moment: Moment, *, is_racy
     check_nothing_is_left(fake)
     assert check_all() == found, where
     for result in results.values():
-        assert result is None or isinstance(result, HoldfastError), where
+        assert result is None or isinstance(result, RanklessError), where
     if first in OUTCOMES:
         _check_saves(first, second, results, found, is_racy=is_racy)
     else:  # what only reads or cleans up disturbs no save
@@ -262,11 +262,11 @@ def _attempt(operation: str, name: str, results: dict[str, BaseException | None]
 def check_all() -> dict[str, int]:
     """Load each checkpoint of the list, verified. Return the value of each tag: a mixture fails."""
     found = {}
-    for info in holdfast.list_checkpoints(run_path()):
+    for info in rankless.list_checkpoints(run_path()):
         model = state(0)
         try:
-            restored = holdfast.restore(run_path(), info.tag, model={"net": model})
-        except holdfast.NoCheckpointError:
+            restored = rankless.restore(run_path(), info.tag, model={"net": model})
+        except rankless.NoCheckpointError:
             continue  # removed since it was listed
         assert restored.verified
         values = {float(value) for tensor in model.values() for value in tensor}
@@ -281,7 +281,7 @@ def check_nothing_is_left(fake: FakeStore) -> None:
     clean_up()
     assert not fake.uploads
     assert not list_stale_directories(run_path())
-    infos = holdfast.list_checkpoints(run_path())
+    infos = rankless.list_checkpoints(run_path())
     folders = {info.path.name for info in infos}
     expected = {key for key in fake.objects if key.split("/")[1] in {*folders, object_journal.FOLDER}}
     pointers = fake.objects.keys() - expected

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import AVERAGES_GRADIENTS, HAS_MUON
 
@@ -87,13 +87,13 @@ def save_run(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
     model, optimizer = build_run(layout, kind)
     for number in range(2):
         train_step(model, optimizer, number)
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     return gather_tensors(model, optimizer), train_step(model, optimizer, 2) + train_step(model, optimizer, 3)
 
 
 def load_run(path: str, layout: str, kind: str) -> tuple[Tensors, float]:
     model, optimizer = build_run(layout, kind, seed=5)
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     return gather_tensors(model, optimizer), train_step(model, optimizer, 2) + train_step(model, optimizer, 3)
 
 

@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-import holdfast
-from holdfast.transformers import Trainer
+import rankless
+from rankless.transformers import Trainer
 from tests.helpers.peft_models import make_peft
 from tests.helpers.trainer_runs import Numbers, make_arguments
 
@@ -14,7 +14,7 @@ from tests.helpers.trainer_runs import Numbers, make_arguments
 def main(run: str, steps: str, content: str) -> None:
     arguments = make_arguments(Path(run), int(os.environ["WORLD_SIZE"]), int(steps), save_steps=2)
     trainer = Trainer(make_peft("lora"), arguments, train_dataset=Numbers(), adapter_only=content == "adapter")
-    trainer.train(resume_from_checkpoint=holdfast.has_checkpoint(run))
+    trainer.train(resume_from_checkpoint=rankless.has_checkpoint(run))
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print(json.dumps(losses), flush=True)

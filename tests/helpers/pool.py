@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from campaigns.common.fork_server import CONTEXT
-from holdfast import api
-from holdfast.components import api as components_api
-from holdfast.components.background import PendingSaves
-from holdfast.live_copy import api as live_api
-from holdfast.save.background import background_saves
+from rankless import api
+from rankless.components import api as components_api
+from rankless.components.background import PendingSaves
+from rankless.live_copy import api as live_api
+from rankless.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes
 
 ROOT = Path(__file__).parents[2]

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-import holdfast
-from holdfast.ondisk.hidden_names import HiddenName
-from holdfast.run import journal
+import rankless
+from rankless.ondisk.hidden_names import HiddenName
+from rankless.run import journal
 
 DEAD = HiddenName("step_9", "0" * 16, "1" * 16, "partial")
 
 
 def save_step(path: Path, step: int, **options: Any) -> None:
-    holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
+    rankless.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
 
 
 def list_tags(path: Path) -> list[str]:
-    return [info.tag for info in holdfast.list_checkpoints(path)]
+    return [info.tag for info in rankless.list_checkpoints(path)]
 
 
 def list_names(path: Path) -> list[str]:

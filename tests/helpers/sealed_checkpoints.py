@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.ondisk.block_crcs import crc64
+from rankless.ondisk.block_crcs import crc64
 
 MODEL, OPTIMIZER, STATE_TENSORS = (
     "model/model.safetensors",

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from holdfast.engine.comm.host_vote_channel import HostVoteChannel
-from holdfast.engine.comm.session import RankGroup, Session
-from holdfast.storage import host_board
+from rankless.engine.comm.host_vote_channel import HostVoteChannel
+from rankless.engine.comm.session import RankGroup, Session
+from rankless.storage import host_board
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def simulated_host(name: str, folder: str) -> Iterator[None]:
     with (
         mock.patch.object(host_board, "_SHARED_MEMORY", Path(folder)),
         mock.patch.object(host_board, "host_id", return_value=f"host {name}"),
-        mock.patch("holdfast.save.negotiation.host_id", return_value=f"host {name}"),
+        mock.patch("rankless.save.negotiation.host_id", return_value=f"host {name}"),
         mock.patch("platform.node", return_value=name),
     ):
         yield

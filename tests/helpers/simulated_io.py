@@ -15,21 +15,21 @@ from unittest import mock
 import pytest
 import torch
 
-from holdfast.engine.comm.session import Session
-from holdfast.engine.comm.store_messages import StoreMessages
-from holdfast.engine.io import read, read_shared, requests, write, write_stripes
-from holdfast.engine.io.cell_exchange import CellExchange
-from holdfast.engine.io.requests import Fragments
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan import file_ranges, load_plan, partition, stripes
-from holdfast.engine.plan.placements import PlacementLayout, Sharded
-from holdfast.engine.plan.save_plan import EMPTY_PLAN, SavePlan
-from holdfast.formats.reader import FileExtent
-from holdfast.load import read_plan
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.files import TensorInfo
-from holdfast.state.tensors import DTYPES, NAMES
-from holdfast.storage.direct_io import BufferedReader
+from rankless.engine.comm.session import Session
+from rankless.engine.comm.store_messages import StoreMessages
+from rankless.engine.io import read, read_shared, requests, write, write_stripes
+from rankless.engine.io.cell_exchange import CellExchange
+from rankless.engine.io.requests import Fragments
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan import file_ranges, load_plan, partition, stripes
+from rankless.engine.plan.placements import PlacementLayout, Sharded
+from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from rankless.formats.reader import FileExtent
+from rankless.load import read_plan
+from rankless.ondisk import block_crcs
+from rankless.ondisk.files import TensorInfo
+from rankless.state.tensors import DTYPES, NAMES
+from rankless.storage.direct_io import BufferedReader
 from tests.helpers.simulated_jobs import Job, Key, make_mesh
 from tests.helpers.tensors import random_tensor, tensor_bytes
 from tests.helpers.thread_ranks import ThreadP2P, run_ranks_or_raise

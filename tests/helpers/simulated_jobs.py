@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from holdfast.engine.comm.spec_exchange import SpecDirectory, digest_specs
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated
-from holdfast.engine.plan.save_plan import SavePlan, plan_save
-from holdfast.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.state.tensors import NAMES
+from rankless.engine.comm.spec_exchange import SpecDirectory, digest_specs
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.placements import MeshShape, PlacementLayout, Replicated
+from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.state.tensors import NAMES
 from tests.helpers.placements import placements, torch_shard
 from tests.helpers.tensors import random_tensor
 

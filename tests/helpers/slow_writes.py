@@ -9,10 +9,10 @@ from unittest import mock
 
 def slow_down_writes(seconds: float = 0.5) -> Any:
     """Writing takes its time."""
-    from holdfast.engine.io.write import write_file_ranges
+    from rankless.engine.io.write import write_file_ranges
 
     def write(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write_file_ranges(*arguments)
 
-    return mock.patch("holdfast.save.shard_writer.write_file_ranges", write)
+    return mock.patch("rankless.save.shard_writer.write_file_ranges", write)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from holdfast.engine.io import cell_exchange, part_assembly, upload_parts
-from holdfast.engine.plan.cells import CellGrain
+from rankless.engine.io import cell_exchange, part_assembly, upload_parts
+from rankless.engine.plan.cells import CellGrain
 
 
 @contextmanager

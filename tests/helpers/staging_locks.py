@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.run.staging_lock import StagingLock
+from rankless.ondisk.hidden_names import parse_hidden_name
+from rankless.run.staging_lock import StagingLock
 
 
 def lock_staging(folder: Path) -> StagingLock:

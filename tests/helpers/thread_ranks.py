@@ -1,4 +1,4 @@
-"""Ranks that are threads, and exchange bytes in memory as :class:`holdfast.engine.io.p2p.P2PExchange` does."""
+"""Ranks that are threads, and exchange bytes in memory as :class:`rankless.engine.io.p2p.P2PExchange` does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from holdfast.storage.memory import Bytes
+from rankless.storage.memory import Bytes
 
 #: Seconds after which a rank that does not end fails the test.
 PATIENCE = 30

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-import holdfast
-from holdfast.tier.epochs import begin_epoch, reserve_epoch
+import rankless
+from rankless.tier.epochs import begin_epoch, reserve_epoch
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3000,), float(step))}
 
 
-def save_steps(directory: holdfast.RunDirectory, *steps: int) -> None:
+def save_steps(directory: rankless.RunDirectory, *steps: int) -> None:
     for step in steps:
         directory.save(f"step_{step}", state_of(step), step=step)
 
 
-def load_newest_step(directory: holdfast.RunDirectory) -> float:
+def load_newest_step(directory: rankless.RunDirectory) -> float:
     """Load the newest checkpoint, wait until it is durable, and return its step, which its bytes must be of."""
     loaded = state_of(-1)
     step = directory.restore(None, loaded).step

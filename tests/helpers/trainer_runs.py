@@ -18,8 +18,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-import holdfast
-from holdfast.transformers import Trainer
+import rankless
+from rankless.transformers import Trainer
 
 transformers.logging.set_verbosity_error()
 
@@ -109,7 +109,7 @@ def train(path: Path, steps: int, resume: bool | str = False, dropout: float = 0
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
             "weights": {name: value.clone() for name, value in _whole(run.model_wrapped).items()},
             "kind": type(run.model_wrapped).__name__,
-            "tags": [info.tag for info in holdfast.list_checkpoints(options.get("checkpoint_dir", path))],
+            "tags": [info.tag for info in rankless.list_checkpoints(options.get("checkpoint_dir", path))],
             "best": run.state.best_model_checkpoint,
         }
 
@@ -133,5 +133,5 @@ def train_with_accelerate(path: Path) -> dict[str, torch.Tensor]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        holdfast.save_checkpoint(path, "a", net, optimizer, scheduler)
+        rankless.save_checkpoint(path, "a", net, optimizer, scheduler)
         return {name: value.clone() for name, value in plain.state_dict().items()}

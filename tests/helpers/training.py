@@ -127,7 +127,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_tensor(run: Run, tensors: dict[str, torch.Tensor]) -> None:
-    """Give a run the values of another's :func:`whole`, without holdfast."""
+    """Give a run the values of another's :func:`whole`, without rankless."""
     with torch.no_grad():
         for name, target in run.model.state_dict().items():
             _copy(target, tensors[f"model/{clean_name(name)}"])

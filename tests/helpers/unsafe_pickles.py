@@ -21,7 +21,7 @@ class PickledCall:
         return self.call
 
 
-MARK_FILE = "HOLDFAST_WAS_HERE"
+MARK_FILE = "RANKLESS_WAS_HERE"
 
 
 UNSAFE_OBJECTS = {

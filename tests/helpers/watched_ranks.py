@@ -104,7 +104,7 @@ def _serve(
     store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
     with ExitStack() as stack:
         if host:
-            stack.enter_context(mock.patch("holdfast.liveness.watch.pid_namespace", return_value=host))
+            stack.enter_context(mock.patch("rankless.liveness.watch.pid_namespace", return_value=host))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         try:
             result = function(pipe, rank, *args)

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import holdfast
-from holdfast.compat.nxd.format.optimizer_states import PipelineStage
-from holdfast.compat.nxd.format.sharding_spec import parse_spec
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, InvalidArgumentError
+import rankless
+from rankless.compat.nxd.format.optimizer_states import PipelineStage
+from rankless.compat.nxd.format.sharding_spec import parse_spec
+from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, RanklessError
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_integer, pickle_text
 from tests.helpers.nxd_files import rank_file_name
@@ -191,7 +191,7 @@ def test_a_distributed_checkpoint_costs_little(tmp_path: Path, kind: str) -> Non
     folder = Folder(tmp_path / "c", data)
     make(folder)
     path = folder.written()
-    refused = nullcontext() if match is None else pytest.raises(HoldfastError, match=rf"(?s){path}.*({match})")
+    refused = nullcontext() if match is None else pytest.raises(RanklessError, match=rf"(?s){path}.*({match})")
     with limit_cost(memory=False), refused:
         read_checkpoint(path)
 
@@ -289,7 +289,7 @@ DEEPSPEED: dict[str, tuple[Callable[[Path], Path], str | None]] = {
 def test_a_checkpoint_of_deepspeed_costs_little(tmp_path: Path, kind: str, memory: bool) -> None:
     make, match = DEEPSPEED[kind]
     folder = make(tmp_path / "c")
-    refused = nullcontext() if match is None else pytest.raises(HoldfastError, match=rf"(?s){folder}.*({match})")
+    refused = nullcontext() if match is None else pytest.raises(RanklessError, match=rf"(?s){folder}.*({match})")
     with limit_cost(memory=memory), refused:
         read_checkpoint(folder)
 
@@ -342,7 +342,7 @@ def test_trees_of_odd_forms_cost_little(tmp_path: Path, kind: str) -> None:
     with limit_cost(memory=False):
         try:
             read_checkpoint(file)
-        except HoldfastError as error:
+        except RanklessError as error:
             assert str(file) in str(error)
 
 
@@ -365,7 +365,7 @@ def test_names_of_far_away_ranks_cost_little(tmp_path: Path) -> None:
     place = tmp_path / "model" / "dp_rank_999999_ep_rank_999999_tp_rank_999999_pp_rank_999999.pt"
     torch.save({"w": torch.ones(1)}, place)
     with limit_cost(memory=True), pytest.raises(CorruptCheckpointError, match="is missing"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_experts_without_end_cost_little(tmp_path: Path) -> None:
@@ -373,8 +373,8 @@ def test_experts_without_end_cost_little(tmp_path: Path) -> None:
     weight = "layers.0.mlp.down.weight"
     torch.save({weight: torch.ones(1, 2, 2).expand(2**40, 2, 2)}, tmp_path / "model" / rank_file_name())
     layout = json.dumps({"rules": [{"match": weight, "into": ["experts.{}.w"], "experts": True}]})
-    with limit_cost(memory=True), pytest.raises(HoldfastError, match=r"experts|repeat"):
-        holdfast.open(tmp_path, keys={"layout": layout})
+    with limit_cost(memory=True), pytest.raises(RanklessError, match=r"experts|repeat"):
+        rankless.open(tmp_path, keys={"layout": layout})
 
 
 def test_tensors_that_repeat_one_element_are_refused_in_every_format(tmp_path: Path) -> None:
@@ -388,15 +388,15 @@ def test_tensors_that_repeat_one_element_are_refused_in_every_format(tmp_path: P
     torch.save({"w": wide}, tmp_path / "c" / "meta.pt")
     for folder in ("nxd", "bins", "c"):
         with pytest.raises(FormatError, match=f"{tmp_path / folder}.*repeat elements"):
-            holdfast.open(tmp_path / folder)
+            rankless.open(tmp_path / folder)
 
 
 def test_long_names_cost_little_where_a_layout_looks_at_them(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     tree = {"layers.1." * 50_000 + str(number): torch.ones(1) for number in range(3)}
     torch.save(tree, tmp_path / "model" / rank_file_name())
-    with limit_cost(memory=False), pytest.raises(HoldfastError, match="layers"):
-        holdfast.open(tmp_path, keys={"layout": "llama"})
+    with limit_cost(memory=False), pytest.raises(RanklessError, match="layers"):
+        rankless.open(tmp_path, keys={"layout": "llama"})
 
 
 @pytest.mark.parametrize("more", [{"stride": 10**9}, {"stride": 2**70}])
@@ -411,7 +411,7 @@ def test_values_in_a_header_are_bounded(tmp_path: Path) -> None:
     save_file(
         {"w/m": torch.ones(1)},
         tmp_path / "optimizer.safetensors",
-        {"holdfast.values": json.dumps({"optimizer": groups})},
+        {"rankless.values": json.dumps({"optimizer": groups})},
     )
     with limit_cost(memory=False), pytest.raises(CorruptCheckpointError, match="same hash"):
         read_checkpoint(tmp_path)
@@ -437,7 +437,7 @@ def test_numbers_of_parameters_that_are_none_are_refused(tmp_path: Path, number:
         '{"metadata": {"param_groups": "pytorch_optim_group.bin"}, "weight_map": {"0": "pytorch_optim-00001.bin"}}'
     )
     with pytest.raises(CorruptCheckpointError, match="number of a parameter"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_an_index_of_many_names_of_one_file_costs_little(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_an_index_of_many_names_of_one_file_costs_little(tmp_path: Path) -> None
     weight_map = {f"w{number}": "model-1.safetensors" for number in range(30_000)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with limit_time():
-        problems = [check.problem for check in holdfast.open(tmp_path).verify() if check.problem]
+        problems = [check.problem for check in rankless.open(tmp_path).verify() if check.problem]
     assert any("but it does not" in problem for problem in problems)
 
 
@@ -480,4 +480,4 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path, one: str, other: str)
         (tmp_path / file).parent.mkdir(exist_ok=True)
         torch.save({"w": torch.full((1,), float(number))}, tmp_path / file)
     with pytest.raises(CorruptCheckpointError, match="are both of Rank"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)

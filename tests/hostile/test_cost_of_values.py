@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedValueError
-from holdfast.formats.pickles.builtin_types import PLAIN
-from holdfast.formats.pickles.unpickle import unpickle
-from holdfast.formats.tree.contents import classify_tree
-from holdfast.ondisk import values
-from holdfast.ondisk.read_budget import ReadBudget
-from holdfast.state.arrays import ArrayDecoder
+import rankless
+from rankless.errors import CorruptCheckpointError, RanklessError, UnsupportedValueError
+from rankless.formats.pickles.builtin_types import PLAIN
+from rankless.formats.pickles.unpickle import unpickle
+from rankless.formats.tree.contents import classify_tree
+from rankless.ondisk import values
+from rankless.ondisk.read_budget import ReadBudget
+from rankless.state.arrays import ArrayDecoder
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_integer, pickle_text
 from tests.helpers.torch_files import save_tree, write_archive
@@ -189,7 +189,7 @@ def test_a_bomb_is_refused_before_it_costs_much(tmp_path: Path, kind: str, memor
     raw = b"\x80\x02" + BOMBS[kind]() + b"."
     file = write_archive(tmp_path / "x.pt", {"a/data.pkl": raw, "a/byteorder": b"little", "a/data/0": b""})
     assert len(raw) < 1_100_000
-    with limit_cost(memory=memory), pytest.raises(HoldfastError, match=str(file)):
+    with limit_cost(memory=memory), pytest.raises(RanklessError, match=str(file)):
         read_checkpoint(file)
 
 
@@ -272,7 +272,7 @@ def test_honest_files_of_many_tensors_in_values_are_read(tmp_path: Path, kind: s
     """12,000 of them were not done after 10 seconds, which grew with the square of their number."""
     file = _Many(tmp_path).of(SHAPES[kind], 12_000)
     with limit_time():
-        opened = holdfast.open(file)
+        opened = rankless.open(file)
     assert len(opened._reader.groups["state"]) == 12_000
 
 
@@ -292,10 +292,10 @@ def test_names_of_one_tree_take_steps_in_proportion() -> None:
 def test_what_is_shared_in_a_file_is_shared_in_its_values(tmp_path: Path) -> None:
     tensor, row, table = torch.arange(3.0), [1, 2], collections.OrderedDict(a=1)
     tree = {"n": 0, "a": [tensor, row, table], "b": {"again": tensor, "row": row, "table": table}}
-    content = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
+    content = rankless.open(save_tree(tmp_path, tree)).values["user_content"]
     assert content["a"][0] is content["b"]["again"]
     assert content["a"][1] is content["b"]["row"]
     assert content["a"][2] is content["b"]["table"]
-    again = holdfast.open(save_tree(tmp_path, tree)).values["user_content"]
+    again = rankless.open(save_tree(tmp_path, tree)).values["user_content"]
     assert again["a"][1] is not content["a"][1]
     assert torch.equal(content["a"][0], tensor)

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, NoCheckpointError, UnsafeNameError
-from holdfast.ondisk.block_crcs import crc64
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, RanklessError, UnsafeNameError
+from rankless.ondisk.block_crcs import crc64
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.forged_values import FORGED_VALUES
 from tests.helpers.sealed_checkpoints import (
@@ -59,7 +59,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("good")
     training = Training()
     content = {"array": np.arange(4), "tensor": torch.arange(3), "text": "x"}
-    holdfast.save_checkpoint(
+    rankless.save_checkpoint(
         run,
         "step_1",
         training.model,
@@ -95,11 +95,11 @@ def with_header(file: Path, text: str | dict[str, Any], data: bytes | None = Non
 def load(folder: Path) -> None:
     """Resume from a checkpoint."""
     training = Training()
-    holdfast.load_checkpoint(folder, None, training.model, training.optimizer, training.scheduler)
+    rankless.load_checkpoint(folder, None, training.model, training.optimizer, training.scheduler)
 
 
 def assert_refused(
-    folder: Path, names: str | Path, kinds: type[HoldfastError] | tuple[type[HoldfastError], ...] = HoldfastError
+    folder: Path, names: str | Path, kinds: type[RanklessError] | tuple[type[RanklessError], ...] = RanklessError
 ) -> None:
     """Whoever opens or loads the checkpoint gets an error of ours that names the file."""
     for call in (read_checkpoint, load):
@@ -163,7 +163,7 @@ def replace(path: Path, kind: str) -> None:
 def test_a_folder_without_a_manifest_is_no_checkpoint(folder: Path, kind: str) -> None:
     replace(folder / MANIFEST, kind)
     assert_refused(folder, folder, NoCheckpointError)
-    assert not holdfast.has_checkpoint(folder.parent)
+    assert not rankless.has_checkpoint(folder.parent)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
@@ -213,11 +213,11 @@ def test_a_name_of_no_file_is_named(folder: Path, name: str) -> None:
 
 def test_a_newer_version_is_named_as_such(folder: Path) -> None:
     reseal_checkpoint(folder, lambda table: table.update(version=2, more={}))
-    assert_refused(folder, "update holdfast", FormatError)
+    assert_refused(folder, "update rankless", FormatError)
     assert_refused(folder, folder / MANIFEST, FormatError)
 
 
-@pytest.mark.parametrize("text", ['{"format": "other"}', "{}", '{"format": "holdfast", "version": 0}'])
+@pytest.mark.parametrize("text", ['{"format": "other"}', "{}", '{"format": "rankless", "version": 0}'])
 def test_a_manifest_of_something_else_is_named_as_such(folder: Path, text: str) -> None:
     (folder / MANIFEST).write_text(text)
     assert_refused(folder, folder / MANIFEST, FormatError)
@@ -271,7 +271,7 @@ def test_two_files_with_one_tensor_are_refused(folder: Path) -> None:
 def test_a_damaged_checkpoint_does_not_hide_the_others_of_its_run(folder: Path) -> None:
     shutil.copytree(folder, folder.parent / "step_2")
     (folder.parent / "step_2" / MANIFEST).write_bytes(seal_manifest(NESTED[0]))
-    listed = holdfast.list_checkpoints(folder.parent)
+    listed = rankless.list_checkpoints(folder.parent)
     assert {info.tag: info.status for info in listed} == {"step_1": "complete", "step_2": "damaged"}
     read_checkpoint(folder.parent)
 
@@ -322,22 +322,22 @@ HEADERS = {
     "no metadata": lambda table: table.pop("__metadata__"),
     "metadata that is a list": lambda table: table.update(__metadata__=[]),
     "metadata of numbers": lambda table: table["__metadata__"].update(a=1),
-    "no CRCs": lambda table: table["__metadata__"].pop("holdfast.crc64nvme"),
-    "a CRC too few": lambda table: table["__metadata__"].update({"holdfast.crc64nvme": ""}),
-    "a CRC too many": lambda table: table["__metadata__"].update({"holdfast.crc64nvme": "0" * 16 * 99}),
-    "CRCs that are none": lambda table: table["__metadata__"].update({"holdfast.crc64nvme": "g" * 16}),
+    "no CRCs": lambda table: table["__metadata__"].pop("rankless.crc64nvme"),
+    "a CRC too few": lambda table: table["__metadata__"].update({"rankless.crc64nvme": ""}),
+    "a CRC too many": lambda table: table["__metadata__"].update({"rankless.crc64nvme": "0" * 16 * 99}),
+    "CRCs that are none": lambda table: table["__metadata__"].update({"rankless.crc64nvme": "g" * 16}),
     "CRCs of other bytes": lambda table: table["__metadata__"].update(
-        {"holdfast.crc64nvme": "0" * len(table["__metadata__"]["holdfast.crc64nvme"])}
+        {"rankless.crc64nvme": "0" * len(table["__metadata__"]["rankless.crc64nvme"])}
     ),
-    "a tie to nothing": lambda table: table["__metadata__"].update({"holdfast.tied": '{"a":"nothing"}'}),
-    "a tie to a number": lambda table: table["__metadata__"].update({"holdfast.tied": '{"a":1}'}),
+    "a tie to nothing": lambda table: table["__metadata__"].update({"rankless.tied": '{"a":"nothing"}'}),
+    "a tie to a number": lambda table: table["__metadata__"].update({"rankless.tied": '{"a":1}'}),
     "a tie of another tensor": lambda table: table["__metadata__"].update(
-        {"holdfast.tied": json.dumps({list(table)[-1]: list(table)[-2]})}
+        {"rankless.tied": json.dumps({list(table)[-1]: list(table)[-2]})}
     ),
-    "a tie to a list": lambda table: table["__metadata__"].update({"holdfast.tied": '{"a":["b"]}'}),
-    "ties that are no object": lambda table: table["__metadata__"].update({"holdfast.tied": "[1]"}),
-    "ties that are no JSON": lambda table: table["__metadata__"].update({"holdfast.tied": "{"}),
-    "ties nested without end": lambda table: table["__metadata__"].update({"holdfast.tied": NESTED[0]}),
+    "a tie to a list": lambda table: table["__metadata__"].update({"rankless.tied": '{"a":["b"]}'}),
+    "ties that are no object": lambda table: table["__metadata__"].update({"rankless.tied": "[1]"}),
+    "ties that are no JSON": lambda table: table["__metadata__"].update({"rankless.tied": "{"}),
+    "ties nested without end": lambda table: table["__metadata__"].update({"rankless.tied": NESTED[0]}),
 }
 
 
@@ -368,7 +368,7 @@ def test_a_header_nested_without_end_is_refused(folder: Path, text: str) -> None
 
 @pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [2**62, 2**62, 0], [0, 2**64]], ids=str)
 def test_an_empty_tensor_of_an_impossible_shape_is_refused(folder: Path, shape: list[int]) -> None:
-    table = {"__metadata__": {"holdfast.crc64nvme": ""}, "w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+    table = {"__metadata__": {"rankless.crc64nvme": ""}, "w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
     with_header(folder / STATE_TENSORS, table, b"")
     (folder / STATE).write_text('{"user_content":{"$tensor":"w"}}')
     reseal_checkpoint(folder)
@@ -408,7 +408,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused(folder: Path, part: 
     table[part] = json.loads(junk)
     (folder / STATE).write_text(json.dumps(table))
     reseal_checkpoint(folder)
-    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    with limit_memory(), pytest.raises(RanklessError, match=str(folder)):
         load(folder)
 
 
@@ -432,7 +432,7 @@ def test_a_forged_optimizer_is_refused(folder: Path, attack: str) -> None:
     OPTIMIZERS[attack](table["optimizer"])
     (folder / STATE).write_text(json.dumps(table))
     reseal_checkpoint(folder)
-    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    with limit_memory(), pytest.raises(RanklessError, match=str(folder)):
         load(folder)
 
 
@@ -451,8 +451,8 @@ def test_what_belongs_to_ranks_is_refused_where_it_is_forged(folder: Path, ranks
     with torch.no_grad():
         training.model.weight += 1
         before.model.weight += 1
-    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
-        holdfast.load_checkpoint(folder, None, training.model, training.optimizer, training.scheduler)
+    with limit_memory(), pytest.raises(RanklessError, match=str(folder)):
+        rankless.load_checkpoint(folder, None, training.model, training.optimizer, training.scheduler)
     assert torch.equal(training.model.weight, before.model.weight)
 
 
@@ -462,7 +462,7 @@ def test_generators_forged_to_wrong_states_are_refused(folder: Path) -> None:
     words = json.dumps(table["ranks"][0]["rng"]["torch"])
     (folder / RANKS).write_text(json.dumps(table).replace(words, '{"$tensor":"0/content.t"}'))
     reseal_checkpoint(folder)
-    with limit_memory(), pytest.raises(HoldfastError, match=str(folder)):
+    with limit_memory(), pytest.raises(RanklessError, match=str(folder)):
         load(folder)
 
 
@@ -486,10 +486,10 @@ def test_nothing_in_a_checkpoint_is_ever_run(folder: Path) -> None:
 @pytest.mark.parametrize("order", ["[[0,0]]", "[[0]]", "[[0,2]]", "[[0,1],[0]]", '["01"]', "[[0.0,true]]"])
 def test_an_order_of_parameters_that_is_none(tmp_path: Path, order: str) -> None:
     layer = torch.nn.Linear(2, 2)
-    holdfast.save_checkpoint(tmp_path, "s", layer, torch.optim.SGD(layer.parameters()), rng=False)
+    rankless.save_checkpoint(tmp_path, "s", layer, torch.optim.SGD(layer.parameters()), rng=False)
     raw = (tmp_path / "s/ranks.json").read_text()
     assert '"order":{"optimizer":[[1,0]]}' in raw  # the weight comes before the bias
     (tmp_path / "s" / RANKS).write_text(raw.replace("[[1,0]]", order))
     reseal_checkpoint(tmp_path / "s")
     with pytest.raises(CorruptCheckpointError, match="order"):
-        holdfast.load_checkpoint(tmp_path, model=layer, optimizer=torch.optim.SGD(layer.parameters()))
+        rankless.load_checkpoint(tmp_path, model=layer, optimizer=torch.optim.SGD(layer.parameters()))

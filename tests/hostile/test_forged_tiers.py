@@ -14,24 +14,24 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.tier.folder import TierFolder
-from holdfast.tier.generation import Common
-from holdfast.tier.part import _ROW, GenerationKey, PartName, _Header, decode_checked, encode_checked
+import rankless
+from rankless.tier.folder import TierFolder
+from rankless.tier.generation import Common
+from rankless.tier.part import _ROW, GenerationKey, PartName, _Header, decode_checked, encode_checked
 from tests.helpers.killed_jobs import run_killed_job
 
 _replace = msgspec.structs.replace
 
 
 def _save(base: Path, step: int, drain_every: int) -> None:
-    local = holdfast.LocalTier(base / "tier", drain_every=drain_every)
-    holdfast.save_checkpoint(base / "run", f"step_{step}", {"w": torch.full((300,), float(step))}, local=local)
+    local = rankless.LocalTier(base / "tier", drain_every=drain_every)
+    rankless.save_checkpoint(base / "run", f"step_{step}", {"w": torch.full((300,), float(step))}, local=local)
 
 
 def _load(base: Path) -> str:
     state = {"w": torch.zeros(300)}
-    result = holdfast.restore(base / "run", None, state, local=base / "tier")
-    holdfast.finalize()
+    result = rankless.restore(base / "run", None, state, local=base / "tier")
+    rankless.finalize()
     assert torch.equal(state["w"], torch.full((300,), float(result.tag[-1])))
     return result.tag
 
@@ -163,5 +163,5 @@ def test_other_things_are_ignored(folder: TierFolder) -> None:
 def test_a_marker_that_is_no_file_is_named(folder: TierFolder) -> None:
     (folder.path / "tier.json").unlink()
     os.mkfifo(folder.path / "tier.json")
-    with pytest.raises(holdfast.InvalidArgumentError, match="is not the folder of a local tier"):
+    with pytest.raises(rankless.InvalidArgumentError, match="is not the folder of a local tier"):
         _load(folder.path.parent)

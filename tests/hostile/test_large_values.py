@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import holdfast
-from holdfast.errors import UnsupportedValueError
-from holdfast.ondisk import header, values
+import rankless
+from rankless.errors import UnsupportedValueError
+from rankless.ondisk import header, values
 from tests.golden import reader
 from tests.helpers.pool import Ranks
 
@@ -43,25 +43,25 @@ def test_a_value_that_no_reader_would_take_is_refused_by_its_path(
     with pytest.raises(
         UnsupportedValueError, match=rf"state\.json would have .* largest value is {path}, of .*frombuffer"
     ):
-        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, user_content=content, async_save=async_save)
+        rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, user_content=content, async_save=async_save)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_just_not_too_large_is_read_again(tmp_path: Path) -> None:
-    empty = len((holdfast.save_checkpoint(tmp_path, "e", user_content="").wait().path / "state.json").read_bytes())
+    empty = len((rankless.save_checkpoint(tmp_path, "e", user_content="").wait().path / "state.json").read_bytes())
     content = "x" * (LIMIT - empty)
-    info = holdfast.save_checkpoint(tmp_path, "s", user_content=content).wait()
+    info = rankless.save_checkpoint(tmp_path, "s", user_content=content).wait()
     assert (info.path / "state.json").stat().st_size == LIMIT
-    assert holdfast.load_checkpoint(tmp_path) == content
+    assert rankless.load_checkpoint(tmp_path) == content
     with pytest.raises(UnsupportedValueError):
-        holdfast.save_checkpoint(tmp_path, "more", user_content=content + "x")
+        rankless.save_checkpoint(tmp_path, "more", user_content=content + "x")
 
 
 def test_the_way_out_that_the_error_tells_is_one_for_every_reader_of_version_1(tmp_path: Path) -> None:
     data = bytes(range(256)) * LIMIT
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    holdfast.save_checkpoint(tmp_path, "s", user_content={"blob": tensor}, per_rank_content={"blob": tensor})
-    restored = holdfast.restore(tmp_path)
+    rankless.save_checkpoint(tmp_path, "s", user_content={"blob": tensor}, per_rank_content={"blob": tensor})
+    restored = rankless.restore(tmp_path)
     for actual in (restored.user_content, restored.per_rank_content):
         assert actual["blob"].numpy().tobytes() == data
     assert reader.read(tmp_path / "s").state["user_content"]["blob"].payload.data == data
@@ -83,19 +83,19 @@ class Extra(nn.Linear):
 
 def test_values_of_models_and_optimizers_are_looked_at_too(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedValueError, match=r"largest value is model\._extra_state\.blob"):
-        holdfast.save_checkpoint(tmp_path, "s", Extra(LIMIT))
+        rankless.save_checkpoint(tmp_path, "s", Extra(LIMIT))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["history"] = list(range(LIMIT))
     with pytest.raises(UnsupportedValueError, match=r"largest value is optimizer\.groups\[0\]\.state\.weight\.history"):
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     assert not list(tmp_path.iterdir())
 
 
 def save_own(path: str, sizes: list[int]) -> None:
     values.VALUES_LIMIT = LIMIT
     try:
-        holdfast.save_checkpoint(path, "s", per_rank_content={"blob": b"x" * sizes[dist.get_rank()]})
+        rankless.save_checkpoint(path, "s", per_rank_content={"blob": b"x" * sizes[dist.get_rank()]})
     finally:
         values.VALUES_LIMIT = 2**30
 
@@ -127,14 +127,14 @@ def test_the_header_of_a_part_and_the_file_of_a_scheduler_have_their_limits(
     with pytest.raises(
         UnsupportedValueError, match=r"header of the first file.*largest value is model\._extra_state\.blob"
     ):
-        holdfast.save_model(Extra(LIMIT), tmp_path / "m.safetensors")
-    holdfast.save_model(Extra(LIMIT // 4), tmp_path / "m.safetensors")
+        rankless.save_model(Extra(LIMIT), tmp_path / "m.safetensors")
+    rankless.save_model(Extra(LIMIT // 4), tmp_path / "m.safetensors")
     other = Extra()
-    holdfast.load_model(other, tmp_path / "m.safetensors")
+    rankless.load_model(other, tmp_path / "m.safetensors")
     assert other.extra == b"x" * (LIMIT // 4)
     monkeypatch.setattr(values, "VALUES_LIMIT", LIMIT)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(other.parameters(), lr=0.1), 1)
     scheduler.history = list(range(LIMIT))  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedValueError, match=r"the file of the scheduler.*largest value is state\.history"):
-        holdfast.save_lr_scheduler(scheduler, tmp_path / "s.json")
+        rankless.save_lr_scheduler(scheduler, tmp_path / "s.json")
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]

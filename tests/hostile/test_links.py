@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.errors import HoldfastError, NoCheckpointError, UnsafeNameError
+import rankless
+from rankless.errors import NoCheckpointError, RanklessError, UnsafeNameError
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.nxd_files import rank_file_name
 from tests.helpers.nxd_files import save_rank_file as save_rank
@@ -116,9 +116,9 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, kind: str, part: st
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(4))
     with pytest.raises(UnsafeNameError):
-        holdfast.load_checkpoint(folder, model=model)
+        rankless.load_checkpoint(folder, model=model)
     with pytest.raises(UnsafeNameError):
-        holdfast.convert(folder, tmp_path / "out", to="safetensors")
+        rankless.convert(folder, tmp_path / "out", to="safetensors")
 
 
 @pytest.mark.parametrize(("kind", "part"), CASES)
@@ -156,9 +156,9 @@ def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_a_snapshot_is_read(snapshot: Path) -> None:
     read_checkpoint(snapshot)
-    assert torch.equal(holdfast.open(snapshot)["model/w"], W["w"])
+    assert torch.equal(rankless.open(snapshot)["model/w"], W["w"])
     for file in snapshot.iterdir():
-        assert torch.equal(holdfast.open(file)["model/w"], W["w"])
+        assert torch.equal(rankless.open(file)["model/w"], W["w"])
 
 
 def test_a_snapshot_in_a_cache_that_is_reached_by_a_link_is_read(snapshot: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_fifo_in_the_place_of_a_file_is_named(tmp_path: Path, kind: str, part:
         place = next(iter(place.iterdir()))
     place.unlink()
     os.mkfifo(place)
-    with pytest.raises(HoldfastError, match=f"{place.name} is not a regular file"):
+    with pytest.raises(RanklessError, match=f"{place.name} is not a regular file"):
         read_checkpoint(folder)
 
 
@@ -206,10 +206,10 @@ def test_a_fifo_in_the_place_of_a_file_is_named(tmp_path: Path, kind: str, part:
 def test_a_manifest_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "manifest.json")
     with pytest.raises(NoCheckpointError, match=r"manifest\.json is not a regular file"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_a_single_file_that_is_a_fifo_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(HoldfastError):
-        holdfast.open(tmp_path / "model.safetensors")
+    with pytest.raises(RanklessError):
+        rankless.open(tmp_path / "model.safetensors")

@@ -20,10 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-import holdfast
-from holdfast.compat.colossalai import Booster
-from holdfast.components.destination import ComponentOutput
-from holdfast.errors import (
+import rankless
+from rankless.compat.colossalai import Booster
+from rankless.components.destination import ComponentOutput
+from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     MismatchError,
@@ -33,9 +33,9 @@ from holdfast.errors import (
     ReplicaMismatchError,
     StorageError,
 )
-from holdfast.formats.detect import open_reader
-from holdfast.ondisk.hidden_names import HiddenName, parse_hidden_name
-from holdfast.storage import atomic_rename
+from rankless.formats.detect import open_reader
+from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.storage import atomic_rename
 from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 from tests.helpers.staging_locks import lock_staging
@@ -48,13 +48,13 @@ READERS = [("plain", 1), ("fsdp", 2), ("tp", 4)]
 def save(layout: str, folder: str, prefix: str | None = None) -> None:
     run = layouts.fill_run(layouts.LAYOUTS[layout][0]())
     for name in ("m.safetensors", "m.pt"):
-        holdfast.save_model(run.model, f"{folder}/{name}", prefix=prefix)
-    holdfast.save_model(run.model, f"{folder}/sharded", shard=True, size_per_shard=0.001, prefix=prefix)
-    holdfast.save_model(
+        rankless.save_model(run.model, f"{folder}/{name}", prefix=prefix)
+    rankless.save_model(run.model, f"{folder}/sharded", shard=True, size_per_shard=0.001, prefix=prefix)
+    rankless.save_model(
         run.model, f"{folder}/bins", shard=True, size_per_shard=0.001, use_safetensors=False, prefix=prefix
     )
-    holdfast.save_optimizer(run.optimizer, f"{folder}/o.safetensors", model=run.model, prefix=prefix)
-    holdfast.save_optimizer(
+    rankless.save_optimizer(run.optimizer, f"{folder}/o.safetensors", model=run.model, prefix=prefix)
+    rankless.save_optimizer(
         run.optimizer, f"{folder}/sharded", shard=True, size_per_shard=0.001, model=run.model, prefix=prefix
     )
 
@@ -95,10 +95,10 @@ def load(layout: str, folder: str, kind: str, prefix: str | None = None) -> list
     run = layouts.blank_run(layouts.LAYOUTS[layout][0]())
     model, optimizer = ("m.safetensors", "o.safetensors") if kind == "file" else ("sharded", "sharded")
     model = {"torch file": "m.pt", "bins": "bins"}.get(kind, model)
-    restored = holdfast.load_model(run.model, f"{folder}/{model}", prefix=prefix)
+    restored = rankless.load_model(run.model, f"{folder}/{model}", prefix=prefix)
     assert restored.verified == (kind in {"file", "folder"})
     assert restored.exact == ("model",)
-    restored = holdfast.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
+    restored = rankless.load_optimizer(run.optimizer, f"{folder}/{optimizer}", prefix=prefix, model=run.model)
     assert restored.matched_by == {"optimizer": "model"}
     expected = layouts.fill_run(layouts.LAYOUTS[layout][0]())
     theirs = dict(layouts.named_tensors(expected))
@@ -119,13 +119,13 @@ def test_any_layout_loads_them(ranks: Ranks, tmp_path: Path, reader: tuple[str, 
 
 def test_a_torch_file_of_an_optimizer_is_what_torch_loads(tmp_path: Path) -> None:
     run = train_run("plain")
-    holdfast.save_optimizer(run.optimizer, tmp_path / "o.pt", model=run.model)
+    rankless.save_optimizer(run.optimizer, tmp_path / "o.pt", model=run.model)
     other = start_run("plain")
     other.optimizer.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
     for mine, theirs in zip(run.optimizer.state.values(), other.optimizer.state.values(), strict=True):
         assert equal(mine, theirs)
     again = start_run("plain")
-    holdfast.load_optimizer(again.optimizer, tmp_path / "o.pt", model=again.model)
+    rankless.load_optimizer(again.optimizer, tmp_path / "o.pt", model=again.model)
     for mine, theirs in zip(run.optimizer.state.values(), again.optimizer.state.values(), strict=True):
         assert equal(mine, theirs)
 
@@ -140,16 +140,16 @@ def test_an_optimizer_without_a_model_goes_by_names_that_torch_keeps_or_by_place
         return model, optimizer
 
     model, optimizer = make(named=False)
-    holdfast.save_optimizer(optimizer, tmp_path / "places.safetensors")
-    holdfast.save_optimizer(optimizer, tmp_path / "model.safetensors", model=model)
-    holdfast.save_optimizer(make(named=True)[1], tmp_path / "names.safetensors")
+    rankless.save_optimizer(optimizer, tmp_path / "places.safetensors")
+    rankless.save_optimizer(optimizer, tmp_path / "model.safetensors", model=model)
+    rankless.save_optimizer(make(named=True)[1], tmp_path / "names.safetensors")
     with safe_open(tmp_path / "names.safetensors", "pt") as file:
         assert "0.weight/exp_avg" in file.keys()  # noqa: SIM118 - it is no dict
     for file in ("places", "model", "names"):
         for named, given, by in ((False, False, "places"), (True, False, "names"), (False, True, "model")):
             other, fresh = make(named=named)
             fresh.state.clear()
-            restored = holdfast.load_optimizer(fresh, tmp_path / f"{file}.safetensors", model=other if given else None)
+            restored = rankless.load_optimizer(fresh, tmp_path / f"{file}.safetensors", model=other if given else None)
             assert restored.matched_by["optimizer"] == ("places" if file == "places" else by)
             for mine, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
                 assert equal(mine, theirs)
@@ -157,7 +157,7 @@ def test_an_optimizer_without_a_model_goes_by_names_that_torch_keeps_or_by_place
 
 def save_unnamed(path: str) -> None:
     run = layouts.fill_run(layouts.LAYOUTS["pp_ddp"][0]())
-    holdfast.save_optimizer(run.optimizer, path)
+    rankless.save_optimizer(run.optimizer, path)
 
 
 def test_ranks_that_hold_other_parameters_in_one_place_are_asked_for_the_model(ranks: Ranks, tmp_path: Path) -> None:
@@ -169,26 +169,26 @@ def test_ranks_that_hold_other_parameters_in_one_place_are_asked_for_the_model(r
 
 def test_all_that_does_not_match_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
-    holdfast.save_model(model, tmp_path / "m", shard=True)
+    rankless.save_model(model, tmp_path / "m", shard=True)
     other = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(MismatchError) as caught:
-        holdfast.load_model(other, tmp_path / "m")
+        rankless.load_model(other, tmp_path / "m")
     for said in ("a.weight: shape [2, 2] in the checkpoint, [3, 2] here", "missing in the checkpoint: d.weight"):
         assert said in str(caught.value)
     assert "only in the checkpoint: c.bias" in str(caught.value)
     assert equal(other.state_dict(), before)
     del other["a"]
-    restored = holdfast.load_model(other, tmp_path / "m", strict=False)
+    restored = rankless.load_model(other, tmp_path / "m", strict=False)
     assert set(restored.missing) == {"d.weight", "d.bias"}
     assert torch.equal(other["b"].weight, model["b"].weight)
 
 
 def test_floating_dtypes_are_cast_as_load_state_dict_does(tmp_path: Path) -> None:
     model = nn.Linear(3, 4)
-    holdfast.save_model(model, tmp_path / "m.safetensors")
+    rankless.save_model(model, tmp_path / "m.safetensors")
     other = nn.Linear(3, 4).to(torch.bfloat16)
-    assert holdfast.load_model(other, tmp_path / "m.safetensors").reconstructed == ("model",)
+    assert rankless.load_model(other, tmp_path / "m.safetensors").reconstructed == ("model",)
     assert torch.equal(other.weight, model.weight.to(torch.bfloat16))
 
 
@@ -202,16 +202,16 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_another_optimizer_is_told_apart(tmp_path: Path, suffix: str) -> None:
     model, path = nn.Linear(3, 2), tmp_path / f"o{suffix}"
-    holdfast.save_optimizer(adam(model), path, model=model)
+    rankless.save_optimizer(adam(model), path, model=model)
     with pytest.raises(OptimizerMismatchError, match="the state of AdamW, the optimizer is SGD"):
-        holdfast.load_optimizer(torch.optim.SGD(model.parameters()), path, model=model)
+        rankless.load_optimizer(torch.optim.SGD(model.parameters()), path, model=model)
     two = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}])
     with pytest.raises(OptimizerMismatchError, match="group"):
-        holdfast.load_optimizer(two, path, model=model)
+        rankless.load_optimizer(two, path, model=model)
     with pytest.raises(OptimizerMismatchError, match="'bias', which this optimizer does not train"):
-        holdfast.load_optimizer(torch.optim.AdamW([model.weight]), path, model=model)
+        rankless.load_optimizer(torch.optim.AdamW([model.weight]), path, model=model)
     with pytest.raises(OptimizerMismatchError, match="2 parameters, this one trains 1"):
-        holdfast.load_optimizer(torch.optim.AdamW([model.weight]), path)
+        rankless.load_optimizer(torch.optim.AdamW([model.weight]), path)
 
 
 def test_settings_that_a_file_lacks_stay_as_they_are(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_settings_that_a_file_lacks_stay_as_they_are(tmp_path: Path) -> None:
     del state["param_groups"][0]["amsgrad"]
     torch.save(state, tmp_path / "o.bin")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    holdfast.load_optimizer(optimizer, tmp_path / "o.bin")
+    rankless.load_optimizer(optimizer, tmp_path / "o.bin")
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["amsgrad"] is False
     optimizer.step()
@@ -231,29 +231,29 @@ def test_a_path_of_the_wrong_kind_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgumentError, match="is a folder, but shard=False writes one file"):
-        holdfast.save_model(model, tmp_path / "folder")
+        rankless.save_model(model, tmp_path / "folder")
     with pytest.raises(InvalidArgumentError, match="is a file, but this save writes a folder"):
-        holdfast.save_model(model, tmp_path / "file", shard=True)
-    holdfast.save_model(model, tmp_path / "m.safetensors")
-    holdfast.save_optimizer(adam(model), tmp_path / "o.safetensors")
+        rankless.save_model(model, tmp_path / "file", shard=True)
+    rankless.save_model(model, tmp_path / "m.safetensors")
+    rankless.save_optimizer(adam(model), tmp_path / "o.safetensors")
     with pytest.raises(MismatchError, match="contains model, but no optimizer"):
-        holdfast.load_optimizer(adam(model), tmp_path / "m.safetensors")
+        rankless.load_optimizer(adam(model), tmp_path / "m.safetensors")
     with pytest.raises(MismatchError, match="contains optimizer, but no model"):
-        holdfast.load_model(model, tmp_path / "o.safetensors")
+        rankless.load_model(model, tmp_path / "o.safetensors")
     with pytest.raises(NoCheckpointError):
-        holdfast.load_model(model, tmp_path / "nothing")
+        rankless.load_model(model, tmp_path / "nothing")
     with pytest.raises(InvalidArgumentError, match="MiB"):
-        holdfast.save_model(model, tmp_path / "s", shard=True, size_per_shard=0)
+        rankless.save_model(model, tmp_path / "s", shard=True, size_per_shard=0)
 
 
 def test_saving_again_replaces_the_parts_own_files_and_leaves_the_rest(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    holdfast.save_model(model, tmp_path / "m", shard=True, size_per_shard=0.005)
-    holdfast.save_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m", shard=True)
+    rankless.save_model(model, tmp_path / "m", shard=True, size_per_shard=0.005)
+    rankless.save_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m", shard=True)
     (tmp_path / "m/notes").mkdir()
     (tmp_path / "m/notes/text").write_text("mine")
     assert len(list((tmp_path / "m").glob("model*"))) > 4
-    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_safetensors=False)
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_safetensors=False)
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
         "notes",
         "optimizer.safetensors",
@@ -261,16 +261,16 @@ def test_saving_again_replaces_the_parts_own_files_and_leaves_the_rest(tmp_path:
     ]
     assert (tmp_path / "m/notes/text").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    holdfast.load_model(nn.Linear(2, 2), tmp_path / "m")
-    holdfast.load_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m")
+    rankless.load_model(nn.Linear(2, 2), tmp_path / "m")
+    rankless.load_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m")
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise StorageError(28, "no space is left")
 
-    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
-    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     scheduler = torch.optim.lr_scheduler.StepLR(adam(nn.Linear(3, 2)), 3)
     for fails in (
@@ -280,16 +280,16 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         "atomic_rename.exchange_directories",
         "posix.write_small",
     ):
-        monkeypatch.setattr(f"holdfast.storage.{fails}", full)
+        monkeypatch.setattr(f"rankless.storage.{fails}", full)
     with pytest.raises(StorageError):
-        holdfast.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
+        rankless.save_model(nn.Linear(2, 2), tmp_path / "m.pt")
     with pytest.raises(StorageError):
-        holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+        rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
     with pytest.raises(StorageError):
-        holdfast.save_lr_scheduler(scheduler, tmp_path / "s")
-    holdfast.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_async=True)
+        rankless.save_lr_scheduler(scheduler, tmp_path / "s")
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_async=True)
     with pytest.raises(StorageError):
-        holdfast.finalize()
+        rankless.finalize()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.pt"]
 
@@ -299,12 +299,12 @@ DEAD = HiddenName("m", "1" * 16, "2" * 16, "partial")
 
 def weight(path: Path) -> float:
     model = nn.Linear(1, 1, bias=False)
-    holdfast.load_model(model, path)
+    rankless.load_model(model, path)
     return float(model.weight.detach())
 
 
 def save_weight(path: Path, value: float) -> None:
-    holdfast.save_model({"weight": torch.full((1, 1), value)}, path, shard=True)
+    rankless.save_model({"weight": torch.full((1, 1), value)}, path, shard=True)
 
 
 def test_the_next_save_of_a_part_removes_all_that_dead_ones_of_it_left_and_nothing_else(tmp_path: Path) -> None:
@@ -326,8 +326,8 @@ def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_p
     (tmp_path / "m").rename(tmp_path / DEAD.with_state("replaced").name)
     refused = StorageError(errno.EIO, "input/output error")
     with (
-        mock.patch("holdfast.run.cleanup.rename_noreplace", side_effect=refused),
-        mock.patch("holdfast.run.staging_dir.atomic_rename.rename_noreplace", side_effect=refused),
+        mock.patch("rankless.run.cleanup.rename_noreplace", side_effect=refused),
+        mock.patch("rankless.run.staging_dir.atomic_rename.rename_noreplace", side_effect=refused),
         pytest.raises(StorageError),
     ):
         save_weight(tmp_path / "m", 2.0)
@@ -359,32 +359,32 @@ def test_a_part_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(tmp_pa
 def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    holdfast.save_model(nn.Linear(2, 2), tmp_path / "link", shard=True)
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "link", shard=True)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real/model.safetensors").exists()
 
 
 def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
     model, path = nn.Linear(64, 64), tmp_path / "m.safetensors"
-    holdfast.save_model(model, path)
+    rankless.save_model(model, path)
     raw = bytearray(path.read_bytes())
     raw[-5] ^= 1
     path.write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match=r"m\.safetensors"):
-        holdfast.load_model(model, path)
+        rankless.load_model(model, path)
 
 
 def test_in_the_background_all_may_change_at_once_and_a_failure_is_raised(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     expected = copy.deepcopy(model.state_dict())
-    handle = holdfast.save_model(model, tmp_path / "m.safetensors", use_async=True)
+    handle = rankless.save_model(model, tmp_path / "m.safetensors", use_async=True)
     with torch.no_grad():
         model.weight.zero_()
     assert handle.wait() == tmp_path / "m.safetensors"
     assert equal(load_file(tmp_path / "m.safetensors"), expected)
     (tmp_path / "inside").mkdir()
-    holdfast.save_model(model, tmp_path / "inside/m.pt", use_async=True)
-    holdfast.finalize()
+    rankless.save_model(model, tmp_path / "inside/m.pt", use_async=True)
+    rankless.finalize()
     assert equal(torch.load(tmp_path / "inside/m.pt"), model.state_dict())
 
 
@@ -395,7 +395,7 @@ def test_a_load_waits_for_the_save_that_is_under_way(
     old, new = nn.Linear(2, 2), nn.Linear(2, 2)
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    holdfast.save_model(old, tmp_path / "link", shard=True)
+    rankless.save_model(old, tmp_path / "link", shard=True)
     publish = ComponentOutput.publish
 
     def slow(*arguments: Any) -> None:
@@ -403,29 +403,29 @@ def test_a_load_waits_for_the_save_that_is_under_way(
         publish(*arguments)
 
     monkeypatch.setattr(ComponentOutput, "publish", slow)
-    holdfast.save_model(new, tmp_path / "link", shard=True, use_async=True)
+    rankless.save_model(new, tmp_path / "link", shard=True, use_async=True)
     actual = nn.Linear(2, 2)
     if booster:
         Booster().load_model(actual, tmp_path / "link")
     else:
-        holdfast.load_model(actual, tmp_path / "link")
+        rankless.load_model(actual, tmp_path / "link")
     assert equal(actual.state_dict(), new.state_dict())
 
 
 def test_a_part_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    holdfast.save_model(model, tmp_path / "m.safetensors")
+    rankless.save_model(model, tmp_path / "m.safetensors")
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with torch.inference_mode():
-        holdfast.load_model(model, tmp_path / "m.safetensors")
+        rankless.load_model(model, tmp_path / "m.safetensors")
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
 def diverged(path: str) -> None:
     model = nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, torch.distributed.get_rank())
-    holdfast.save_model(model, path)
+    rankless.save_model(model, path)
 
 
 def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
@@ -442,12 +442,12 @@ def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
         return ComponentOutput(*given)
 
     with (
-        mock.patch("holdfast.load.operation.open_reader", watched),
-        mock.patch("holdfast.components.folder_save.ComponentOutput", shown),
+        mock.patch("rankless.load.operation.open_reader", watched),
+        mock.patch("rankless.components.folder_save.ComponentOutput", shown),
     ):
-        holdfast.save_model(model, tmp_path / "m.pt")
+        rankless.save_model(model, tmp_path / "m.pt")
         assert gc.isenabled()
-        holdfast.load_model(model, tmp_path / "m.pt")
+        rankless.load_model(model, tmp_path / "m.pt")
     assert gc.isenabled()
     assert seen == [False, False]
 
@@ -460,7 +460,7 @@ def test_replicas_that_differ_are_an_error_of_all_ranks(ranks: Ranks, tmp_path: 
 
 
 def refused(path: str) -> None:
-    holdfast.save_model(nn.Linear(2, 2), path)
+    rankless.save_model(nn.Linear(2, 2), path)
 
 
 def test_what_the_disk_refuses_is_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -473,9 +473,9 @@ def schedule(path: str) -> Any:
     run = start_run("plain")
     for _ in range(3):
         run.scheduler.step()
-    holdfast.save_lr_scheduler(run.scheduler, path)
+    rankless.save_lr_scheduler(run.scheduler, path)
     other = start_run("plain")
-    holdfast.load_lr_scheduler(other.scheduler, path)
+    rankless.load_lr_scheduler(other.scheduler, path)
     return other.scheduler.state_dict() == run.scheduler.state_dict()
 
 
@@ -488,9 +488,9 @@ def test_a_scheduler_comes_back(ranks: Ranks, tmp_path: Path, name: str) -> None
     else:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
         with pytest.raises(MismatchError, match="this one is StepLR"):
-            holdfast.load_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 3), tmp_path / name)
+            rankless.load_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 3), tmp_path / name)
         raw = bytearray((tmp_path / name).read_bytes())
         raw[raw.index(b"last_epoch") + 12] ^= 1
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(CorruptCheckpointError):
-            holdfast.load_lr_scheduler(start_run("plain").scheduler, tmp_path / name)
+            rankless.load_lr_scheduler(start_run("plain").scheduler, tmp_path / name)

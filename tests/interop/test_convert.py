@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-import holdfast
+import rankless
 from campaigns.common.fork_server import CONTEXT
-from holdfast.cli.main import app
-from holdfast.errors import (
+from rankless.cli.main import app
+from rankless.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -31,8 +31,8 @@ from holdfast.errors import (
     StorageError,
     TagExistsError,
 )
-from holdfast.run.cleanup import clean_up
-from holdfast.storage import atomic_rename, posix
+from rankless.run.cleanup import clean_up
+from rankless.storage import atomic_rename, posix
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training, tensors_to_lists
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.interruptions import change_at_call
@@ -48,15 +48,15 @@ def saved(tmp_path: Path) -> Path:
 
 def test_native_to_native_is_the_same_bytes(saved: Path, tmp_path: Path) -> None:
     """But for the manifest, which is of another checkpoint."""
-    holdfast.convert(saved, tmp_path / "other/t", to="native")
+    rankless.convert(saved, tmp_path / "other/t", to="native")
     assert read_state_files(tmp_path / "other/t") == read_state_files(saved)
-    (info,) = holdfast.list_checkpoints(tmp_path / "other")
+    (info,) = rankless.list_checkpoints(tmp_path / "other")
     assert (info.tag, info.step) == ("t", 3)
     assert (tmp_path / "other/t/ranks.json").read_bytes() == (saved / "ranks.json").read_bytes()
 
 
 def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    rankless.convert(saved, tmp_path / "all.pt", to="torch")
     loaded = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
     run = start_run("plain", seed=1)
     run.model.load_state_dict(loaded["model"])
@@ -75,20 +75,20 @@ def test_a_torch_file_is_what_torch_users_have(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_torch_file_does_not_tell_what_it_was_called_before(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "all.pt", to="torch")
+    rankless.convert(saved, tmp_path / "all.pt", to="torch")
     with zipfile.ZipFile(tmp_path / "all.pt") as found:
         assert {name.partition("/")[0] for name in found.namelist()} == {"archive"}
 
 
 def test_a_model_alone_is_its_state_dict(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "model.pt", to="torch", model_only=True)
+    rankless.convert(saved, tmp_path / "model.pt", to="torch", model_only=True)
     model = start_run("plain", seed=1).model
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert torch.equal(model.embed.weight, train_run("plain").model.embed.weight)
 
 
 def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "hf", to="hf", max_shard_size=300)
+    rankless.convert(saved, tmp_path / "hf", to="hf", max_shard_size=300)
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert names[-1] == "model.safetensors.index.json"
     assert len(names) > 2
@@ -104,11 +104,11 @@ def test_a_hugging_face_folder(saved: Path, tmp_path: Path) -> None:
 def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way: list[str]) -> None:
     at = saved
     for number, to in enumerate(way):
-        at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
+        at = rankless.convert(at, tmp_path / f"{number}.ckpt", to=to)
     run = start_run("plain", seed=1)
     expected = train_run("plain")
     scheduler = run.scheduler if "lightning" not in way else None
-    holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
+    rankless.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
     assert_equal(gather_run(run), gather_run(expected))
     if scheduler is not None:
         assert scheduler.state_dict() == expected.scheduler.state_dict()
@@ -129,21 +129,21 @@ CONTENTS = [
 @pytest.mark.parametrize("content", CONTENTS, ids=str)
 @pytest.mark.parametrize("to", ["torch", "dcp", "colossalai"])
 def test_there_and_back_users_find_their_own_values(tmp_path: Path, to: str, content: Any) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content=content)
-    holdfast.convert(tmp_path / "run/s", tmp_path / "there", to=to)
-    holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
+    rankless.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content=content)
+    rankless.convert(tmp_path / "run/s", tmp_path / "there", to=to)
+    rankless.convert(tmp_path / "there", tmp_path / "back", to="native")
     for name in ("there", "back"):
-        restored = holdfast.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
+        restored = rankless.restore(tmp_path / name, model=nn.Linear(2, 2)).user_content
         assert tensors_to_lists(restored) == tensors_to_lists(content)
 
 
 def test_there_and_back_objects_with_a_state_find_it(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    holdfast.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content={"a": 1}, stateful={"scaler": scaler})
-    holdfast.convert(tmp_path / "run/s", tmp_path / "all.pt", to="torch")
+    rankless.save_checkpoint(tmp_path / "run", "s", nn.Linear(2, 2), user_content={"a": 1}, stateful={"scaler": scaler})
+    rankless.convert(tmp_path / "run/s", tmp_path / "all.pt", to="torch")
     assert torch.load(tmp_path / "all.pt", weights_only=True)["stateful"]["scaler"]["scale"] == 8.0
     other = torch.amp.GradScaler("cpu")
-    result = holdfast.restore(tmp_path / "all.pt", model=nn.Linear(2, 2), stateful={"scaler": other})
+    result = rankless.restore(tmp_path / "all.pt", model=nn.Linear(2, 2), stateful={"scaler": other})
     assert other.get_scale() == 8.0
     assert result.user_content == {"a": 1}
 
@@ -152,9 +152,9 @@ def test_what_torch_has_saved_becomes_ours(tmp_path: Path) -> None:
     run = train_run("plain")
     state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "epoch": 7}
     torch.save(state, tmp_path / "theirs.pt")
-    holdfast.convert(tmp_path / "theirs.pt", tmp_path / "ours", to="native")
+    rankless.convert(tmp_path / "theirs.pt", tmp_path / "ours", to="native")
     other = start_run("plain", seed=1)
-    content = holdfast.load_checkpoint(tmp_path / "ours", model=other.model, optimizer=other.optimizer)
+    content = rankless.load_checkpoint(tmp_path / "ours", model=other.model, optimizer=other.optimizer)
     assert content == {"epoch": 7}
     assert_equal(gather_run(other), gather_run(run))
 
@@ -167,14 +167,14 @@ def test_lightning_opens_what_is_made_for_it(saved: Path, tmp_path: Path) -> Non
             super().__init__()
             self.net = train_run("plain", steps=0).model
 
-    holdfast.convert(saved, tmp_path / "a.ckpt", to="lightning", rename=lambda name: f"net.{name}")
+    rankless.convert(saved, tmp_path / "a.ckpt", to="lightning", rename=lambda name: f"net.{name}")
     actual = Wrapper.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
     assert torch.equal(actual.net.embed.weight, train_run("plain").model.embed.weight)
     assert len(torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]) == 1
 
 
 def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(
+    rankless.convert(
         saved,
         tmp_path / "out",
         to="native",
@@ -183,7 +183,7 @@ def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
         rename={r"^body\.(\d)": r"layers.\1"},
         dtype="bfloat16",
     )
-    checkpoint = holdfast.open(tmp_path / "out")
+    checkpoint = rankless.open(tmp_path / "out")
     model = train_run("plain").model.state_dict()
     names = {"model/layers.0.weight": "body.0.weight", "model/layers.2.weight": "body.2.weight"}
     names["model/norm.weight"] = "norm.weight"
@@ -199,21 +199,21 @@ def test_filters_renames_and_a_dtype(saved: Path, tmp_path: Path) -> None:
 
 def test_two_names_that_meet_are_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="would both be named"):
-        holdfast.convert(saved, tmp_path / "out", to="torch", rename=lambda _: "same")
+        rankless.convert(saved, tmp_path / "out", to="torch", rename=lambda _: "same")
     with pytest.raises(InvalidArgumentError, match="no tensor of"):
-        holdfast.convert(saved, tmp_path / "out", to="native", include="nobody", model_only=True)
+        rankless.convert(saved, tmp_path / "out", to="native", include="nobody", model_only=True)
 
 
 def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     for dst in (saved, saved / "inside", saved.parent):
         with pytest.raises((InvalidArgumentError, TagExistsError)):
-            holdfast.convert(saved, dst, to="native")
+            rankless.convert(saved, dst, to="native")
     (tmp_path / "there").mkdir()
     with pytest.raises(TagExistsError):
-        holdfast.convert(saved, tmp_path / "there", to="torch")
+        rankless.convert(saved, tmp_path / "there", to="torch")
     with pytest.raises(InvalidArgumentError, match="to must be one of"):
-        holdfast.convert(saved, tmp_path / "x", to="onnx")
+        rankless.convert(saved, tmp_path / "x", to="onnx")
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
@@ -224,12 +224,12 @@ def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path
     raw[-3] ^= 1
     file.write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is corrupt"):
-        holdfast.convert(saved, tmp_path / "out", to=to, dtype="float16")
+        rankless.convert(saved, tmp_path / "out", to=to, dtype="float16")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.conversion import pipeline
+    from rankless.conversion import pipeline
 
     write = pipeline.write_file_ranges
 
@@ -244,7 +244,7 @@ def test_what_was_written_is_read_back(saved: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(pipeline, "write_file_ranges", lossy)
     with pytest.raises(CorruptCheckpointError, match="not what was written"):
-        holdfast.convert(saved, tmp_path / "out", to="native")
+        rankless.convert(saved, tmp_path / "out", to="native")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
@@ -268,7 +268,7 @@ def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: 
         publish(*paths)
 
     with mock.patch.object(atomic_rename, "rename_noreplace", side_effect=look_and_publish) as published:
-        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
+        rankless.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
     assert published.call_count == 1
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
@@ -277,7 +277,7 @@ def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: 
 def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    from holdfast.conversion import pipeline
+    from rankless.conversion import pipeline
 
     read = pipeline.read_file_ranges
 
@@ -288,7 +288,7 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
         return read(*arguments)
 
     monkeypatch.setattr(pipeline, "read_file_ranges", looked)
-    holdfast.convert(saved, tmp_path / "out", to=to)
+    rankless.convert(saved, tmp_path / "out", to=to)
 
 
 def die_converting(src: str, dst: str, to: str) -> None:
@@ -296,10 +296,10 @@ def die_converting(src: str, dst: str, to: str) -> None:
         os.kill(os.getpid(), SIGKILL)
 
     with (
-        mock.patch("holdfast.conversion.pipeline.read_file_ranges", side_effect=die),
-        mock.patch("holdfast.compat.nxd.convert.torch_files._finish_file", side_effect=die),
+        mock.patch("rankless.conversion.pipeline.read_file_ranges", side_effect=die),
+        mock.patch("rankless.compat.nxd.convert.torch_files._finish_file", side_effect=die),
     ):
-        holdfast.convert(src, dst, to=to)
+        rankless.convert(src, dst, to=to)
 
 
 @pytest.mark.parametrize("to", WRITTEN)
@@ -325,7 +325,7 @@ def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left
     for folder in others:
         folder.mkdir()
     with closing(lock_staging(others[0])):  # a conversion that is still under way
-        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to != "deepspeed-universal")
+        rankless.convert(saved, tmp_path / "out", to=to, model_only=to != "deepspeed-universal")
     assert {path.name for path in tmp_path.glob(".*.partial")} == {folder.name for folder in others}
     assert left not in others
 
@@ -334,14 +334,14 @@ def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left
 def test_nothing_is_written_into_a_checkpoint_that_is_complete(saved: Path, tmp_path: Path, to: str) -> None:
     """Not into another one than the one that is converted, either."""
     run = saved.parent
-    holdfast.save_checkpoint(run, "later", {"w": torch.zeros(1)})
+    rankless.save_checkpoint(run, "later", {"w": torch.zeros(1)})
     before = read_state_files(run)
     for final in (saved / "x", saved / "model/x", saved / "new/x"):
         with pytest.raises(InvalidArgumentError, match=f"is inside the checkpoint {saved}: choose"):
-            holdfast.convert(run, final, to=to, model_only=True)
+            rankless.convert(run, final, to=to, model_only=True)
     assert read_state_files(run) == before
     (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
-    holdfast.convert(run, tmp_path / "beside", to=to, model_only=True)
+    rankless.convert(run, tmp_path / "beside", to=to, model_only=True)
 
 
 #: Runs a command that writes each part of a tensor slowly.
@@ -349,9 +349,9 @@ SLOWLY = """
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, ignores it
 import time
-from holdfast.cli.entry import main
-from holdfast.compat.nxd.convert import torch_files
-from holdfast.engine.io import write
+from rankless.cli.entry import main
+from rankless.compat.nxd.convert import torch_files
+from rankless.engine.io import write
 def slowly(quick):
     def work(*arguments):
         time.sleep(0.3)
@@ -366,7 +366,7 @@ main()
 @pytest.mark.parametrize("to", ["native", "dcp", "lightning", "nxd"])
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, to: str, number: Signals) -> None:
     model = {f"w{n}": torch.zeros(2**20) for n in range(24)}
-    holdfast.save_checkpoint(tmp_path, "a", model, rng=False)
+    rankless.save_checkpoint(tmp_path, "a", model, rng=False)
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", SLOWLY, "convert", str(tmp_path / "a"), str(tmp_path / "out/new"), "--to", to]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -382,7 +382,7 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, to: str, number: 
 
 
 def convert_together(src: str, dst: str, to: str) -> None:
-    holdfast.convert(src, dst, to=to, max_shard_size=500)
+    rankless.convert(src, dst, to=to, max_shard_size=500)
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "torch", "colossalai"])
@@ -402,7 +402,7 @@ def fail_on_the_last_rank(src: str, dst: str, to: str) -> None:
             raise KeyError(name)
         return name
 
-    holdfast.convert(src, dst, to=to, rename=rename, timeout=20)
+    rankless.convert(src, dst, to=to, rename=rename, timeout=20)
 
 
 @pytest.mark.parametrize("to", ["native", "torch"])
@@ -421,19 +421,19 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
         save_training(tmp_path, 2.0)
 
     where = (
-        "holdfast.conversion.pipeline.carry_values"
+        "rankless.conversion.pipeline.carry_values"
         if when == "reading the metadata"
-        else "holdfast.run.owned_lock.FileLock"
+        else "rankless.run.owned_lock.FileLock"
     )
     with change_at_call(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
-        holdfast.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
+        rankless.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_a_regular_expression_that_is_none_is_named(saved: Path, tmp_path: Path) -> None:
     for pattern, text in (("(", "x"), ("norm", r"\2"), ("norm", r"\g<name>")):
         with pytest.raises(InvalidArgumentError, match=re.escape(repr(pattern))):
-            holdfast.convert(saved, tmp_path / "out", to="native", rename={pattern: text})
+            rankless.convert(saved, tmp_path / "out", to="native", rename={pattern: text})
     done = CliRunner().invoke(app, ["convert", str(saved), str(tmp_path / "out"), "--to", "hf", "--rename", "(=x"])
     assert done.exit_code == 2
     assert "rename must map regular expressions" in " ".join(done.stderr.split())
@@ -451,7 +451,7 @@ def by_number(folder: Path) -> Path:
 @pytest.mark.parametrize("to", ["nxd", "lightning-folder"])
 def test_parameters_without_names_are_refused_where_names_are_needed(tmp_path: Path, to: str) -> None:
     with pytest.raises(InvalidArgumentError, match="only numbers for the optimizer"):
-        holdfast.convert(by_number(tmp_path), tmp_path / "out", to=to)
+        rankless.convert(by_number(tmp_path), tmp_path / "out", to=to)
     assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
 
 
@@ -463,13 +463,13 @@ def test_a_disk_that_fills_up_at_the_last_file_of_nxd_is_told_as_such(saved: Pat
         mock.patch.object(posix, "write_small", full),
         pytest.raises(StorageError, match=r"could not write .*scheduler.pt"),
     ):
-        holdfast.convert(saved, tmp_path / "out", to="nxd")
+        rankless.convert(saved, tmp_path / "out", to="nxd")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_a_single_safetensors_file_is_a_source(tmp_path: Path) -> None:
     save_file({"w": torch.arange(6.0).view(2, 3)}, tmp_path / "w.safetensors")
-    holdfast.convert(tmp_path / "w.safetensors", tmp_path / "w.pt", to="torch")
+    rankless.convert(tmp_path / "w.safetensors", tmp_path / "w.pt", to="torch")
     assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], torch.arange(6.0).view(2, 3))
 
 
@@ -484,7 +484,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, to: str) -> No
 
 
 def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "one.safetensors", to="safetensors", max_shard_size=100)
+    rankless.convert(saved, tmp_path / "one.safetensors", to="safetensors", max_shard_size=100)
     loaded = load_file(tmp_path / "one.safetensors")
     assert torch.equal(loaded["embed.weight"], train_run("plain").model.embed.weight)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "one.safetensors"}
@@ -492,15 +492,15 @@ def test_one_safetensors_file(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["one", "one.pt", "one.bin", "one.ckpt", "pytorch_model.bin"])
 def test_a_safetensors_file_is_read_whatever_it_is_called(saved: Path, tmp_path: Path, name: str) -> None:
-    holdfast.convert(saved, tmp_path / name, to="safetensors")
-    checkpoint = holdfast.open(tmp_path / name)
+    rankless.convert(saved, tmp_path / name, to="safetensors")
+    checkpoint = rankless.open(tmp_path / name)
     assert torch.equal(checkpoint["model/embed.weight"], train_run("plain").model.embed.weight)
 
 
 @pytest.mark.parametrize("to", ["torch", "lightning"])
 def test_no_other_file_is_called_one(saved: Path, tmp_path: Path, to: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"one.safetensors would be read as .* such as \.pt"):
-        holdfast.convert(saved, tmp_path / "one.safetensors", to=to)
+        rankless.convert(saved, tmp_path / "one.safetensors", to=to)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -511,20 +511,20 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_commands(saved: Path, tmp_path: Path) -> None:
-    done = command("holdfast", "convert", saved, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16", "--json")
+    done = command("rankless", "convert", saved, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16", "--json")
     assert done.returncode == 0, done.stderr
     assert '"to": "hf"' in done.stdout
     assert load_file(tmp_path / "hf/model.safetensors")["norm.weight"].dtype == torch.bfloat16
-    again = command("holdfast", "convert", saved, tmp_path / "hf", "--to", "hf")
+    again = command("rankless", "convert", saved, tmp_path / "hf", "--to", "hf")
     assert again.returncode == 2
     assert "already" in again.stderr
     assert "Traceback" not in again.stderr
-    done = command("holdfast.lightning.consolidate_checkpoint", saved)
+    done = command("rankless.lightning.consolidate_checkpoint", saved)
     assert done.returncode == 0, done.stderr
     assert "embed.weight" in torch.load(f"{saved}.consolidated", weights_only=True)["state_dict"]
-    again = command("holdfast.lightning.consolidate_checkpoint", saved)
+    again = command("rankless.lightning.consolidate_checkpoint", saved)
     assert again.returncode == 2
     assert "Traceback" not in again.stderr
-    done = command("holdfast", "consolidate", saved, "--output_file", tmp_path / "m.pt", "--model-only")
+    done = command("rankless", "consolidate", saved, "--output_file", tmp_path / "m.pt", "--model-only")
     assert done.returncode == 0, done.stderr
     assert "embed.weight" in torch.load(tmp_path / "m.pt", weights_only=True)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
-from holdfast.errors import MismatchError
+import rankless
+from rankless.errors import MismatchError
 from tests.helpers import layouts
 from tests.helpers.pool import Ranks
 
@@ -58,7 +58,7 @@ def load(layout: str, path: str) -> bool:
         model = Net()
     model = wrap(layout, model)
     ids = [id(parameter) for parameter in model.parameters()]
-    holdfast.load_model(model, path)
+    rankless.load_model(model, path)
     assert not [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert ids == [id(parameter) for parameter in model.parameters()]
     assert model.head.weight is model.embed.weight
@@ -87,7 +87,7 @@ def reference() -> Net:
 def test_it_is_filled_in_any_layout_and_tied_weights_stay_tied(
     ranks: Ranks, tmp_path: Path, layout: str, n: int
 ) -> None:
-    holdfast.save_model(reference(), tmp_path / "m", shard=True, size_per_shard=0.001)
+    rankless.save_model(reference(), tmp_path / "m", shard=True, size_per_shard=0.001)
     assert ranks(n, load, layout, str(tmp_path / "m")) == [True] * n
 
 
@@ -99,19 +99,19 @@ class Lost(nn.Module):
 
 
 def test_a_buffer_that_nothing_makes_is_an_error_before_anything_is_changed(tmp_path: Path) -> None:
-    holdfast.save_model(Lost(), tmp_path / "m.pt")
+    rankless.save_model(Lost(), tmp_path / "m.pt")
     with torch.device("meta"):
         model = Lost()
     with pytest.raises(MismatchError, match=r"table: on the meta device here.*Lost has no reset_parameters"):
-        holdfast.load_model(model, tmp_path / "m.pt")
+        rankless.load_model(model, tmp_path / "m.pt")
     assert all(parameter.is_meta for parameter in (*model.parameters(), *model.buffers()))
 
 
 def test_without_strict_what_is_missing_is_initialised_by_its_module(tmp_path: Path) -> None:
-    holdfast.save_model(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "m.pt")
+    rankless.save_model(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "m.pt")
     with torch.device("meta"):
         model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.LayerNorm(3)})
-    holdfast.load_model(model, tmp_path / "m.pt", strict=False)
+    rankless.load_model(model, tmp_path / "m.pt", strict=False)
     assert torch.equal(model["b"].weight, torch.ones(3))
 
 
@@ -126,7 +126,7 @@ def load_llama(path: str, *, tied: bool) -> torch.Tensor:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    holdfast.load_model(model, path)
+    rankless.load_model(model, path)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     return model(torch.arange(5)[None]).logits.detach()
 
@@ -171,7 +171,7 @@ def peak(path: str, layers: int, width: int) -> int:
     fully_shard(model)
     _reset_peak()
     before = _resident("VmHWM")
-    holdfast.load_model(model, path)
+    rankless.load_model(model, path)
     return _resident("VmHWM") - before
 
 
@@ -188,7 +188,7 @@ def _reset_peak() -> None:
 def test_no_rank_needs_more_memory_than_its_shard_and_a_few_buffers(ranks: Ranks, tmp_path: Path) -> None:
     layers, width = 12, 1024
     torch.manual_seed(0)
-    holdfast.save_model(
+    rankless.save_model(
         nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))), tmp_path / "m", shard=True
     )
     whole = layers * width * width * 4

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DIST = "holdfast-1.2.3.dist-info"
+DIST = "rankless-1.2.3.dist-info"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, out = tmp_path_factory.mktemp("source") / "holdfast", tmp_path_factory.mktemp("out")
+    source, out = tmp_path_factory.mktemp("source") / "rankless", tmp_path_factory.mktemp("out")
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, source / name)
@@ -46,7 +46,7 @@ def metadata(unpacked: Path) -> message.Message:
 
 
 def test_its_version_is_of_the_tag(wheel: Path, unpacked: Path) -> None:
-    assert wheel.name == "holdfast-1.2.3-py3-none-any.whl"
+    assert wheel.name == "rankless-1.2.3-py3-none-any.whl"
     assert metadata(unpacked)["Version"] == "1.2.3"
 
 
@@ -59,7 +59,7 @@ def test_it_has_every_module_and_the_mark_of_types_and_nothing_else(unpacked: Pa
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert "holdfast/py.typed" in package
+    assert "rankless/py.typed" in package
     assert {"METADATA", "WHEEL", "RECORD", "entry_points.txt"} <= {path.rpartition("/")[2] for path in actual - package}
     assert {path.name for path in (unpacked / DIST / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
 
@@ -79,9 +79,9 @@ def test_it_asks_for_what_the_project_says(unpacked: Path) -> None:
 
 def test_its_command_runs(unpacked: Path, tmp_path: Path) -> None:
     """From the wheel alone: the repository is not on the path."""
-    assert "holdfast = holdfast.cli.entry:main" in (unpacked / DIST / "entry_points.txt").read_text()
-    script = "from holdfast.cli.entry import main; main()"
-    for option, expected in (("--version", "holdfast 1.2.3\n"), ("--help", "Usage: holdfast [OPTIONS]")):
+    assert "rankless = rankless.cli.entry:main" in (unpacked / DIST / "entry_points.txt").read_text()
+    script = "from rankless.cli.entry import main; main()"
+    for option, expected in (("--version", "rankless 1.2.3\n"), ("--help", "Usage: rankless [OPTIONS]")):
         done = subprocess.run(
             [sys.executable, "-c", script, option],
             cwd=tmp_path,

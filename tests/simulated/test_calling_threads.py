@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import holdfast
+import rankless
 from tests.helpers.device_training import Training, find_differences, read_saved
 from tests.helpers.simulated.streams import DEFAULT, SCHEDULER
 from tests.simulated.conftest import DeviceRanks
@@ -28,14 +28,14 @@ def save_and_load(path: str) -> list[str]:
     whole = DTensor.from_local(torch.zeros(300, 5, device="sim"), DeviceMesh("sim", [0, 1]), [Shard(1)])
     for number, options in enumerate([*OPTIONS.values(), OPTIONS["overlapped"]]):
         training.step()
-        holdfast.save_checkpoint(f"{path}/run", f"s{number}", training.net, training.optimizer, **options)
-        holdfast.save_checkpoint(f"{path}/stripes", f"s{number}", {"w": whole}, **options)
-        holdfast.finalize()
+        rankless.save_checkpoint(f"{path}/run", f"s{number}", training.net, training.optimizer, **options)
+        rankless.save_checkpoint(f"{path}/stripes", f"s{number}", {"w": whole}, **options)
+        rankless.finalize()
     for share_reads in ("never", "always"):
-        holdfast.load_checkpoint(
+        rankless.load_checkpoint(
             f"{path}/run", model=training.net, optimizer=training.optimizer, share_reads=share_reads
         )
-        holdfast.load_checkpoint(f"{path}/stripes", model={"w": whole}, share_reads=share_reads)
+        rankless.load_checkpoint(f"{path}/stripes", model={"w": whole}, share_reads=share_reads)
     return sorted(SCHEDULER.without_device)
 
 
@@ -46,7 +46,7 @@ def test_every_thread_selects_the_device_first(device_ranks: DeviceRanks, tmp_pa
 
 def save_in_both_modes(path: str, kind: str) -> list[str]:
     """The first save is made in inference mode, and the next one is not."""
-    from holdfast.engine.io import device_streams
+    from rankless.engine.io import device_streams
 
     device_streams._streams.clear()
     different = []
@@ -54,7 +54,7 @@ def save_in_both_modes(path: str, kind: str) -> list[str]:
         training = Training("sim")
         with torch.inference_mode(mode=mode):
             expected = training.copies()
-            save = holdfast.save_checkpoint(path, f"s{number}", training.net, training.optimizer, **OPTIONS[kind])
+            save = rankless.save_checkpoint(path, f"s{number}", training.net, training.optimizer, **OPTIONS[kind])
             save.wait()
         different += find_differences(read_saved(Path(path) / f"s{number}"), expected)
     return different
@@ -68,14 +68,14 @@ def test_saves_may_be_made_in_inference_mode(device_ranks: DeviceRanks, tmp_path
 def load_in_inference_mode(path: str, device: str, dtype: torch.dtype) -> list[str]:
     """Load into tensors that were made in inference mode, outside of it and in it."""
     values = {"w": torch.randn(1100, 1000), "rows": torch.randn(40, 90), "b": torch.randn(7)}
-    holdfast.save_checkpoint(path, "s", values)
+    rankless.save_checkpoint(path, "s", values)
     different = []
     for mode in (True, False):
         with torch.inference_mode():
             targets = {name: torch.zeros(value.shape, dtype=dtype, device=device) for name, value in values.items()}
             targets["rows"] = torch.zeros(90, 40, dtype=dtype, device=device).t()
         with torch.inference_mode(mode=mode):
-            holdfast.load_checkpoint(path, model=targets, cast_dtype=True)
+            rankless.load_checkpoint(path, model=targets, cast_dtype=True)
             different += [name for name in values if not torch.equal(targets[name].cpu(), values[name].to(dtype))]
     return different
 
@@ -91,22 +91,22 @@ def test_tensors_that_were_made_in_inference_mode_can_be_filled(
 def save_in_capture(path: str, options: dict[str, Any], rng: bool) -> tuple[list[str], list[str]]:
     """Return the errors of a save and a load in a capture, and what is different after a save that follows it."""
     training = Training("sim")
-    holdfast.save_checkpoint(path, "before", training.net, training.optimizer, rng=rng)
+    rankless.save_checkpoint(path, "before", training.net, training.optimizer, rng=rng)
     errors = []
     DEFAULT.is_capturing = True
     for call in (
-        lambda: holdfast.save_checkpoint(path, "s", training.net, training.optimizer, rng=rng, **options).wait(),
-        lambda: holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer),
+        lambda: rankless.save_checkpoint(path, "s", training.net, training.optimizer, rng=rng, **options).wait(),
+        lambda: rankless.load_checkpoint(path, model=training.net, optimizer=training.optimizer),
     ):
         try:
             call()
-        except holdfast.StateError as error:
+        except rankless.StateError as error:
             errors.append(str(error))
     enqueued = len(DEFAULT.graph)
     DEFAULT.is_capturing = False
     training.change_all(3)
     expected = training.copies()
-    holdfast.save_checkpoint(path, "s", training.net, training.optimizer, rng=False, **options).wait()
+    rankless.save_checkpoint(path, "s", training.net, training.optimizer, rng=False, **options).wait()
     return [*errors, str(enqueued)], find_differences(read_saved(Path(path) / "s"), expected)
 
 
@@ -126,7 +126,7 @@ def capture_step(path: str) -> list[str]:
     training.change_all(3)
     expected = training.copies()
     SCHEDULER.saves_go_on.clear()
-    save = holdfast.save_checkpoint(
+    save = rankless.save_checkpoint(
         path, "s", training.net, training.optimizer, rng=False, async_save=True, staging="overlapped"
     )
     DEFAULT.is_capturing = True

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import holdfast
-from holdfast.dcp import FileSystemReader, FileSystemWriter
-from holdfast.engine.integrity.replicas import digest_replicas
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.save_plan import ReplicatedShard
+import rankless
+from rankless.dcp import FileSystemReader, FileSystemWriter
+from rankless.engine.integrity.replicas import digest_replicas
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.save_plan import ReplicatedShard
 from tests.helpers.device_training import Training, find_differences, read_saved
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
@@ -71,7 +71,7 @@ def save_and_change(path: str, order: Order, options: dict[str, str], change: Ch
         training.change_all(number + 1)
         expected = training.copies()
         SCHEDULER.saves_go_on.clear()
-        save = holdfast.save_checkpoint(
+        save = rankless.save_checkpoint(
             path, f"s{number}", training.net, training.optimizer, async_save=True, **options
         )
         change(training)
@@ -128,7 +128,7 @@ def tear(path: str, after: float) -> None:
     SCHEDULER.run_all()
     other = Stream()
     SCHEDULER.saves_go_on.clear()
-    save = holdfast.save_checkpoint(path, "s", model, optimizer, async_save=True, staging="overlapped")
+    save = rankless.save_checkpoint(path, "s", model, optimizer, async_save=True, staging="overlapped")
     with StreamContext(other):
         for parameter in model.parameters():
             parameter.data.fill_(-1)
@@ -151,7 +151,7 @@ def test_a_change_on_another_stream_while_copies_are_made_is_noticed(
     device_ranks: DeviceRanks, tmp_path: Path, after: float
 ) -> None:
     (error,) = device_ranks.outcomes(1, tear, str(tmp_path), after)
-    assert isinstance(error, holdfast.TornSnapshotError)
+    assert isinstance(error, rankless.TornSnapshotError)
     assert "changed while it was copied" in str(error)
     assert not list(tmp_path.glob("s"))
 
@@ -162,7 +162,7 @@ def change_without_step(path: str) -> None:
     SCHEDULER.run_all()
     SCHEDULER.order = caller_first
     SCHEDULER.saves_go_on.clear()
-    save = holdfast.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
+    save = rankless.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
     training.change_all(-1)
     SCHEDULER.saves_go_on.set()
     save.wait()
@@ -172,7 +172,7 @@ def test_a_change_by_the_caller_before_the_copies_are_made_is_noticed(
     device_ranks: DeviceRanks, tmp_path: Path
 ) -> None:
     (error,) = device_ranks.outcomes(1, change_without_step, str(tmp_path))
-    assert isinstance(error, holdfast.TornSnapshotError)
+    assert isinstance(error, rankless.TornSnapshotError)
 
 
 def save_at_once(path: str, order: Order) -> list[str]:
@@ -181,7 +181,7 @@ def save_at_once(path: str, order: Order) -> list[str]:
     SCHEDULER.order = order
     training.change_all(1)
     expected = training.copies()
-    holdfast.save_checkpoint(path, "s", training.net, training.optimizer)
+    rankless.save_checkpoint(path, "s", training.net, training.optimizer)
     return find_differences(read_saved(Path(path) / "s"), expected)
 
 
@@ -208,8 +208,8 @@ def save_into_tier(path: str, order: Order) -> list[str]:
     training = Training("sim")
     SCHEDULER.run_all()
     SCHEDULER.order = order
-    tier = holdfast.LocalTier(f"{path}/tier", drain_every=1)
-    with holdfast.RunDirectory(f"{path}/run", local=tier, async_save=True, staging="overlapped") as directory:
+    tier = rankless.LocalTier(f"{path}/tier", drain_every=1)
+    with rankless.RunDirectory(f"{path}/run", local=tier, async_save=True, staging="overlapped") as directory:
         for number in range(3):
             training.change_all(number + 1)
             expected = training.copies()
@@ -232,11 +232,11 @@ def load_and_compute(path: str, order: Order) -> list[str]:
     """Load over changes that the device has not made yet, and compute with what was loaded at once."""
     saved, training = Training("cpu"), Training("sim")
     saved.change_all(4)
-    holdfast.save_checkpoint(path, "s", saved.net, saved.optimizer)
+    rankless.save_checkpoint(path, "s", saved.net, saved.optimizer)
     SCHEDULER.run_all()
     SCHEDULER.order = order
     training.change_all(-1)
-    holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer)
+    rankless.load_checkpoint(path, model=training.net, optimizer=training.optimizer)
     seen = training.copies()
     return find_differences(seen, saved.tensors()) + find_differences(training.tensors(), saved.tensors())
 
@@ -251,10 +251,10 @@ def test_a_load_comes_after_what_was_enqueued_before_and_before_what_follows(
 def load_much(path: str, order: Order) -> bool:
     """More than all buffers hold, so each is used several times."""
     values = {f"t{number}": torch.randn(3, 2**20) for number in range(12)}
-    holdfast.save_checkpoint(path, "s", values)
+    rankless.save_checkpoint(path, "s", values)
     targets = {name: torch.zeros(3, 2**20, device="sim") for name in values}
     SCHEDULER.order = order
-    holdfast.load_checkpoint(path, model=targets)
+    rankless.load_checkpoint(path, model=targets)
     return all(torch.equal(targets[name].cpu(), values[name]) for name in values)
 
 
@@ -273,7 +273,7 @@ def save_stripes(path: str, order: Order, options: dict[str, str]) -> list[str]:
     SCHEDULER.order = order
     shard.fill_(rank + 1)
     whole = DTensor.from_local(shard, DeviceMesh("sim", [0, 1]), [Shard(1)])
-    save = holdfast.save_checkpoint(path, "s", {"w": whole}, **options)
+    save = rankless.save_checkpoint(path, "s", {"w": whole}, **options)
     shard.fill_(-1)
     save.wait()
     expected = torch.cat([torch.full((300, 5), 1.0), torch.full((300, 5), 2.0)], 1)
@@ -296,7 +296,7 @@ def compare_replicas(path: str, order: Order) -> list[str]:
     SCHEDULER.order = order
     for number in range(2):
         training.change_all(7 + number)
-        holdfast.save_checkpoint(path, f"s{number}", training.net, training.optimizer, async_save=True).wait()
+        rankless.save_checkpoint(path, f"s{number}", training.net, training.optimizer, async_save=True).wait()
     return find_differences(read_saved(Path(path) / "s1"), training.tensors())
 
 
@@ -308,12 +308,12 @@ def test_replicas_are_compared_after_what_was_enqueued(device_ranks: DeviceRanks
 def save_diverged(path: str) -> None:
     training = Training("sim")
     training.net.large.data.fill_(torch.distributed.get_rank())
-    holdfast.save_checkpoint(path, "s", training.net, training.optimizer)
+    rankless.save_checkpoint(path, "s", training.net, training.optimizer)
 
 
 def test_replicas_that_have_diverged_are_named(device_ranks: DeviceRanks, tmp_path: Path) -> None:
     for error in device_ranks.outcomes(2, save_diverged, str(tmp_path)):
-        assert isinstance(error, holdfast.ReplicaMismatchError)
+        assert isinstance(error, rankless.ReplicaMismatchError)
         assert "'large'" in str(error)
 
 
@@ -324,7 +324,7 @@ def save_frozen(path: str, order: Order) -> list[str]:
     SCHEDULER.order = order
     for number in range(3):
         model["w"].data.fill_(5)
-        holdfast.save_checkpoint(path, f"s{number}", model)
+        rankless.save_checkpoint(path, f"s{number}", model)
         inode = (Path(path) / f"s{number}" / "model" / "model.safetensors").stat().st_ino
         shared.append(inode)
         SCHEDULER.run_all()
@@ -348,7 +348,7 @@ def copy_between_ranks(order: Order) -> list[str]:
     training.change_all(3 if is_source else -1)
     expected = training.copies()
     state = {"model": training.net, "optimizer": training.optimizer}
-    holdfast.copy_state(**state, sources=[0])
+    rankless.copy_state(**state, sources=[0])
     seen = training.copies()
     wanted = {name: torch.full_like(tensor.cpu(), 3) for name, tensor in expected.items()}
     return find_differences(seen, wanted)
@@ -369,9 +369,9 @@ def save_into_store(url: str, order: Order) -> list[str]:
     SCHEDULER.order = order
     training.change_all(3)
     expected = training.copies()
-    holdfast.save_checkpoint(run, "s", training.net, training.optimizer)
+    rankless.save_checkpoint(run, "s", training.net, training.optimizer)
     blank = Training("sim")
-    holdfast.load_checkpoint(run, model=blank.net, optimizer=blank.optimizer)
+    rankless.load_checkpoint(run, model=blank.net, optimizer=blank.optimizer)
     return find_differences(blank.tensors(), expected)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import holdfast
-from holdfast.state.tensors import DTYPES
+import rankless
+from rankless.state.tensors import DTYPES
 from tests.helpers.equality import equal_bits
 from tests.helpers.simulated.streams import SCHEDULER, Stream, StreamContext, at_random
 from tests.simulated.conftest import DeviceRanks
@@ -52,7 +52,7 @@ def save_and_load(path: str, kind: str) -> list[str]:
     """Return the names of the tensors that are different in the file, or after a load to the device."""
     tensors, expected = make_tensors("sim"), make_tensors("cpu")
     SCHEDULER.order = at_random(3)
-    save = holdfast.save_checkpoint(path, "s", tensors, **OPTIONS[kind])
+    save = rankless.save_checkpoint(path, "s", tensors, **OPTIONS[kind])
     if kind == "eager":
         with StreamContext(Stream()):
             for name, tensor in tensors.items():
@@ -64,7 +64,7 @@ def save_and_load(path: str, kind: str) -> list[str]:
     }
     different = [name for name, tensor in expected.items() if not equal_bits(saved[name], tensor)]
     targets = {name: torch.zeros_like(tensor) for name, tensor in make_tensors("sim").items()}
-    holdfast.load_checkpoint(path, model=targets)
+    rankless.load_checkpoint(path, model=targets)
     return different + [name for name, tensor in targets.items() if not equal_bits(tensor.cpu(), expected[name])]
 
 

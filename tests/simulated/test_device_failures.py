@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import holdfast
+import rankless
 from tests.helpers.device_training import Training
 from tests.helpers.simulated.streams import DEFAULT, SCHEDULER
 from tests.simulated.conftest import DeviceRanks
@@ -33,7 +33,7 @@ def lose_device(path: str, options: dict[str, Any], entries: int) -> None:
     if dist.get_rank() == 1:
         SCHEDULER.lost_after = entries
     try:
-        holdfast.save_checkpoint(path, "s", training.net, training.optimizer, timeout=20, **options).wait()
+        rankless.save_checkpoint(path, "s", training.net, training.optimizer, timeout=20, **options).wait()
     finally:
         SCHEDULER.lost_after = None
 
@@ -44,20 +44,20 @@ def test_a_device_lost_during_a_save_fails_it_on_all_ranks(
     device_ranks: DeviceRanks, tmp_path: Path, kind: str, entries: int
 ) -> None:
     for error in device_ranks.outcomes(2, lose_device, str(tmp_path), OPTIONS[kind], entries):
-        assert isinstance(error, holdfast.DeviceError), repr(error)
+        assert isinstance(error, rankless.DeviceError), repr(error)
         assert "sim:0 failed while tensors were copied" in str(error)
     assert not list(tmp_path.glob("s"))
 
 
 def lose_device_in_load(path: str, entries: int) -> None:
     training = Training("sim")
-    holdfast.save_checkpoint(path, "s", training.net, training.optimizer)
+    rankless.save_checkpoint(path, "s", training.net, training.optimizer)
     SCHEDULER.run_all()
     dist.barrier()
     if dist.get_rank() == 1:
         SCHEDULER.lost_after = entries
     try:
-        holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer, timeout=20)
+        rankless.load_checkpoint(path, model=training.net, optimizer=training.optimizer, timeout=20)
     finally:
         SCHEDULER.lost_after = None
 
@@ -67,7 +67,7 @@ def test_a_device_lost_during_a_load_fails_it_on_all_ranks(
     device_ranks: DeviceRanks, tmp_path: Path, entries: int
 ) -> None:
     for error in device_ranks.outcomes(2, lose_device_in_load, str(tmp_path), entries):
-        assert isinstance(error, holdfast.DeviceError), repr(error)
+        assert isinstance(error, rankless.DeviceError), repr(error)
 
 
 def lose_device_in_exchange(path: str, call: str) -> None:
@@ -75,18 +75,18 @@ def lose_device_in_exchange(path: str, call: str) -> None:
     state = {"w": DTensor.from_local(torch.zeros(300, 50, device="sim"), DeviceMesh("sim", [0, 1]), [Shard(1)])}
     training = Training("sim")
     if call == "load":
-        holdfast.save_checkpoint(path, "s", state)
+        rankless.save_checkpoint(path, "s", state)
     SCHEDULER.run_all()
     dist.barrier()
     if dist.get_rank() == 1:
         SCHEDULER.lost_after = 0
     try:
         if call == "load":
-            holdfast.load_checkpoint(path, model=state, share_reads="always", timeout=20)
+            rankless.load_checkpoint(path, model=state, share_reads="always", timeout=20)
         elif call == "copy":
-            holdfast.copy_state(model=training.net, optimizer=training.optimizer, sources=[0], timeout=20)
+            rankless.copy_state(model=training.net, optimizer=training.optimizer, sources=[0], timeout=20)
         else:
-            holdfast.save_checkpoint(path, "s", state, timeout=20, **OPTIONS[call]).wait()
+            rankless.save_checkpoint(path, "s", state, timeout=20, **OPTIONS[call]).wait()
     finally:
         SCHEDULER.lost_after = None
 
@@ -96,7 +96,7 @@ def test_a_device_lost_while_ranks_exchange_bytes_fails_the_call_on_all_ranks(
     device_ranks: DeviceRanks, tmp_path: Path, call: str
 ) -> None:
     for error in device_ranks.outcomes(2, lose_device_in_exchange, str(tmp_path), call):
-        assert isinstance(error, holdfast.DeviceError), repr(error)
+        assert isinstance(error, rankless.DeviceError), repr(error)
 
 
 def count_copies_left() -> int:
@@ -112,8 +112,8 @@ def fail_elsewhere(path: str, options: dict[str, Any]) -> int:
     if dist.get_rank() == 1:
         SCHEDULER.lost_after = 0
     try:
-        holdfast.save_checkpoint(path, "s", {"w": whole}, timeout=20, **options).wait()
-    except holdfast.DeviceError:
+        rankless.save_checkpoint(path, "s", {"w": whole}, timeout=20, **options).wait()
+    except rankless.DeviceError:
         return count_copies_left()
     finally:
         SCHEDULER.lost_after = None
@@ -136,7 +136,7 @@ def interrupt_staging(path: str, where: str) -> int:
         mock.patch(where, side_effect=KeyboardInterrupt),
         suppress(KeyboardInterrupt),
     ):
-        holdfast.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
+        rankless.save_checkpoint(path, "s", training.net, training.optimizer, async_save=True, staging="overlapped")
     return count_copies_left()
 
 
@@ -144,8 +144,8 @@ def interrupt_staging(path: str, where: str) -> int:
 def test_a_call_that_is_interrupted_leaves_no_copies_behind(
     device_ranks: DeviceRanks, tmp_path: Path, where: str
 ) -> None:
-    assert device_ranks(1, interrupt_staging, str(tmp_path), f"holdfast.engine.io.{where}") == [0]
+    assert device_ranks(1, interrupt_staging, str(tmp_path), f"rankless.engine.io.{where}") == [0]
 
 
 def test_the_names_of_errors_are_public() -> None:
-    assert issubclass(holdfast.DeviceError, (holdfast.HoldfastError, RuntimeError))
+    assert issubclass(rankless.DeviceError, (rankless.RanklessError, RuntimeError))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import rankless
 from tests.helpers.layout_checkpoints import assert_same_files, save_layout
 from tests.helpers.layouts import (
     LAYOUTS,
@@ -100,9 +100,9 @@ def save_moved(path: str, layout: str, staging: str, keep_states: bool) -> None:
     SCHEDULER.order = at_random(7)
     content = {"user_content": {"a": 1}, "max_shard_size": 4000}
     if staging == "synchronous":
-        holdfast.save_checkpoint(path, "s", run.model, run.optimizer, **content)
+        rankless.save_checkpoint(path, "s", run.model, run.optimizer, **content)
         return
-    save = holdfast.save_checkpoint(path, "s", run.model, run.optimizer, **content, async_save=True, staging=staging)
+    save = rankless.save_checkpoint(path, "s", run.model, run.optimizer, **content, async_save=True, staging=staging)
     if staging == "eager":
         for _, tensor in named_tensors(run):
             local_tensor(tensor).detach().fill_(-1)
@@ -136,7 +136,7 @@ def test_files_are_the_same_if_states_are_kept_in_memory(
 def load_moved(path: str, layout: str, share_reads: str) -> list[str]:
     run = move(blank_run(fill_run(MADE[layout]())))
     SCHEDULER.order = at_random(7)
-    holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer, share_reads=share_reads)
+    rankless.load_checkpoint(path, model=run.model, optimizer=run.optimizer, share_reads=share_reads)
     oracle = dict(named_tensors(fill_run(MADE[layout]())))
     return [
         name

@@ -10,15 +10,15 @@ from unittest import mock
 
 import torch
 
-import holdfast
-from holdfast.save.background import background_saves
+import rankless
+from rankless.save.background import background_saves
 from tests.helpers.device_training import Training, find_differences, read_saved
 from tests.simulated.conftest import DeviceRanks
 
 
 def save_unpinned(path: str, staging: str) -> tuple[list[str], list[str]]:
     """No memory can be pinned."""
-    from holdfast.engine.io import pinned_memory
+    from rankless.engine.io import pinned_memory
     from tests.helpers.simulated.device import RUNTIME
 
     background_saves.finalize()
@@ -32,14 +32,14 @@ def save_unpinned(path: str, staging: str) -> tuple[list[str], list[str]]:
         for number in range(2):
             training.change_all(number)
             expected = training.copies()
-            save = holdfast.save_checkpoint(
+            save = rankless.save_checkpoint(
                 path, f"s{number}", training.net, training.optimizer, async_save=True, staging=staging
             )
             training.step()
             save.wait()
             different += find_differences(read_saved(Path(path) / f"s{number}"), expected)
     blank = Training("sim")
-    holdfast.load_checkpoint(path, model=blank.net, optimizer=blank.optimizer)
+    rankless.load_checkpoint(path, model=blank.net, optimizer=blank.optimizer)
     different += find_differences(blank.tensors(), expected)
     background_saves.finalize()  # frees the memory
     return different, [str(warning.message) for warning in caught if "pinned" in str(warning.message)]
@@ -64,12 +64,12 @@ def count_registered(path: str) -> list[int]:
     counts = [len(RUNTIME.registered)]
     training = Training("sim")
     for number in range(3):
-        holdfast.save_checkpoint(path, f"s{number}", training.net, training.optimizer, async_save=True).wait()
+        rankless.save_checkpoint(path, f"s{number}", training.net, training.optimizer, async_save=True).wait()
         counts.append(len(RUNTIME.registered))
     background_saves.finalize()
     gc.collect()
     counts.append(len(RUNTIME.registered))
-    holdfast.load_checkpoint(path, model=training.net, optimizer=training.optimizer)
+    rankless.load_checkpoint(path, model=training.net, optimizer=training.optimizer)
     gc.collect()
     counts.append(len(RUNTIME.registered))
     return counts
@@ -83,9 +83,9 @@ def test_memory_is_registered_once_and_until_it_is_freed(device_ranks: DeviceRan
 
 def interrupt_registration() -> list[int]:
     """Return the number of registered buffers when an interrupt comes right after the registration, and later."""
-    from holdfast.engine.io.device_streams import copy_stream_of
-    from holdfast.engine.io.pinned_memory import pin_for
-    from holdfast.storage.memory import aligned_buffer
+    from rankless.engine.io.device_streams import copy_stream_of
+    from rankless.engine.io.pinned_memory import pin_for
+    from rankless.storage.memory import aligned_buffer
     from tests.helpers.simulated.device import RUNTIME, Runtime
 
     real = Runtime.cudaHostRegister

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.io.device_streams import copy_stream_of, find_accelerators
+from rankless.engine.io.device_streams import copy_stream_of, find_accelerators
 from tests.helpers.device_training import Training, find_differences
 from tests.helpers.simulated.streams import DEFAULT, SCHEDULER, Event, Stream, StreamContext, caller_first
 from tests.simulated.conftest import DeviceRanks
@@ -29,7 +29,7 @@ def test_it_computes_what_the_cpu_does(device_ranks: DeviceRanks) -> None:
 
 
 def copy_late() -> list[list[float]]:
-    from holdfast.storage.memory import aligned_buffer
+    from rankless.storage.memory import aligned_buffer
     from tests.helpers.simulated.device import RUNTIME
 
     tensor = torch.zeros(3).to("sim")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.engine.io.device_streams import SCRATCH_BYTES
+import rankless
+from rankless.engine.io.device_streams import SCRATCH_BYTES
 from tests.helpers.device_training import Training
 from tests.helpers.simulated.streams import SCHEDULER
 from tests.simulated.conftest import DeviceRanks
@@ -24,7 +24,7 @@ def measure_saves(path: str, staging: str, steps: bool) -> list[tuple[int, int, 
         if steps:
             training.step()
         SCHEDULER.waits, MEMORY.allocated = [], 0
-        save = holdfast.save_checkpoint(
+        save = rankless.save_checkpoint(
             path, f"s{number}", training.net, training.optimizer, async_save=True, staging=staging
         )
         allocated, in_call = MEMORY.allocated, SCHEDULER.waits.count("MainThread")

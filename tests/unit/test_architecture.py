@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.formats import registry
+from rankless.formats import registry
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src/holdfast"
+SOURCE = ROOT / "src/rankless"
 
 
 def imports(file: Path) -> set[str]:
@@ -59,19 +59,19 @@ def test_the_engine_knows_no_models() -> None:
             assert not {name for name in imports(file) if name.startswith(("torch.nn", "torch.optim"))}, file
 
 
-def test_importing_holdfast_imports_no_torch() -> None:
-    code = "import sys, holdfast; sys.exit(int('torch' in sys.modules or 'numpy' in sys.modules))"
+def test_importing_rankless_imports_no_torch() -> None:
+    code = "import sys, rankless; sys.exit(int('torch' in sys.modules or 'numpy' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_save_imports_no_code_of_loads_and_no_reader_of_another_format() -> None:
     code = """
-import sys, tempfile, torch, holdfast
-holdfast.save_checkpoint(tempfile.mkdtemp(), "a", {"w": torch.zeros(1)})
-print(*(name for name in sys.modules if name.startswith("holdfast.")))
+import sys, tempfile, torch, rankless
+rankless.save_checkpoint(tempfile.mkdtemp(), "a", {"w": torch.zeros(1)})
+print(*(name for name in sys.modules if name.startswith("rankless.")))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    names = {name.removeprefix("holdfast.") for name in done.stdout.split()}
+    names = {name.removeprefix("rankless.") for name in done.stdout.split()}
     formats = {name for name in names if name.startswith("formats.")}
     assert formats == {"formats.native", "formats.reader", "formats.safetensors"}
     assert {name for name in names if name.startswith("load.")} == {"load.result"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import InvalidArgumentError
+import rankless
+from rankless.errors import InvalidArgumentError
 
 #: A wrong value of each argument.
 COMMON: dict[str, list[Any]] = {"process_group": ["x", [], 3], "timeout": ["x", [], None, True]}
@@ -20,21 +20,21 @@ SECONDS: list[Any] = ["x", [], True, 1j, -1.0, float("nan"), float("inf"), 1e300
 
 
 def save(path: Path, **wrong: Any) -> None:
-    holdfast.save_checkpoint(path, "b", **{"model": torch.nn.Linear(1, 1), **wrong})
+    rankless.save_checkpoint(path, "b", **{"model": torch.nn.Linear(1, 1), **wrong})
 
 
 def restore(path: Path, **wrong: Any) -> None:
-    holdfast.restore(path, **{"model": torch.nn.Linear(1, 1), **wrong})
+    rankless.restore(path, **{"model": torch.nn.Linear(1, 1), **wrong})
 
 
 def copy_state(path: Path, **wrong: Any) -> None:
     del path
-    holdfast.copy_state(**{"model": torch.nn.Linear(1, 1), "sources": [0], **wrong})
+    rankless.copy_state(**{"model": torch.nn.Linear(1, 1), "sources": [0], **wrong})
 
 
 def watch(path: Path, **wrong: Any) -> None:
     del path
-    holdfast.watch(**wrong).close()
+    rankless.watch(**wrong).close()
 
 
 def list_cases() -> list[Any]:
@@ -56,7 +56,7 @@ def list_cases() -> list[Any]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
-    holdfast.save_checkpoint(path, "a", torch.nn.Linear(1, 1))
+    rankless.save_checkpoint(path, "a", torch.nn.Linear(1, 1))
     return path
 
 
@@ -64,4 +64,4 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_error_names_the_argument(run: Path, call: Callable[..., None], name: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         call(run, **{name: value})
-    assert [found.tag for found in holdfast.list_checkpoints(run)] == ["a"]
+    assert [found.tag for found in rankless.list_checkpoints(run)] == ["a"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.artifacts import log_mlflow_model, log_wandb_artifact, open_artifact
-from holdfast.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
+import rankless
+from rankless.artifacts import log_mlflow_model, log_wandb_artifact, open_artifact
+from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -54,11 +54,11 @@ def log(request: pytest.FixtureRequest) -> Log:
 
 
 def save(run: Any, tag: str = "s", value: float = 1.0, **options: Any) -> None:
-    holdfast.save_checkpoint(run, tag, {"w": torch.full((10,), value)}, step=7, metrics={"loss": 0.5}, **options)
+    rankless.save_checkpoint(run, tag, {"w": torch.full((10,), value)}, step=7, metrics={"loss": 0.5}, **options)
 
 
 def identity(path: Any, tag: str | None = None) -> str:
-    found = holdfast.open(path, tag).identity
+    found = rankless.open(path, tag).identity
     assert found is not None
     return found.id
 
@@ -73,7 +73,7 @@ def test_an_artifact_of_wandb_says_what_the_checkpoint_is(tmp_path: Path, wandb_
         "tag": "s",
         "id": identity(path),
         "step": 7,
-        "format": "holdfast",
+        "format": "rankless",
         "nbytes": 40,
         "metrics": {"loss": 0.5},
     }
@@ -131,14 +131,14 @@ def test_a_model_of_mlflow_says_what_the_checkpoint_is(tmp_path: Path, mlflow_ru
     log_mlflow_model(tmp_path / "run", "s")
     (model,) = mlflow.search_logged_models(filter_string="metrics.loss < 0.6", output_format="list")
     assert (model.name, model.model_type, model.source_run_id) == ("s", "checkpoint", mlflow_run.info.run_id)
-    tags = {key: value for key, value in model.tags.items() if key.startswith("holdfast.")}
+    tags = {key: value for key, value in model.tags.items() if key.startswith("rankless.")}
     assert tags == {
-        "holdfast.path": str(tmp_path / "run/s"),
-        "holdfast.tag": "s",
-        "holdfast.id": identity(tmp_path / "run"),
-        "holdfast.step": "7",
-        "holdfast.format": "holdfast",
-        "holdfast.nbytes": "40",
+        "rankless.path": str(tmp_path / "run/s"),
+        "rankless.tag": "s",
+        "rankless.id": identity(tmp_path / "run"),
+        "rankless.step": "7",
+        "rankless.format": "rankless",
+        "rankless.nbytes": "40",
     }
     assert [(metric.key, metric.value, metric.step) for metric in model.metrics] == [("loss", 0.5, 7)]
     assert open_artifact(model).path == tmp_path / "run/s"
@@ -163,7 +163,7 @@ def test_mlflow_with_a_database_and_a_run_that_is_not_active(tmp_path: Path, mon
 def test_hostile_names_stay_text(tmp_path: Path, log: Log) -> None:
     run = tmp_path / "<b>run</b> %41 #"
     metrics = {"../../x": 1.0, "": 2.0, "a//b\n": 3.0, "..a": float("nan"), "val/loss": 4.0}
-    holdfast.save_checkpoint(run, HOSTILE, {"w": torch.ones(2)}, metrics=metrics)
+    rankless.save_checkpoint(run, HOSTILE, {"w": torch.ones(2)}, metrics=metrics)
     logged = log(run)
     checkpoint = open_artifact(logged)
     assert (checkpoint.path, checkpoint.tag) == (run / HOSTILE, HOSTILE)
@@ -177,12 +177,12 @@ def test_a_listener_logs_each_save(tmp_path: Path, log: Log) -> None:
     run_id = {"run_id": active_mlflow_run()} if log is log_mlflow_model else {}
     logged: list[Any] = []
 
-    def listen(event: holdfast.Event) -> None:
-        if isinstance(event, holdfast.Saved):
+    def listen(event: rankless.Event) -> None:
+        if isinstance(event, rankless.Saved):
             logged.append(log(event.path, **run_id))
 
     for tag in "ab":
-        holdfast.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, async_save=True, on_event=listen).wait()
+        rankless.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, async_save=True, on_event=listen).wait()
     assert [open_artifact(artifact).tag for artifact in logged] == ["a", "b"]
 
 
@@ -245,7 +245,7 @@ def test_in_an_object_store_the_reference_is_the_url(tmp_path: Path, log: Log, m
         logged = log(run)
         if log is log_wandb_artifact:
             (entry,) = logged.manifest.entries.values()
-            assert (entry.path, entry.ref) == (known, f"holdfast+{logged.metadata['path']}")
+            assert (entry.path, entry.ref) == (known, f"rankless+{logged.metadata['path']}")
             assert identity(entry.ref) == known
         assert str(open_artifact(logged).path).startswith(f"{run}/{HOSTILE}.")
         save(run, HOSTILE, 2.0, overwrite=True)
@@ -253,13 +253,13 @@ def test_in_an_object_store_the_reference_is_the_url(tmp_path: Path, log: Log, m
             open_artifact(logged)
 
 
-def test_only_checkpoints_of_holdfast_have_an_id(tmp_path: Path, log: Log) -> None:
+def test_only_checkpoints_of_rankless_have_an_id(tmp_path: Path, log: Log) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(InvalidArgumentError, match=r"a\.pt is no checkpoint of holdfast"):
+    with pytest.raises(InvalidArgumentError, match=r"a\.pt is no checkpoint of rankless"):
         log(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("artifact", [{}, {"path": 1, "tag": "s", "id": "x"}, {"holdfast.path": "a"}, object()])
+@pytest.mark.parametrize("artifact", [{}, {"path": 1, "tag": "s", "id": "x"}, {"rankless.path": "a"}, object()])
 def test_what_refers_to_no_checkpoint_is_refused(artifact: object) -> None:
     with pytest.raises(InvalidArgumentError, match="does not refer to a checkpoint"):
         open_artifact(artifact)

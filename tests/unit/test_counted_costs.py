@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import holdfast
+import rankless
 from campaigns.faults.faulty_file_system import FaultyFileSystem
-from holdfast.ondisk import block_crcs
+from rankless.ondisk import block_crcs
 from tests.helpers.pool import Ranks
 
 #: Eight tensors of 1 MiB, and two hundred of 4 KiB.
@@ -57,7 +57,7 @@ def counting_bytes_hashed(sizes: list[int]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("holdfast.") and getattr(module, "crc64", None) is crc64:
+            if name.startswith("rankless.") and getattr(module, "crc64", None) is crc64:
                 stack.enter_context(mock.patch.object(module, "crc64", counted))
         yield
 
@@ -159,10 +159,10 @@ def measure_costs(path: str, kind: str) -> dict[str, Costs]:
 
     def save(tag: str, **options: Any) -> None:
         content = {"step": 1, "losses": [0.5] * 100}
-        holdfast.save_checkpoint(run, tag, state, user_content=content, rng=False, **options).wait()
+        rankless.save_checkpoint(run, tag, state, user_content=content, rng=False, **options).wait()
 
     def load() -> None:
-        holdfast.load_checkpoint(run, model=target)
+        rankless.load_checkpoint(run, model=target)
 
     def train() -> None:
         for tensor in state.values():

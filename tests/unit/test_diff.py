@@ -1,4 +1,4 @@
-"""Tests of ``holdfast.diff`` in Python: what it returns is what the command shows, and what the tensors say."""
+"""Tests of ``rankless.diff`` in Python: what it returns is what the command shows, and what the tensors say."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, NoCheckpointError
+import rankless
+from rankless.errors import CorruptCheckpointError, NoCheckpointError
 from tests.helpers.commands import invoke_json
 from tests.helpers.corruption import flip_tensor_bit
 
 
 def save(path: Path, tag: str, model: dict[str, torch.Tensor], **content: Any) -> Path:
-    holdfast.save_checkpoint(path, tag, model, user_content=content, rng=False)
+    rankless.save_checkpoint(path, tag, model, user_content=content, rng=False)
     return path / tag
 
 
 def test_equal_checkpoints_have_no_differences(tmp_path: Path) -> None:
     paths = [save(tmp_path, tag, {"w": torch.ones(3), "v": torch.zeros(2)}, lr=1) for tag in "ab"]
-    same = holdfast.diff(*paths)
+    same = rankless.diff(*paths)
     assert not same
     assert (same.tensors, same.values, same.compared) == ([], [], 2)
     assert (same.left, same.right) == tuple(paths)
@@ -35,7 +35,7 @@ def test_each_difference_is_described(tmp_path: Path) -> None:
     right |= {"shape": torch.ones(6), "nan": torch.tensor([1, math.nan]), "cast": torch.ones(2).bfloat16()}
     right |= {"new": torch.ones(1)}
     paths = save(tmp_path, "a", left, lr=0.1, old=[1]), save(tmp_path, "b", right, lr=0.2, new="x")
-    found = holdfast.diff(*paths)
+    found = rankless.diff(*paths)
     assert found
     tensors = {tensor.name.removeprefix("model/"): tensor for tensor in found.tensors}
     assert tensors.keys() == {"small", "large", "gone", "shape", "nan", "cast", "new"}
@@ -57,7 +57,7 @@ def test_each_difference_is_described(tmp_path: Path) -> None:
 
 def test_a_pattern_selects_tensors_only(tmp_path: Path) -> None:
     paths = [save(tmp_path, f"s{n}", {"a.w": torch.full((2,), n), "b.w": torch.full((2,), n)}, n=n) for n in (1, 2)]
-    found = holdfast.diff(*paths, pattern="a.*")
+    found = rankless.diff(*paths, pattern="a.*")
     assert [tensor.name for tensor in found.tensors] == ["model/a.w"]
     assert not found.values
 
@@ -66,13 +66,13 @@ def test_a_run_stands_for_its_latest_checkpoint_and_formats_may_differ(tmp_path:
     save(tmp_path / "run", "old", {"w": torch.zeros(3)})
     save(tmp_path / "run", "new", {"w": torch.ones(3)})
     torch.save({"w": torch.ones(3)}, tmp_path / "file.pt")
-    assert not holdfast.diff(tmp_path / "run", tmp_path / "file.pt", "w").tensors
+    assert not rankless.diff(tmp_path / "run", tmp_path / "file.pt", "w").tensors
 
 
 def test_errors(tmp_path: Path) -> None:
     left, right = (save(tmp_path, tag, {"w": torch.full((5000,), float(n))}) for n, tag in enumerate("ab"))
     with pytest.raises(NoCheckpointError):
-        holdfast.diff(left, tmp_path / "none")
+        rankless.diff(left, tmp_path / "none")
     flip_tensor_bit(next(right.glob("model/*.safetensors")), "w")
     with pytest.raises(CorruptCheckpointError, match="model tensor 'w'"):
-        holdfast.diff(left, right)
+        rankless.diff(left, right)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.show.modules import ModuleSummary, fold_modules
-from holdfast.inspection.folding import fold_tensors
-from holdfast.ondisk.files import TensorInfo
+from rankless.cli.show.modules import ModuleSummary, fold_modules
+from rankless.inspection.folding import fold_tensors
+from rankless.ondisk.files import TensorInfo
 
 SMALL, LARGE = TensorInfo("F32", (2,)), TensorInfo("BF16", (4, 4))
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.report.run_report import ReportOptions, describe_run
-from holdfast.run import journal, object_journal
-from holdfast.run.cleanup import clean_up
-from holdfast.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
-from holdfast.storage.http.connection import HttpResponse
+import rankless
+from rankless.report.run_report import ReportOptions, describe_run
+from rankless.run import journal, object_journal
+from rankless.run.cleanup import clean_up
+from rankless.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
+from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, FakeS3, failure
 from tests.helpers.object_histories import check_all, run_path, save, state, store_with_two_checkpoints
@@ -38,10 +38,10 @@ def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Pa
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in (1, 2, 3):
-        holdfast.save_checkpoint(tmp_path, f"step_{step}", model, optimizer, step=step, keep=2)
-    with pytest.raises(holdfast.TagExistsError):
-        holdfast.save_checkpoint(tmp_path, "step_3", model, optimizer, step=3)
-    holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        rankless.save_checkpoint(tmp_path, f"step_{step}", model, optimizer, step=step, keep=2)
+    with pytest.raises(rankless.TagExistsError):
+        rankless.save_checkpoint(tmp_path, "step_3", model, optimizer, step=3)
+    rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines() if line]
     assert [(line["kind"], line["tag"], line.get("step")) for line in lines] == [
         ("saved", "step_1", 1),
@@ -51,7 +51,7 @@ def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Pa
         ("failed", "step_3", 3),
         ("resumed", "step_3", 3),
     ]
-    info, saved = holdfast.list_checkpoints(tmp_path)[-1], lines[2]
+    info, saved = rankless.list_checkpoints(tmp_path)[-1], lines[2]
     assert (saved["nbytes"], saved["run"]) == (info.nbytes, info.run)
     assert (saved["world_size"], saved["hosts"]) == (1, 1)
     assert 0 < saved["blocking_seconds"] <= saved["seconds"]
@@ -62,8 +62,8 @@ def test_it_tells_saves_resumes_failures_and_removals_of_a_training(tmp_path: Pa
 
 def save_and_resume(rank_path: str) -> None:
     model = torch.nn.Linear(2, 2)
-    holdfast.save_checkpoint(rank_path, "a", model, step=1, async_save=True).wait()
-    holdfast.restore(rank_path, model=model, dataloader=None, optimizer=None)
+    rankless.save_checkpoint(rank_path, "a", model, step=1, async_save=True).wait()
+    rankless.restore(rank_path, model=model, dataloader=None, optimizer=None)
 
 
 def test_one_of_several_ranks_writes_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_one_of_several_ranks_writes_it(ranks: Ranks, tmp_path: Path) -> None:
 
 def save_on_hosts(run: str, folder: str, names: list[str]) -> None:
     with simulated_host(names[dist.get_rank()], folder):
-        directory = holdfast.RunDirectory(run)
+        directory = rankless.RunDirectory(run)
         for step in (1, 2):
             directory.save(f"step_{step}", {"w": torch.ones(3)}, step=step)
 
@@ -147,7 +147,7 @@ def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_is_bounded_whatever_the_error_says(tmp_path: Path) -> None:
     append_entry(tmp_path, entry("a"))
-    event = holdfast.SaveFailed(tmp_path / ("t" * 255), ValueError("\x00" * 10_000))
+    event = rankless.SaveFailed(tmp_path / ("t" * 255), ValueError("\x00" * 10_000))
     failed = journal.describe_event(event, 2.0)
     assert failed is not None
     append_entry(tmp_path, failed)
@@ -204,13 +204,13 @@ class TestInAnObjectStore:
             yield fake
 
     def test_it_tells_saves_resumes_failures_and_removals(self) -> None:
-        with pytest.raises(holdfast.TagExistsError):
-            holdfast.save_checkpoint(run_path(), "s2", {"net": state(2)}, step=2)
+        with pytest.raises(rankless.TagExistsError):
+            rankless.save_checkpoint(run_path(), "s2", {"net": state(2)}, step=2)
         save(3, keep=2)
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters())
-        holdfast.save_checkpoint(run_path(), "s4", model, optimizer, step=4)
-        holdfast.load_checkpoint(run_path(), model=model, optimizer=optimizer)
+        rankless.save_checkpoint(run_path(), "s4", model, optimizer, step=4)
+        rankless.load_checkpoint(run_path(), model=model, optimizer=optimizer)
         found = read_journal(run_path())
         assert [(line.kind, line.tag, line.step) for line in found] == [
             ("saved", "s1", 1),
@@ -221,7 +221,7 @@ class TestInAnObjectStore:
             ("saved", "s4", 4),
             ("resumed", "s4", 4),
         ]
-        info, saved = holdfast.list_checkpoints(run_path())[-2], found[3]
+        info, saved = rankless.list_checkpoints(run_path())[-2], found[3]
         assert (saved.nbytes, saved.run, saved.world_size) == (info.nbytes, info.run, 1)
         assert [name for name, _ in saved.phases] == ["prepare", "write", "commit"]
         assert sum(seconds for _, seconds in saved.phases) == pytest.approx(saved.seconds, abs=1e-5)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli import stats
-from holdfast.errors import InvalidArgumentError, StorageError
-from holdfast.inspection import background_statistics, checkpoint_statistics, kept_statistics
-from holdfast.inspection.checkpoint_statistics import CheckpointStatistics
+import rankless
+from rankless.cli import stats
+from rankless.errors import InvalidArgumentError, StorageError
+from rankless.inspection import background_statistics, checkpoint_statistics, kept_statistics
+from rankless.inspection.checkpoint_statistics import CheckpointStatistics
 from tests.helpers.commands import invoke, invoke_json
 
 #: The hidden file.
@@ -28,13 +28,13 @@ NAME = ".statistics"
 
 
 def save(run: Path, tag: str, value: float = 1.0, **options: Any) -> Path:
-    holdfast.save_checkpoint(run, tag, {"w": torch.full((3,), value)}, rng=False, stats=True, **options)
+    rankless.save_checkpoint(run, tag, {"w": torch.full((3,), value)}, rng=False, stats=True, **options)
     return run / tag
 
 
 def save_and_wait(run: Path) -> None:
     save(run, "a")
-    holdfast.finalize()
+    rankless.finalize()
 
 
 @pytest.fixture
@@ -56,37 +56,37 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 class TestKept:
     def test_they_are_those_that_reading_gives(self, tmp_path: Path, options: dict[str, Any]) -> None:
         path = save(tmp_path, "a", **options)
-        holdfast.finalize()
-        kept = holdfast.read_statistics(path)
+        rankless.finalize()
+        kept = rankless.read_statistics(path)
         assert kept is not None
-        assert kept == holdfast.compute_statistics(path)
-        assert kept == holdfast.read_statistics(tmp_path)
+        assert kept == rankless.compute_statistics(path)
+        assert kept == rankless.read_statistics(tmp_path)
 
     def test_two_saves_in_a_row(self, tmp_path: Path, options: dict[str, Any]) -> None:
         paths = [save(tmp_path, tag, value, **options) for tag, value in (("a", 1.0), ("b", 2.0))]
-        holdfast.finalize()
-        means = [kept.tensors["model/w"].mean for kept in map(holdfast.read_statistics, paths) if kept]
+        rankless.finalize()
+        means = [kept.tensors["model/w"].mean for kept in map(rankless.read_statistics, paths) if kept]
         assert means == [1.0, 2.0]
 
     def test_the_file_is_not_listed_and_nothing_minds_it(self, tmp_path: Path, options: dict[str, Any]) -> None:
         path = save(tmp_path, "a", **options)
-        holdfast.finalize()
+        rankless.finalize()
         assert (path / NAME).is_file()
         assert NAME not in (path / "manifest.json").read_text()
         report = invoke_json("verify", tmp_path)["checkpoints"][0]
         assert (report["status"], report["notes"]) == ("verified", [])
-        holdfast.convert(tmp_path, tmp_path.parent / "out", to="native")
+        rankless.convert(tmp_path, tmp_path.parent / "out", to="native")
         assert not (tmp_path.parent / "out" / NAME).exists()
         shutil.rmtree(tmp_path.parent / "out")
-        assert holdfast.load_checkpoint(tmp_path, model={"w": torch.zeros(3)}) is None
-        holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
+        assert rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(3)}) is None
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
         assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".journal")] == ["b"]
 
 
 def test_the_command_shows_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "a")
-    holdfast.finalize()
-    expected = holdfast.compute_statistics(tmp_path).tensors["model/w"]
+    rankless.finalize()
+    expected = rankless.compute_statistics(tmp_path).tensors["model/w"]
     monkeypatch.setattr(stats, "measure_checkpoint", None)
     (entry,) = invoke_json("stats", tmp_path)["tensors"]
     assert (entry["mean"], entry["norm"]) == (expected.mean, expected.norm)
@@ -94,44 +94,44 @@ def test_the_command_shows_what_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_checkpointer_keeps_them(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
-    with holdfast.Checkpointer(tmp_path, model=model, save_every=1, stats=True) as checkpointer:
+    with rankless.Checkpointer(tmp_path, model=model, save_every=1, stats=True) as checkpointer:
         checkpointer.step(1)
-    holdfast.finalize()
-    kept = holdfast.read_statistics(tmp_path / "step_1")
+    rankless.finalize()
+    kept = rankless.read_statistics(tmp_path / "step_1")
     assert kept is not None
     assert kept.tensors.keys() == {"model/weight", "model/bias"}
 
 
 def test_a_copy_of_a_checkpoint_has_them_too(tmp_path: Path) -> None:
     path = save(tmp_path / "run", "a")
-    holdfast.finalize()
+    rankless.finalize()
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    kept = holdfast.read_statistics(copy)
+    kept = rankless.read_statistics(copy)
     assert kept is not None
     assert kept.path == copy
 
 
 class TestIgnored:
     def test_without_a_file_there_are_none(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)})
-        assert holdfast.read_statistics(tmp_path) is None
-        holdfast.convert(tmp_path, tmp_path / "x.pt", to="torch")
-        assert holdfast.read_statistics(tmp_path / "x.pt") is None
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)})
+        assert rankless.read_statistics(tmp_path) is None
+        rankless.convert(tmp_path, tmp_path / "x.pt", to="torch")
+        assert rankless.read_statistics(tmp_path / "x.pt") is None
 
     def test_those_of_another_checkpoint(self, tmp_path: Path) -> None:
         stale = save(tmp_path, "a", 1.0) / NAME
-        holdfast.finalize()
+        rankless.finalize()
         data = stale.read_bytes()
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.full((3,), 2.0)}, overwrite=True)
-        assert holdfast.read_statistics(tmp_path) is None
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.full((3,), 2.0)}, overwrite=True)
+        assert rankless.read_statistics(tmp_path) is None
         stale.write_bytes(data)
-        assert holdfast.read_statistics(tmp_path) is None
+        assert rankless.read_statistics(tmp_path) is None
         assert invoke_json("stats", tmp_path)["tensors"][0]["mean"] == 2.0
 
     @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "link", "folder", "text"])
     def test_a_corrupt_file_is_ignored_with_a_warning(self, tmp_path: Path, damage: str) -> None:
         file = save(tmp_path, "a") / NAME
-        holdfast.finalize()
+        rankless.finalize()
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         contents = {"flip": bytes(data), "cut": file.read_bytes()[:-3], "empty": b"", "text": b"not statistics"}
@@ -142,24 +142,24 @@ class TestIgnored:
             file.symlink_to(tmp_path / "a/manifest.json")
         else:
             file.mkdir()
-            assert holdfast.read_statistics(tmp_path) is None
+            assert rankless.read_statistics(tmp_path) is None
             return
         with pytest.warns(UserWarning, match="statistics that are kept with"):
-            assert holdfast.read_statistics(tmp_path) is None
+            assert rankless.read_statistics(tmp_path) is None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert invoke_json("stats", tmp_path)["tensors"][0]["mean"] == 1.0
 
     def test_a_file_with_other_tensors_is_ignored(self, tmp_path: Path) -> None:
         path = save(tmp_path, "a")
-        holdfast.finalize()
-        kept = holdfast.read_statistics(path)
+        rankless.finalize()
+        kept = rankless.read_statistics(path)
         assert kept is not None
         inspected = kept_statistics.inspect_path(path)
         other = CheckpointStatistics(path, {"model/x": kept.tensors["model/w"]})
         kept_statistics.write_statistics(inspected, other)
         with pytest.warns(UserWarning, match="does not fit"):
-            assert holdfast.read_statistics(path) is None
+            assert rankless.read_statistics(path) is None
 
 
 class TestFailures:
@@ -169,15 +169,15 @@ class TestFailures:
         with monkeypatch.context() as context:
             context.setattr(checkpoint_statistics, "measure_checkpoint", fail)
             path = save(tmp_path, "a")
-            holdfast.finalize()
+            rankless.finalize()
         assert [str(warning.message) for warning in recwarn] == [
             f"{path} is saved, but without statistics: [Errno 5] the disk is broken"
         ]
         assert invoke("verify", path).exit_code == 0
-        assert holdfast.read_statistics(path) is None
+        assert rankless.read_statistics(path) is None
         save(tmp_path, "b")
-        holdfast.finalize()
-        assert holdfast.read_statistics(tmp_path / "b") is not None
+        rankless.finalize()
+        assert rankless.read_statistics(tmp_path / "b") is not None
 
     def test_also_if_warnings_are_errors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpoint_statistics, "measure_checkpoint", fail)
@@ -185,19 +185,19 @@ class TestFailures:
             warnings.simplefilter("error")
             save(tmp_path, "a")
             save(tmp_path, "b")
-            holdfast.finalize()
-        assert holdfast.has_checkpoint(tmp_path)
+            rankless.finalize()
+        assert rankless.has_checkpoint(tmp_path)
 
     def test_a_file_that_cannot_be_written_is_a_warning(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("holdfast.storage.store.PosixStore.replace_small", fail)
+        monkeypatch.setattr("rankless.storage.store.PosixStore.replace_small", fail)
         with pytest.warns(UserWarning, match="without statistics"):
             save_and_wait(tmp_path)
 
     @pytest.mark.parametrize("value", [1, "yes", None])
     def test_another_value_is_refused_before_anything_is_saved(self, tmp_path: Path, value: Any) -> None:
         with pytest.raises(InvalidArgumentError, match="stats must be True or False"):
-            holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)}, stats=value)
-        assert not holdfast.has_checkpoint(tmp_path)
+            rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)}, stats=value)
+        assert not rankless.has_checkpoint(tmp_path)
 
 
 def fail(*args: Any) -> Any:
@@ -209,9 +209,9 @@ class TestMeanwhile:
         self, tmp_path: Path, slow: threading.Event, recwarn: pytest.WarningsRecorder
     ) -> None:
         path = save(tmp_path, "a")
-        holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
         slow.set()
-        holdfast.finalize()
+        rankless.finalize()
         assert not path.exists()
         assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".journal")] == ["b"]
         assert not list(recwarn)
@@ -219,19 +219,19 @@ class TestMeanwhile:
     def test_one_that_is_replaced_keeps_none_of_the_old_one(self, tmp_path: Path, slow: threading.Event) -> None:
         path = save(tmp_path, "a")
         time.sleep(0.3)  # until the old one was read
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.full((3,), 2.0)}, overwrite=True)
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.full((3,), 2.0)}, overwrite=True)
         slow.set()
-        holdfast.finalize()
+        rankless.finalize()
         assert not (path / NAME).exists()
 
     def test_no_save_waits_for_statistics(self, tmp_path: Path, slow: threading.Event) -> None:
         for number in range(3):
             save(tmp_path, f"s{number}")
-        assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["s0", "s1", "s2"]
-        assert holdfast.read_statistics(tmp_path / "s2") is None
+        assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["s0", "s1", "s2"]
+        assert rankless.read_statistics(tmp_path / "s2") is None
         slow.set()
-        holdfast.finalize()
-        assert all(holdfast.read_statistics(tmp_path / f"s{number}") for number in range(3))
+        rankless.finalize()
+        assert all(rankless.read_statistics(tmp_path / f"s{number}") for number in range(3))
 
     def test_nothing_is_read_while_a_save_is_in_progress(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measured: list[bool] = []
@@ -244,21 +244,21 @@ class TestMeanwhile:
         monkeypatch.setattr(checkpoint_statistics, "measure_checkpoint", note)
         ended = threading.Event()
 
-        def listen(event: holdfast.Event) -> None:
-            if isinstance(event, holdfast.Saved):
+        def listen(event: rankless.Event) -> None:
+            if isinstance(event, rankless.Saved):
                 time.sleep(0.3)  # the save is committed, but not over
                 assert not measured
                 ended.set()
 
         save(tmp_path, "a", async_save=True, on_event=listen)
-        holdfast.finalize()
+        rankless.finalize()
         assert ended.is_set()
         assert measured == [False]
 
 
 SCRIPT = """
-import sys, time, torch, holdfast
-from holdfast.inspection import background_statistics, checkpoint_statistics
+import sys, time, torch, rankless
+from rankless.inspection import background_statistics, checkpoint_statistics
 run, seconds, exit_seconds = sys.argv[1:]
 measure = checkpoint_statistics.measure_checkpoint
 
@@ -271,7 +271,7 @@ def measure_slowly(inspected, keys, done):
 
 checkpoint_statistics.measure_checkpoint = measure_slowly
 background_statistics._EXIT_SECONDS = float(exit_seconds)
-holdfast.save_checkpoint(run, "a", {"w": torch.ones(3)}, async_save=True, stats=True)
+rankless.save_checkpoint(run, "a", {"w": torch.ones(3)}, async_save=True, stats=True)
 """
 
 
@@ -285,13 +285,13 @@ class TestEndOfTheProcess:
         process = start(tmp_path, 0.3, 60.0)
         assert process.communicate()[1] == ""
         assert process.returncode == 0
-        assert holdfast.read_statistics(tmp_path) is not None
+        assert rankless.read_statistics(tmp_path) is not None
 
     def test_it_does_not_wait_for_long_ones(self, tmp_path: Path) -> None:
         process = start(tmp_path, 600)
         assert process.communicate(timeout=60)[1] == ""
         assert process.returncode == 0
-        assert holdfast.read_statistics(tmp_path) is None
+        assert rankless.read_statistics(tmp_path) is None
         assert invoke("verify", tmp_path).exit_code == 0
 
     def test_a_kill_leaves_a_complete_checkpoint(self, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ class TestEndOfTheProcess:
         process.communicate()
         (tmp_path / "a" / f"{NAME}.{'0' * 16}").write_bytes(b"a draft")  # as a kill during the write leaves it
         assert invoke_json("verify", tmp_path)["checkpoints"][0]["notes"] == []
-        assert holdfast.read_statistics(tmp_path) is None
+        assert rankless.read_statistics(tmp_path) is None
 
     def test_a_forked_process_computes_nothing(self, tmp_path: Path, slow: threading.Event) -> None:
         save(tmp_path, "a")
@@ -312,5 +312,5 @@ class TestEndOfTheProcess:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         slow.set()
-        holdfast.finalize()
-        assert holdfast.read_statistics(tmp_path) is not None
+        rankless.finalize()
+        assert rankless.read_statistics(tmp_path) is not None

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, StorageError
-from holdfast.loggers import log_to_mlflow, log_to_opentelemetry, log_to_tensorboard, log_to_wandb
-from holdfast.observe.events import DrainFailed, OnEvent, SavedLocally, SaveFailed
+import rankless
+from rankless.errors import InvalidArgumentError, StorageError
+from rankless.loggers import log_to_mlflow, log_to_opentelemetry, log_to_tensorboard, log_to_wandb
+from rankless.observe.events import DrainFailed, OnEvent, SavedLocally, SaveFailed
 from tests.helpers.pool import Ranks
 
 SAVED = {"seconds", "blocking_seconds", "GB", "shared_GB", "GB_per_second"}
@@ -28,7 +28,7 @@ ASYNC_PHASES = BLOCKING_PHASES | {"copy_seconds"}
 def train(path: Path, listener: OnEvent) -> None:
     """Save steps 10 and 20, fail once, and load."""
     model = {"w": torch.ones(1000)}
-    with holdfast.Checkpointer(path, model=model, save_every=10, async_save=True, on_event=listener) as checkpointer:
+    with rankless.Checkpointer(path, model=model, save_every=10, async_save=True, on_event=listener) as checkpointer:
         checkpointer.resume()
         for step in (10, 20):
             checkpointer.step(step)
@@ -39,7 +39,7 @@ def train(path: Path, listener: OnEvent) -> None:
 
 def check_figures(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
     """Check the steps and values of each figure of the run directory ``path``."""
-    sizes = [(int(info.step or 0), pytest.approx(info.nbytes / 1e9)) for info in holdfast.list_checkpoints(path)]
+    sizes = [(int(info.step or 0), pytest.approx(info.nbytes / 1e9)) for info in rankless.list_checkpoints(path)]
     assert points.keys() == {f"checkpoint/{name}" for name in SAVED | ASYNC_PHASES | {"load_seconds", "failed_saves"}}
     assert [step for step, _ in points["checkpoint/seconds"]] == [10, 20]
     assert points["checkpoint/GB"] == sizes
@@ -96,7 +96,7 @@ def test_wandb_keeps_what_the_training_logs(tmp_path: Path, monkeypatch: pytest.
             run.log({"loss": epoch}, step=epoch)
             for part in (1, 2, 3):
                 state = {"w": torch.ones(2)}
-                holdfast.save_checkpoint(tmp_path / "run", f"{epoch}.{part}", state, step=epoch, on_event=listener)
+                rankless.save_checkpoint(tmp_path / "run", f"{epoch}.{part}", state, step=epoch, on_event=listener)
             run.log({"val_loss": 10 * epoch}, step=epoch)
             assert run.step == epoch
         run.log({})
@@ -109,7 +109,7 @@ def names(rows: list[dict[str, Any]]) -> set[str]:
 
 def test_without_a_run_wandb_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("wandb")
-    holdfast.save_checkpoint(tmp_path, "s", {"w": torch.ones(2)}, on_event=log_to_wandb())
+    rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(2)}, on_event=log_to_wandb())
     assert "call wandb.init() first" in caplog.text
 
 
@@ -164,37 +164,37 @@ class Telemetry:
 def test_opentelemetry(tmp_path: Path) -> None:
     telemetry, events = Telemetry(), list[Any]()
 
-    def listen(event: holdfast.Event) -> None:
+    def listen(event: rankless.Event) -> None:
         events.append(event)
         telemetry.listener(event)
 
     before = time.time_ns()
     train(tmp_path / "run", listen)
     first, second, loaded, failed = telemetry.spans()
-    saved = [event for event in events if isinstance(event, holdfast.Saved)]
+    saved = [event for event in events if isinstance(event, rankless.Saved)]
     for span, event in zip((first, second), saved, strict=True):
-        assert span.name == "holdfast save"
+        assert span.name == "rankless save"
         assert (span.end_time - span.start_time) / 1e9 == pytest.approx(event.seconds)
         assert before <= span.start_time <= span.end_time <= time.time_ns()
         assert span.attributes == {
-            "holdfast.path": str(event.path),
-            "holdfast.step": event.step,
-            "holdfast.bytes": event.nbytes,
-            "holdfast.shared_bytes": event.shared_nbytes,
-            "holdfast.blocking_seconds": event.blocking_seconds,
+            "rankless.path": str(event.path),
+            "rankless.step": event.step,
+            "rankless.bytes": event.nbytes,
+            "rankless.shared_bytes": event.shared_nbytes,
+            "rankless.blocking_seconds": event.blocking_seconds,
         }
         assert span.status.is_unset
-    assert loaded.name == "holdfast load"
-    assert (failed.name, failed.status.is_ok, failed.status.description) == ("holdfast save", False, "full")
-    assert [event.attributes["exception.type"] for event in failed.events] == ["holdfast.errors.StorageError"]
+    assert loaded.name == "rankless load"
+    assert (failed.name, failed.status.is_ok, failed.status.description) == ("rankless save", False, "full")
+    assert [event.attributes["exception.type"] for event in failed.events] == ["rankless.errors.StorageError"]
     written = sum(event.nbytes - event.shared_nbytes for event in saved)
     assert telemetry.metrics() == {
-        "holdfast.save.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 2),
-        "holdfast.save.blocking_duration": ("s", pytest.approx(sum(event.blocking_seconds for event in saved)), 2),
-        "holdfast.save.phase.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 8),
-        "holdfast.save.written": ("By", written, 1),
-        "holdfast.load.duration": ("s", pytest.approx((loaded.end_time - loaded.start_time) / 1e9), 1),
-        "holdfast.save.failures": ("{save}", 1, 1),
+        "rankless.save.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 2),
+        "rankless.save.blocking_duration": ("s", pytest.approx(sum(event.blocking_seconds for event in saved)), 2),
+        "rankless.save.phase.duration": ("s", pytest.approx(sum(event.seconds for event in saved)), 8),
+        "rankless.save.written": ("By", written, 1),
+        "rankless.load.duration": ("s", pytest.approx((loaded.end_time - loaded.start_time) / 1e9), 1),
+        "rankless.save.failures": ("{save}", 1, 1),
     }
 
 
@@ -202,23 +202,23 @@ def test_opentelemetry_tells_of_the_local_tier(tmp_path: Path) -> None:
     telemetry = Telemetry()
     telemetry.listener(SavedLocally(tmp_path / "a", None, 100, 0.25))
     telemetry.listener(DrainFailed(tmp_path / "a", StorageError("full"), 1, 60.0))
-    telemetry.listener(holdfast.Progress("save", tmp_path / "a", 1, 2))
+    telemetry.listener(rankless.Progress("save", tmp_path / "a", 1, 2))
     assert [(span.name, dict(span.attributes)) for span in telemetry.spans()] == [
-        ("holdfast save locally", {"holdfast.path": str(tmp_path / "a"), "holdfast.bytes": 100}),
-        ("holdfast drain", {"holdfast.path": str(tmp_path / "a")}),
+        ("rankless save locally", {"rankless.path": str(tmp_path / "a"), "rankless.bytes": 100}),
+        ("rankless drain", {"rankless.path": str(tmp_path / "a")}),
     ]
     assert telemetry.metrics() == {
-        "holdfast.save_locally.duration": ("s", 0.25, 1),
-        "holdfast.save.failures": ("{save}", 1, 1),
+        "rankless.save_locally.duration": ("s", 0.25, 1),
+        "rankless.save.failures": ("{save}", 1, 1),
     }
 
 
 def test_a_save_is_a_child_of_the_span_of_its_caller(tmp_path: Path) -> None:
     telemetry = Telemetry()
     with telemetry.traces.get_tracer("training").start_as_current_span("step"):
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, on_event=telemetry.listener)
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, on_event=telemetry.listener)
     save, step = telemetry.spans()
-    assert (save.name, step.name) == ("holdfast save", "step")
+    assert (save.name, step.name) == ("rankless save", "step")
     assert save.parent.span_id == step.context.span_id
     assert step.start_time <= save.start_time <= save.end_time <= step.end_time
 
@@ -226,7 +226,7 @@ def test_a_save_is_a_child_of_the_span_of_its_caller(tmp_path: Path) -> None:
 def save_with(path: str) -> list[str]:
     calls: list[str] = []
     writer = mock.Mock(add_scalar=lambda name, *_: calls.append(name))
-    holdfast.save_checkpoint(path, "s", {"w": torch.ones(2)}, step=1, on_event=log_to_tensorboard(writer))
+    rankless.save_checkpoint(path, "s", {"w": torch.ones(2)}, step=1, on_event=log_to_tensorboard(writer))
     return calls if dist.get_rank() else sorted(calls)
 
 
@@ -239,5 +239,5 @@ def test_only_the_first_rank_sends(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [log_to_tensorboard, log_to_wandb])
 def test_progress_is_not_sent(make: Callable[[Any], OnEvent]) -> None:
     target = mock.Mock()
-    make(target)(holdfast.Progress("save", Path("a"), 1, 2))
+    make(target)(rankless.Progress("save", Path("a"), 1, 2))
     assert not target.mock_calls

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import holdfast
+import rankless
 
-#: Runs before the first import of holdfast. numpy and torch are loaded already: theirs are the builds for Linux.
+#: Runs before the first import of rankless. numpy and torch are loaded already: theirs are the builds for Linux.
 MACOS = """
 import ctypes, fcntl, mmap, os, resource, select, signal, socket, sys, sysconfig, time
 import numpy, torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
@@ -63,14 +63,14 @@ def refuse_proc(event, arguments):
 ctypes.CDLL = Libc
 sys.platform = "darwin"
 sys.addaudithook(refuse_proc)
-assert not any(name.startswith("holdfast") for name in sys.modules)
+assert not any(name.startswith("rankless") for name in sys.modules)
 """
 
 #: Runs the commands in a JSON list of lists of arguments, and prints what they print.
 COMMANDS = """
 import json
 from typer.testing import CliRunner
-from holdfast.cli.main import app
+from rankless.cli.main import app
 outputs = []
 for arguments in json.loads(sys.argv[1]):
     result = CliRunner().invoke(app, arguments)
@@ -105,7 +105,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (1, 2):
         model(torch.ones(1, 700)).sum().backward()
         optimizer.step()
-        holdfast.save_checkpoint(path, f"step_{step}", model, optimizer, step=step)
+        rankless.save_checkpoint(path, f"step_{step}", model, optimizer, step=step)
     return path
 
 
@@ -117,17 +117,17 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def test_every_module_can_be_imported() -> None:
     run_program("""
-import pkgutil, importlib, holdfast
+import pkgutil, importlib, rankless
 names = ("__main__", "compat.deepspeed", "lightning", "ray", "torchtitan", "transformers")  # need other packages
-extras = tuple(f"holdfast.{name}" for name in names)
-for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
+extras = tuple(f"rankless.{name}" for name in names)
+for module in pkgutil.walk_packages(rankless.__path__, "rankless."):
     if not module.name.startswith(extras):
         importlib.import_module(module.name)
 """)
 
 
 def test_a_checkpoint_opens(run: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    program = "import holdfast; c = holdfast.open(sys.argv[1]); torch.save({name: c[name] for name in c}, sys.argv[2])"
+    program = "import rankless; c = rankless.open(sys.argv[1]); torch.save({name: c[name] for name in c}, sys.argv[2])"
     run_program(program, run, tmp_path / "opened.pt")
     check_model(torch.load(tmp_path / "opened.pt"), weights)
 
@@ -149,10 +149,10 @@ def test_conversions_keep_every_value(run: Path, weights: dict[str, torch.Tensor
     ended = run_commands(*(["convert", run, target, "--to", to] for to, target in targets.items()))
     assert [code for code, _ in ended] == [0] * len(targets)
     for target in targets.values():
-        check_model(holdfast.open(target), weights)
+        check_model(rankless.open(target), weights)
 
 
-def check_model(opened: Mapping[str, torch.Tensor] | holdfast.Checkpoint, weights: dict[str, torch.Tensor]) -> None:
+def check_model(opened: Mapping[str, torch.Tensor] | rankless.Checkpoint, weights: dict[str, torch.Tensor]) -> None:
     prefix = "model/"
     assert {name.removeprefix(prefix) for name in opened if name.startswith(prefix)} == weights.keys()
     assert all(torch.equal(opened[prefix + name], tensor) for name, tensor in weights.items())

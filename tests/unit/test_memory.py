@@ -8,13 +8,13 @@ import pytest
 
 SCRIPT = """
 import sys, threading, time
-import torch, holdfast
+import torch, rankless
 path, megabytes, layout = sys.argv[1:]
 state = {f"t{i}": torch.empty(int(megabytes) * 2**20 // 4 // 4).fill_(i) for i in range(4)}
 if layout == "strided":
     state = {name: tensor.view(1024, -1).t() for name, tensor in state.items()}
-holdfast.save_checkpoint(path + "/warm", "s", {"w": torch.ones(3)}, rng=False)
-holdfast.load_checkpoint(path + "/warm", model={"w": torch.ones(3)})
+rankless.save_checkpoint(path + "/warm", "s", {"w": torch.ones(3)}, rng=False)
+rankless.load_checkpoint(path + "/warm", model={"w": torch.ones(3)})
 
 def resident():
     with open("/proc/self/status") as file:
@@ -31,9 +31,9 @@ for action in ("save", "load"):
     thread = threading.Thread(target=watch)
     thread.start()
     if action == "save":
-        holdfast.save_checkpoint(path, "s", state)
+        rankless.save_checkpoint(path, "s", state)
     else:
-        holdfast.load_checkpoint(path, model=state)
+        rankless.load_checkpoint(path, model=state)
     running = False
     thread.join()
     assert all((tensor == i).all() for i, tensor in enumerate(state.values()))
@@ -53,7 +53,7 @@ def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: s
 
 
 FLAT = """
-import sys, torch, holdfast
+import sys, torch, rankless
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
 optimizer = torch.optim.AdamW(model.parameters())
 for parameter in model.parameters():
@@ -65,11 +65,11 @@ def resident():
 
 for number in range(100):
     optimizer.step()
-    holdfast.save_checkpoint(sys.argv[1], f"s{number}", model, optimizer, user_content={"losses": [0.5] * 1000},
+    rankless.save_checkpoint(sys.argv[1], f"s{number}", model, optimizer, user_content={"losses": [0.5] * 1000},
                              async_save=True, staging=("eager", "overlapped")[number % 2], num_kept_ckpts=1)
     if number == 20:
         before = resident()
-holdfast.finalize()
+rankless.finalize()
 print(resident() - before)
 """
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.compat.nxd.format.shard import shard_tensor
-from holdfast.compat.nxd.format.sharding_spec import ShardingRule, ShardingSpec
-from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
+import rankless
+from rankless.compat.nxd.format.shard import shard_tensor
+from rankless.compat.nxd.format.sharding_spec import ShardingRule, ShardingSpec
+from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from tests.helpers.equality import equal_bits
 from tests.helpers.torch_files import save_tree
 
@@ -61,7 +61,7 @@ COLLIDING: dict[str, tuple[Any, str, str]] = {
 def test_both_paths_are_named(tmp_path: Path, kind: str) -> None:
     tree, first, second = COLLIDING[kind]
     file = save_tree(tmp_path, tree)
-    for ask in (holdfast.open, lambda path: holdfast.convert(path, tmp_path / "out", to="native")):
+    for ask in (rankless.open, lambda path: rankless.convert(path, tmp_path / "out", to="native")):
         with pytest.raises(FormatError, match=f"{file}.*would both get the name") as caught:
             ask(file)
         assert first in str(caught.value)
@@ -72,38 +72,38 @@ def test_both_paths_are_named(tmp_path: Path, kind: str) -> None:
 def test_names_with_their_group_before_them(tmp_path: Path) -> None:
     file = save_tree(tmp_path, {"a": {"ema/w": one()}, "b": {"w": one()}})
     with pytest.raises(FormatError, match="'model/ema/w'"):
-        holdfast.open(file, keys={"model": "a", "model/ema": "b"})
+        rankless.open(file, keys={"model": "a", "model/ema": "b"})
 
 
 def test_averages_by_number_are_read(tmp_path: Path) -> None:
     """As code for exponential moving averages saves its shadow parameters."""
     ema = {"decay": 0.9, "shadow": {0: one(1), 1: one(2)}}
     file = save_tree(tmp_path, {"model": {"w": one()}, "ema": ema})
-    content = holdfast.open(file).values["user_content"]["ema"]
+    content = rankless.open(file).values["user_content"]["ema"]
     assert equal_bits(content["shadow"][0], one(1))
     assert equal_bits(content["shadow"][1], one(2))
 
 
 def test_a_model_by_number_is_read(tmp_path: Path) -> None:
-    opened = holdfast.open(save_tree(tmp_path, {"model": {0: one(1), 1: {2: one(2)}}}))
+    opened = rankless.open(save_tree(tmp_path, {"model": {0: one(1), 1: {2: one(2)}}}))
     assert {name: opened[name][0].item() for name in opened} == {"model/0": 1, "model/1.2": 2}
 
 
 def test_tuples_as_keys_have_names_of_their_own(tmp_path: Path) -> None:
-    opened = holdfast.open(save_tree(tmp_path, {"model": {(1, 2): one(1), (3, 4): one(2), "x": one(3)}}))
+    opened = rankless.open(save_tree(tmp_path, {"model": {(1, 2): one(1), (3, 4): one(2), "x": one(3)}}))
     assert {name: opened[name][0].item() for name in opened} == {"model/(1, 2)": 1, "model/(3, 4)": 2, "model/x": 3}
 
 
 def test_names_that_meet_only_without_wrappers_keep_them(tmp_path: Path) -> None:
-    opened = holdfast.open(save_tree(tmp_path, {"model": {"_orig_mod.a": one(1), "a": one(2)}}))
+    opened = rankless.open(save_tree(tmp_path, {"model": {"_orig_mod.a": one(1), "a": one(2)}}))
     assert sorted(opened) == ["model/_orig_mod.a", "model/a"]
 
 
 def test_tensors_in_values_have_their_whole_paths_as_names(tmp_path: Path) -> None:
     long = "text_model.encoder.transformer.layers.attention.self.projection."
     tree = {"n": 1, "list": [{f"{long}{i}": one(i), i: one(-i)} for i in range(3)]}
-    holdfast.convert(save_tree(tmp_path, tree), tmp_path / "out", to="native")
-    content = holdfast.open(tmp_path / "out").values["user_content"]["list"]
+    rankless.convert(save_tree(tmp_path, tree), tmp_path / "out", to="native")
+    content = rankless.open(tmp_path / "out").values["user_content"]["list"]
     assert [[float(row[key][0]) for key in row] for row in content] == [[i, -i] for i in range(3)]
     raw = (tmp_path / "out" / "state.safetensors").read_bytes()
     assert all(f"user_content.list.{i}.{long}{i}".encode() in raw for i in range(3))
@@ -118,7 +118,7 @@ def test_states_of_one_parameter_in_two_files_are_refused(tmp_path: Path) -> Non
         '"weight_map": {"0": "pytorch_optim-00001.bin", "1": "pytorch_optim-00002.bin"}}'
     )
     with pytest.raises(CorruptCheckpointError, match="'m' of optimizer parameter 0 is stored twice"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_what_a_layout_of_nxd_would_leave_out_is_refused() -> None:
@@ -130,13 +130,13 @@ def test_what_a_layout_of_nxd_would_leave_out_is_refused() -> None:
 
 def test_content_under_a_key_of_lightnings_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    holdfast.save_checkpoint(tmp_path / "run", "s", model, user_content={"state_dict": 1})
+    rankless.save_checkpoint(tmp_path / "run", "s", model, user_content={"state_dict": 1})
     with pytest.raises(InvalidArgumentError, match="'state_dict'"):
-        holdfast.convert(tmp_path / "run" / "s", tmp_path / "out", to="lightning")
+        rankless.convert(tmp_path / "run" / "s", tmp_path / "out", to="lightning")
 
 
 def test_a_distributed_checkpoint_with_two_of_one_name_is_refused(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", user_content={"a.b": one(1), "a": {"b": one(2)}})
+    rankless.save_checkpoint(tmp_path / "run", "s", user_content={"a.b": one(1), "a": {"b": one(2)}})
     with pytest.raises(InvalidArgumentError, match="joins keys by dots"):
-        holdfast.convert(tmp_path / "run" / "s", tmp_path / "out", to="dcp")
+        rankless.convert(tmp_path / "run" / "s", tmp_path / "out", to="dcp")
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast
+import rankless
 from tests.helpers.commands import invoke
 
 #: Names with what a page or a terminal would obey.
@@ -68,12 +68,12 @@ def layers(count: int) -> dict[str, torch.Tensor]:
 
 def test_a_checkpoint_is_shown_as_show_does(tmp_path: Path) -> None:
     state = {"embed": torch.zeros(100, 4), **layers(30)}
-    holdfast.save_checkpoint(tmp_path, "s", state, step=3, metrics={"loss": 0.25}, user_content={"t": torch.ones(2)})
-    header, groups, tensors = Page(holdfast.open(tmp_path)).tables
+    rankless.save_checkpoint(tmp_path, "s", state, step=3, metrics={"loss": 0.25}, user_content={"t": torch.ones(2)})
+    header, groups, tensors = Page(rankless.open(tmp_path)).tables
     said = lines("show", tmp_path)
     assert [row for row in header if row[0] != "size"] == [
         ["path", str(tmp_path / "s")],
-        ["format", "holdfast"],
+        ["format", "rankless"],
         ["tag", "s"],
         ["step", "3"],
         ["saved", dict(row for row in said if len(row) == 2)["saved"].removesuffix(" by 1 rank")],
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_shown_as_show_does(tmp_path: Path) -> None:
 
 def test_of_a_long_list_the_middle_is_hidden_and_counted(tmp_path: Path) -> None:
     save_file({f"w{number}": torch.ones(number + 1) for number in range(100)}, tmp_path / "a.safetensors")
-    table = Page(holdfast.open(tmp_path / "a.safetensors")).tables[-1]
+    table = Page(rankless.open(tmp_path / "a.safetensors")).tables[-1]
     assert [row[0] for row in table[1:21]] == [f"model/w{number}" for number in range(20)]
     assert table[21] == ["… 70 more rows …"]
     assert [row[0] for row in table[22:]] == [f"model/w{number}" for number in range(90, 100)]
@@ -99,13 +99,13 @@ def test_of_a_long_list_the_middle_is_hidden_and_counted(tmp_path: Path) -> None
 
 def test_a_row_is_never_hidden_alone(tmp_path: Path) -> None:
     save_file({f"w{number}": torch.ones(number + 1) for number in range(31)}, tmp_path / "a.safetensors")
-    assert len(Page(holdfast.open(tmp_path / "a.safetensors")).tables[-1]) == 1 + 31
+    assert len(Page(rankless.open(tmp_path / "a.safetensors")).tables[-1]) == 1 + 31
 
 
 def test_a_list_is_shown_as_ls_does(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        holdfast.save_checkpoint(tmp_path, f"s{step}", {"w": torch.ones(9)}, step=step, metrics={"loss": 1 / step})
-    (table,) = Page(holdfast.list_checkpoints(tmp_path)).tables
+        rankless.save_checkpoint(tmp_path, f"s{step}", {"w": torch.ones(9)}, step=step, metrics={"loss": 1 / step})
+    (table,) = Page(rankless.list_checkpoints(tmp_path)).tables
     said = lines("ls", tmp_path)
     shown = [dict(zip(table[0], row, strict=True)) for row in table[1:]]
     listed = [dict(zip(said[0], row, strict=True)) for row in said[1:]]
@@ -117,28 +117,28 @@ def test_a_list_is_shown_as_ls_does(tmp_path: Path) -> None:
 
 def test_a_corrupt_checkpoint_is_named_with_its_problem(tmp_path: Path) -> None:
     for tag in "ab":
-        holdfast.save_checkpoint(tmp_path, tag, {"w": torch.ones(9)})
+        rankless.save_checkpoint(tmp_path, tag, {"w": torch.ones(9)})
     (tmp_path / "b/manifest.json").write_text("{")
-    page = Page(holdfast.list_checkpoints(tmp_path))
+    page = Page(rankless.list_checkpoints(tmp_path))
     assert [(row[0], row[5]) for row in page.tables[0][1:]] == [("b", "damaged"), ("a", "complete (latest)")]
     assert "b: " in page.text
-    assert Page(holdfast.list_checkpoints(tmp_path / "nothing")).text == "0 checkpoints"
+    assert Page(rankless.list_checkpoints(tmp_path / "nothing")).text == "0 checkpoints"
 
 
 def test_the_list_of_checkpoints_is_a_list(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(9)})
-    infos = holdfast.list_checkpoints(tmp_path)
+    rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(9)})
+    infos = rankless.list_checkpoints(tmp_path)
     assert infos == list(infos)
     assert repr(infos) == repr(list(infos))
-    assert Page(holdfast.RunDirectory(tmp_path).list()).tables == Page(infos).tables
+    assert Page(rankless.RunDirectory(tmp_path).list()).tables == Page(infos).tables
 
 
 def test_a_difference_is_shown_as_diff_does(tmp_path: Path) -> None:
     left = {"same": torch.ones(3), "w": torch.ones(4), "gone": torch.ones(1), "cast": torch.ones(2)}
     right = {"same": torch.ones(3), "w": torch.tensor([1, 2, 1.5, 1]), "new": torch.ones(2), "cast": torch.zeros(2)}
     for tag, state, content in (("a", left, {"lr": 0.1, "old": [1]}), ("b", right, {"lr": 0.2, "new": None})):
-        holdfast.save_checkpoint(tmp_path, tag, state, user_content=content, rng=False)
-    page = Page(holdfast.diff(tmp_path / "a", tmp_path / "b"))
+        rankless.save_checkpoint(tmp_path, tag, state, user_content=content, rng=False)
+    page = Page(rankless.diff(tmp_path / "a", tmp_path / "b"))
     said = lines("diff", tmp_path / "a", tmp_path / "b", code=1)
     paths, apart, differing, values = page.tables
     assert paths == [["a", str(tmp_path / "a")], ["b", str(tmp_path / "b")]]
@@ -149,8 +149,8 @@ def test_a_difference_is_shown_as_diff_does(tmp_path: Path) -> None:
 
 
 def test_equal_checkpoints_have_a_sentence(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(9)}, rng=False)
-    assert Page(holdfast.diff(tmp_path / "a", tmp_path / "a")).text.startswith("no difference in 1 tensor")
+    rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(9)}, rng=False)
+    assert Page(rankless.diff(tmp_path / "a", tmp_path / "a")).text.startswith("no difference in 1 tensor")
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -158,21 +158,21 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     for tag, value in (("<i>a", 1.0), ("<i>b", 2.0)):
         state = {name: torch.full((3,), value) for name in names}
         metrics = {SCRIPT: value}
-        holdfast.save_checkpoint(run, tag, state, user_content={SCRIPT: SEQUENCE * int(value)}, metrics=metrics)
+        rankless.save_checkpoint(run, tag, state, user_content={SCRIPT: SEQUENCE * int(value)}, metrics=metrics)
     for shown in (
-        holdfast.open(run),
-        holdfast.list_checkpoints(run),
-        holdfast.diff(run / "<i>a", run / "<i>b"),
+        rankless.open(run),
+        rankless.list_checkpoints(run),
+        rankless.diff(run / "<i>a", run / "<i>b"),
     ):
         page = Page(shown)
         assert "<i>b" in page.text
         assert SCRIPT in page.text
-    assert r"model/\x1b[31mred\x1b[0m\x9b2J\r\u202e" in Page(holdfast.open(run)).text
+    assert r"model/\x1b[31mred\x1b[0m\x9b2J\r\u202e" in Page(rankless.open(run)).text
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_checkpoint_that_is_gone_is_still_shown(tmp_path: Path, count: int) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "a", {f"w{n}": torch.ones(9) for n in range(count)})
-    checkpoint = holdfast.open(tmp_path / "run")
+    rankless.save_checkpoint(tmp_path / "run", "a", {f"w{n}": torch.ones(9) for n in range(count)})
+    checkpoint = rankless.open(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     assert f"in {count} tensor" in Page(checkpoint).text

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import holdfast
-from holdfast import TensorStatistics
-from holdfast.errors import CorruptCheckpointError, NoCheckpointError
-from holdfast.inspection import measured_tensors, tensor_slices
-from holdfast.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
-from holdfast.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, bucket_bounds
-from holdfast.ondisk.dtypes import WIDTHS
-from holdfast.state.tensors import DTYPES
+import rankless
+from rankless import TensorStatistics
+from rankless.errors import CorruptCheckpointError, NoCheckpointError
+from rankless.inspection import measured_tensors, tensor_slices
+from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
+from rankless.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, bucket_bounds
+from rankless.ondisk.dtypes import WIDTHS
+from rankless.state.tensors import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
 
 Floats = npt.NDArray[np.float64]
@@ -102,8 +102,8 @@ class TestEveryDtype:
         tensors = {
             name: torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(DTYPES[dtype]) for name, raw in data.items()
         }
-        holdfast.save_checkpoint(tmp_path, "a", {**tensors, "empty": torch.zeros(0, dtype=DTYPES[dtype])}, rng=False)
-        statistics = holdfast.compute_statistics(tmp_path)
+        rankless.save_checkpoint(tmp_path, "a", {**tensors, "empty": torch.zeros(0, dtype=DTYPES[dtype])}, rng=False)
+        statistics = rankless.compute_statistics(tmp_path)
         assert statistics.path == tmp_path / "a"
         assert statistics.tensors.keys() == {f"model/{name}" for name in [*tensors, "empty"]}
         for name, raw in data.items():
@@ -179,12 +179,12 @@ class TestOrderOfSummation:
 
     def test_is_as_documented(self, tmp_path: Path) -> None:
         tensor = torch.randn(2 * 2**19 + 2**17 + 5, generator=torch.Generator().manual_seed(0))
-        holdfast.save_checkpoint(tmp_path, "a", {"w": tensor}, rng=False)
+        rankless.save_checkpoint(tmp_path, "a", {"w": tensor}, rng=False)
         values = tensor.double().numpy()
         slices = [values[start : start + 2**19] for start in range(0, len(values), 2**19)]
         parts = [[self.moments(of[start : start + 2**17]) for start in range(0, len(of), 2**17)] for of in slices]
         number, total, deviation = self.combine([self.combine(of) for of in parts])
-        statistics = holdfast.compute_statistics(tmp_path).tensors["model/w"]
+        statistics = rankless.compute_statistics(tmp_path).tensors["model/w"]
         assert statistics.mean == total / number
         assert statistics.std == math.sqrt(deviation / number)
         assert statistics.norm == math.sqrt(deviation + number * statistics.mean**2)
@@ -193,19 +193,19 @@ class TestOrderOfSummation:
     def test_does_not_depend_on_reads_and_threads(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slices: int, threads: int
     ) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", mixed_tensors(), rng=False)
-        expected = holdfast.compute_statistics(tmp_path)
+        rankless.save_checkpoint(tmp_path, "a", mixed_tensors(), rng=False)
+        expected = rankless.compute_statistics(tmp_path)
         monkeypatch.setattr(measured_tensors, "_SLICES", slices)
         monkeypatch.setattr(measured_tensors, "THREADS", threads)
-        assert holdfast.compute_statistics(tmp_path) == expected
+        assert rankless.compute_statistics(tmp_path) == expected
 
     @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
     def test_does_not_depend_on_the_format(self, tmp_path: Path, to: str) -> None:
-        holdfast.save_checkpoint(tmp_path / "run", "a", mixed_tensors(), rng=False)
+        rankless.save_checkpoint(tmp_path / "run", "a", mixed_tensors(), rng=False)
         suffix = {"safetensors": ".safetensors", "torch": ".pt"}.get(to, "")
-        holdfast.convert(tmp_path / "run", tmp_path / f"out{suffix}", to=to)
-        converted = holdfast.compute_statistics(tmp_path / f"out{suffix}").tensors
-        expected = holdfast.compute_statistics(tmp_path / "run").tensors
+        rankless.convert(tmp_path / "run", tmp_path / f"out{suffix}", to=to)
+        converted = rankless.compute_statistics(tmp_path / f"out{suffix}").tensors
+        expected = rankless.compute_statistics(tmp_path / "run").tensors
         assert {name.rpartition("/")[2]: of for name, of in converted.items()} == {
             name.rpartition("/")[2]: of for name, of in expected.items()
         }
@@ -238,27 +238,27 @@ def test_buckets_meet_and_cover_all_numbers() -> None:
 
 
 def test_a_pattern_selects_tensors(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"a.w": torch.ones(2), "b.w": torch.ones(3)}, rng=False)
-    assert list(holdfast.compute_statistics(tmp_path, "a.*").tensors) == ["model/a.w"]
+    rankless.save_checkpoint(tmp_path, "a", {"a.w": torch.ones(2), "b.w": torch.ones(3)}, rng=False)
+    assert list(rankless.compute_statistics(tmp_path, "a.*").tensors) == ["model/a.w"]
 
 
 def test_tied_tensors_have_one_name_and_values_none(tmp_path: Path) -> None:
     tensor = torch.ones(4)
     content: Any = {"inside": torch.ones(5)}
-    holdfast.save_checkpoint(tmp_path, "a", {"a": tensor, "b": tensor}, user_content=content)
-    assert list(holdfast.compute_statistics(tmp_path).tensors) == ["model/a"]
+    rankless.save_checkpoint(tmp_path, "a", {"a": tensor, "b": tensor}, user_content=content)
+    assert list(rankless.compute_statistics(tmp_path).tensors) == ["model/a"]
 
 
 def test_corruption_is_found(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(100), "v": torch.ones(100)}, rng=False)
+    rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(100), "v": torch.ones(100)}, rng=False)
     flip_tensor_bit(tmp_path / "a/model/model.safetensors", "v")
     with pytest.raises(CorruptCheckpointError, match="'v'"):
-        holdfast.compute_statistics(tmp_path)
+        rankless.compute_statistics(tmp_path)
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError):
-        holdfast.compute_statistics(tmp_path / "none")
+        rankless.compute_statistics(tmp_path / "none")
 
 
 def test_slices_begin_at_multiples_that_the_order_of_summation_needs() -> None:

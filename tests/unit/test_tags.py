@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     NoCheckpointError,
     StorageError,
     TagExistsError,
 )
-from holdfast.run import tags
-from holdfast.run.retention import sort_by_metric
-from holdfast.run.scan import CheckpointInfo
+from rankless.run import tags
+from rankless.run.retention import sort_by_metric
+from rankless.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file
 
@@ -32,7 +32,7 @@ LOSSES = {"a": 3.0, "b": 1.0, "c": 1.0, "d": float("nan"), "e": 2.0}
 
 def save(path: Path, tag: str, loss: float | None = None, **options: Any) -> None:
     metrics = {} if loss is None else {"loss": loss}
-    holdfast.save_checkpoint(path, tag, {"w": torch.ones(2)}, user_content=tag, metrics=metrics, **options)
+    rankless.save_checkpoint(path, tag, {"w": torch.ones(2)}, user_content=tag, metrics=metrics, **options)
 
 
 @pytest.fixture
@@ -44,19 +44,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def open_by(run: Path, tag: Any) -> str:
-    return str(holdfast.open(run, tag).values["user_content"])
+    return str(rankless.open(run, tag).values["user_content"])
 
 
 def load_by(run: Path, tag: Any) -> str:
-    return str(holdfast.load_checkpoint(run, tag))
+    return str(rankless.load_checkpoint(run, tag))
 
 
 def restore_by(run: Path, tag: Any) -> str:
-    return holdfast.restore(run, tag).tag
+    return rankless.restore(run, tag).tag
 
 
 def pin_by(run: Path, tag: Any) -> str:
-    with holdfast.pin(run, tag) as checkpoint:
+    with rankless.pin(run, tag) as checkpoint:
         return checkpoint.tag
 
 
@@ -65,13 +65,13 @@ WAYS = pytest.mark.parametrize("select", [open_by, load_by, restore_by, pin_by])
 
 @WAYS
 def test_each_kind_of_tag(run: Path, select: Callable[[Path, Any], str]) -> None:
-    holdfast.set_alias(run, "production", "b")
-    tags = [None, holdfast.LATEST, "c", holdfast.best("loss"), holdfast.best("loss", "max"), "production"]
+    rankless.set_alias(run, "production", "b")
+    tags = [None, rankless.LATEST, "c", rankless.best("loss"), rankless.best("loss", "max"), "production"]
     assert [select(run, tag) for tag in tags] == ["f", "f", "c", "c", "a", "b"]
 
 
 @WAYS
-@pytest.mark.parametrize("tag", [holdfast.best("accuracy"), "g"])
+@pytest.mark.parametrize("tag", [rankless.best("accuracy"), "g"])
 def test_what_is_not_there(run: Path, select: Callable[[Path, Any], str], tag: Any) -> None:
     with pytest.raises(NoCheckpointError, match="their metrics are loss" if tag != "g" else "no checkpoint 'g'"):
         select(run, tag)
@@ -83,9 +83,9 @@ def test_what_is_no_tag(run: Path, tag: Any) -> None:
         with pytest.raises(InvalidArgumentError, match="tag"):
             select(run, tag)
     with pytest.raises(InvalidArgumentError, match="mode must be one of min, max"):
-        holdfast.best("loss", "least")  # type: ignore[arg-type]
+        rankless.best("loss", "least")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="name of a metric"):
-        holdfast.best(3)  # type: ignore[arg-type]
+        rankless.best(3)  # type: ignore[arg-type]
 
 
 @given(values=st.lists(st.none() | st.floats(), max_size=8), mode=st.sampled_from(["min", "max"]))
@@ -98,27 +98,27 @@ def test_the_best_is_first_and_of_equal_ones_the_newest(values: list[float | Non
 
 
 def test_an_alias_is_set_moved_listed_and_removed(run: Path) -> None:
-    assert holdfast.set_alias(run, "production").tag == "f"
-    assert holdfast.set_alias(run, "production", holdfast.best("loss")).tag == "c"
-    holdfast.set_alias(run, "old", "a")
-    assert holdfast.list_aliases(run) == {"old": "a", "production": "c"}
-    holdfast.remove_alias(run, "old")
-    assert holdfast.list_aliases(run) == {"production": "c"}
+    assert rankless.set_alias(run, "production").tag == "f"
+    assert rankless.set_alias(run, "production", rankless.best("loss")).tag == "c"
+    rankless.set_alias(run, "old", "a")
+    assert rankless.list_aliases(run) == {"old": "a", "production": "c"}
+    rankless.remove_alias(run, "old")
+    assert rankless.list_aliases(run) == {"production": "c"}
     with pytest.raises(NoCheckpointError, match="no alias 'old'"):
-        holdfast.remove_alias(run, "old")
-    assert not holdfast.list_aliases(run / "nothing")
+        rankless.remove_alias(run, "old")
+    assert not rankless.list_aliases(run / "nothing")
 
 
 def test_aliases_are_not_checkpoints(run: Path) -> None:
-    before = [info.tag for info in holdfast.list_checkpoints(run)]
-    holdfast.set_alias(run, "production", "a")
-    assert [info.tag for info in holdfast.list_checkpoints(run)] == before
+    before = [info.tag for info in rankless.list_checkpoints(run)]
+    rankless.set_alias(run, "production", "a")
+    assert [info.tag for info in rankless.list_checkpoints(run)] == before
     assert invoke("verify", run, "--all").exit_code == 0
 
 
 @WAYS
 def test_a_stale_alias_names_both(run: Path, select: Callable[[Path, Any], str]) -> None:
-    holdfast.set_alias(run, "production", "b")
+    rankless.set_alias(run, "production", "b")
     save(run, "b", 0.0, overwrite=True)
     with pytest.raises(
         NoCheckpointError, match=r"the alias 'production' in .* means the checkpoint 'b', which was removed or replaced"
@@ -127,25 +127,25 @@ def test_a_stale_alias_names_both(run: Path, select: Callable[[Path, Any], str])
 
 
 def test_a_checkpoint_with_this_very_tag_is_preferred(run: Path) -> None:
-    holdfast.set_alias(run, "production", "b")
+    rankless.set_alias(run, "production", "b")
     save(run, "production")
     assert open_by(run, "production") == load_by(run, "production") == "production"
     with pytest.raises(TagExistsError, match="choose another alias"):
-        holdfast.set_alias(run, "production", "b")
+        rankless.set_alias(run, "production", "b")
 
 
 def test_an_alias_whose_file_is_corrupt_is_an_error_for_who_uses_it(run: Path) -> None:
-    holdfast.set_alias(run, "production", "b")
-    holdfast.set_alias(run, "old", "a")
+    rankless.set_alias(run, "production", "b")
+    rankless.set_alias(run, "old", "a")
     for content in (b"", b"{}", b'{"tag": 3, "id": ""}', b"[" * 9000):
         (run / ".production.alias").write_bytes(content)
         with pytest.raises(CorruptCheckpointError, match=r"production\.alias is corrupt: set the alias"):
             open_by(run, "production")
-        assert holdfast.list_aliases(run) == {"old": "a"}
+        assert rankless.list_aliases(run) == {"old": "a"}
     with pytest.warns(UserWarning, match=r"an old one could not be removed: .*production\.alias is corrupt"):
         save(run, "g", num_kept_ckpts=1)
-    assert len(holdfast.list_checkpoints(run)) == len(LOSSES) + 2
-    holdfast.set_alias(run, "production", "c")
+    assert len(rankless.list_checkpoints(run)) == len(LOSSES) + 2
+    rankless.set_alias(run, "production", "c")
     assert open_by(run, "production") == "c"
 
 
@@ -160,7 +160,7 @@ def test_an_alias_that_is_no_regular_file_is_not_read(run: Path, kind: str) -> N
         os.mkfifo(file) if kind == "fifo" else file.mkdir()
     with pytest.raises((CorruptCheckpointError, StorageError), match=r"\.odd\.alias"):
         open_by(run, "odd")
-    assert holdfast.list_aliases(run) == {}
+    assert rankless.list_aliases(run) == {}
     assert invoke("ls", run).exit_code == 0
     with pytest.warns(UserWarning, match="an old one could not be removed"):
         save(run, "g", num_kept_ckpts=1)
@@ -177,40 +177,40 @@ def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path
         write(path, name, info)
 
     with mock.patch.object(tags, "write_alias", move_and_write):
-        assert holdfast.set_alias(run, "production", holdfast.best("loss")).tag == "b"
+        assert rankless.set_alias(run, "production", rankless.best("loss")).tag == "b"
     assert moved == ["c"]
     assert open_by(run, "production") == "b"
 
 
 def test_a_full_disk_leaves_nothing(run: Path) -> None:
     before = sorted(path.name for path in run.iterdir())
-    full = mock.patch("holdfast.storage.atomic_rename.replace_file", side_effect=StorageError(28, "No space left"))
+    full = mock.patch("rankless.storage.atomic_rename.replace_file", side_effect=StorageError(28, "No space left"))
     with full, pytest.raises(StorageError):
-        holdfast.set_alias(run, "production")
+        rankless.set_alias(run, "production")
     assert sorted(path.name for path in run.iterdir()) == before
 
 
 @pytest.mark.parametrize("alias", ["", "a/b", ".hidden", "x" * 300])
 def test_names_that_no_alias_can_have(run: Path, alias: str) -> None:
     with pytest.raises(InvalidArgumentError):
-        holdfast.set_alias(run, alias, "a")
+        rankless.set_alias(run, alias, "a")
 
 
 def test_a_corrupt_checkpoint_gets_no_alias(run: Path) -> None:
     cut_file(run / "b/manifest.json")
     with pytest.raises(NoCheckpointError, match=r"no checkpoint 'b' in .* that can be read"):
-        holdfast.set_alias(run, "production", "b")
+        rankless.set_alias(run, "production", "b")
 
 
 def test_retention_leaves_what_has_an_alias(run: Path) -> None:
-    holdfast.set_alias(run, "production", "b")
+    rankless.set_alias(run, "production", "b")
     save(run, "g", num_kept_ckpts=1)
     save(run, "h", num_kept_ckpts=1)
-    assert [info.tag for info in holdfast.list_checkpoints(run)] == ["b", "h"]
+    assert [info.tag for info in rankless.list_checkpoints(run)] == ["b", "h"]
     assert "kept b: it has an alias" in invoke("prune", run, "--keep", "1").stdout
-    holdfast.remove_alias(run, "production")
+    rankless.remove_alias(run, "production")
     save(run, "i", num_kept_ckpts=1)
-    assert [info.tag for info in holdfast.list_checkpoints(run)] == ["i"]
+    assert [info.tag for info in rankless.list_checkpoints(run)] == ["i"]
 
 
 def test_the_command_alias(run: Path) -> None:

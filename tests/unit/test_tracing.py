@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import holdfast
-from holdfast.errors import InvalidArgumentError, RankTimeoutError, StorageError
-from holdfast.observe.spans import span, tracer
-from holdfast.storage.direct_io import DirectWriter
+import rankless
+from rankless.errors import InvalidArgumentError, RankTimeoutError, StorageError
+from rankless.observe.spans import span, tracer
+from rankless.storage.direct_io import DirectWriter
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.slow_writes import slow_down_writes
 
@@ -26,7 +26,7 @@ STATE = {"w": torch.arange(1000.0), "b": torch.ones(3)}
 
 
 def save(path: Path, tag: str = "a", **options: Any) -> Any:
-    return holdfast.save_checkpoint(path / "run", tag, STATE, **options)
+    return rankless.save_checkpoint(path / "run", tag, STATE, **options)
 
 
 def names(trace: ChromeTrace) -> set[str]:
@@ -39,7 +39,7 @@ def failing_syncs() -> Any:
 
 class TestWhatIsRecorded:
     def test_the_phases_of_a_save_nest_in_the_call(self, tmp_path: Path) -> None:
-        with holdfast.trace(tmp_path / "t.json"):
+        with rankless.trace(tmp_path / "t.json"):
             save(tmp_path)
         trace = ChromeTrace(tmp_path / "t.json")
         call = trace.only("save")
@@ -53,8 +53,8 @@ class TestWhatIsRecorded:
 
     def test_those_of_a_load_too(self, tmp_path: Path) -> None:
         save(tmp_path)
-        with holdfast.trace(tmp_path / "t.json"):
-            holdfast.load_checkpoint(tmp_path / "run", model={name: tensor.clone() for name, tensor in STATE.items()})
+        with rankless.trace(tmp_path / "t.json"):
+            rankless.load_checkpoint(tmp_path / "run", model={name: tensor.clone() for name, tensor in STATE.items()})
         trace = ChromeTrace(tmp_path / "t.json")
         assert trace.only("load").category == "call"
         assert all(trace.only("load").contains(each) for each in trace.slices if each.name != "load")
@@ -63,7 +63,7 @@ class TestWhatIsRecorded:
     @pytest.mark.parametrize("async_save", [False, True])
     def test_the_phases_of_the_calling_thread_add_up_to_the_call(self, tmp_path: Path, *, async_save: bool) -> None:
         save(tmp_path, "first")
-        with slow_down_writes(0.5), holdfast.trace(tmp_path / "t.json") as traced:
+        with slow_down_writes(0.5), rankless.trace(tmp_path / "t.json") as traced:
             save(tmp_path, incremental=False, async_save=async_save).wait()
         traced.wait(60)
         trace = ChromeTrace(tmp_path / "t.json")
@@ -74,20 +74,20 @@ class TestWhatIsRecorded:
         counts = []
         for count in (10, 1000):
             state = {f"w{n}": torch.ones(10) for n in range(count)}
-            with holdfast.trace(tmp_path / "t.json"):
-                holdfast.save_checkpoint(tmp_path / f"of {count}", "a", state)
+            with rankless.trace(tmp_path / "t.json"):
+                rankless.save_checkpoint(tmp_path / f"of {count}", "a", state)
             counts.append(len(ChromeTrace(tmp_path / "t.json").slices))
         assert counts[0] == counts[1] < 40
 
     def test_threads_have_names(self, tmp_path: Path) -> None:
-        with holdfast.trace(tmp_path / "t.json") as traced:
+        with rankless.trace(tmp_path / "t.json") as traced:
             thread = threading.Thread(target=save, args=(tmp_path,), name="evaluator")
             thread.start()
             thread.join()
             save(tmp_path, "b", async_save=True).wait()
         traced.wait(60)
         trace = ChromeTrace(tmp_path / "t.json")
-        assert sorted(trace.threads.values()) == ["MainThread", "evaluator", "holdfast b"]
+        assert sorted(trace.threads.values()) == ["MainThread", "evaluator", "rankless b"]
         assert trace.processes[0].startswith("rank 0 (")
         assert f"pid {os.getpid()})" in trace.processes[0]
 
@@ -104,7 +104,7 @@ class Gate:
     def __init__(self) -> None:
         self._opened = threading.Event()
 
-    def __call__(self, _: holdfast.Event) -> None:
+    def __call__(self, _: rankless.Event) -> None:
         assert self._opened.wait(60)
 
     def open(self) -> None:
@@ -114,7 +114,7 @@ class Gate:
 class TestAsynchronousSaves:
     def test_the_block_does_not_wait_and_the_file_has_all_of_the_save(self, tmp_path: Path) -> None:
         gate = Gate()
-        with holdfast.trace(tmp_path / "t.json") as traced:
+        with rankless.trace(tmp_path / "t.json") as traced:
             handle = save(tmp_path, async_save=True, on_event=gate)
         left_at = time.time_ns()
         assert not (tmp_path / "t.json").exists()
@@ -125,16 +125,16 @@ class TestAsynchronousSaves:
         assert traced.wait(60) == tmp_path / "t.json"
         trace = ChromeTrace(tmp_path / "t.json")
         background = trace.only("save in the background")
-        assert trace.threads[background.pid, background.tid] == "holdfast a"
+        assert trace.threads[background.pid, background.tid] == "rankless a"
         assert trace.threads[0, trace.only("save").tid] == "MainThread"
         assert background.stop * 1000 + background.base > left_at
         assert background.contains(trace.only("rename"))
 
     def test_a_save_that_was_begun_after_the_block_does_not_delay_the_file(self, tmp_path: Path) -> None:
         first, second = Gate(), Gate()
-        with holdfast.trace(tmp_path / "t.json") as traced:
-            holdfast.save_checkpoint(tmp_path / "first", "a", STATE, async_save=True, on_event=first)
-        later = holdfast.save_checkpoint(tmp_path / "second", "b", STATE, async_save=True, on_event=second)
+        with rankless.trace(tmp_path / "t.json") as traced:
+            rankless.save_checkpoint(tmp_path / "first", "a", STATE, async_save=True, on_event=first)
+        later = rankless.save_checkpoint(tmp_path / "second", "b", STATE, async_save=True, on_event=second)
         first.open()
         traced.wait(60)
         assert not later.done()
@@ -147,7 +147,7 @@ class TestAsynchronousSaves:
 class TestFailures:
     def test_the_spans_of_a_failed_save_are_closed_and_marked(self, tmp_path: Path) -> None:
         with (
-            holdfast.trace(tmp_path / "t.json"),
+            rankless.trace(tmp_path / "t.json"),
             failing_syncs(),
             pytest.raises(StorageError),
         ):
@@ -157,12 +157,12 @@ class TestFailures:
         assert marked == dict.fromkeys(("save", "writing", "write", "sync"), "StorageError")
 
     def test_in_the_background_too(self, tmp_path: Path) -> None:
-        with holdfast.trace(tmp_path / "t.json") as traced, failing_syncs():
+        with rankless.trace(tmp_path / "t.json") as traced, failing_syncs():
             handle = save(tmp_path, async_save=True)
             with pytest.raises(StorageError):
                 handle.wait()
         with pytest.raises(StorageError):
-            holdfast.finalize()  # else a later test would get the error
+            rankless.finalize()  # else a later test would get the error
         traced.wait(60)
         trace = ChromeTrace(tmp_path / "t.json")
         assert trace.only("save").error == ""
@@ -170,7 +170,7 @@ class TestFailures:
 
     def test_a_block_that_raises_writes_its_trace_and_raises_its_own_error(self, tmp_path: Path) -> None:
         def train() -> None:
-            with holdfast.trace(tmp_path / "t.json"):
+            with rankless.trace(tmp_path / "t.json"):
                 save(tmp_path)
                 raise ZeroDivisionError
 
@@ -180,19 +180,19 @@ class TestFailures:
 
     def test_a_trace_that_cannot_be_written_is_an_error_at_the_end_of_the_block(self, tmp_path: Path) -> None:
         (tmp_path / "traces").mkdir()
-        with pytest.raises(StorageError, match="traces"), holdfast.trace(tmp_path / "traces/t.json"):
+        with pytest.raises(StorageError, match="traces"), rankless.trace(tmp_path / "traces/t.json"):
             shutil.rmtree(tmp_path / "traces")
         assert not tracer.recordings
 
     def test_only_a_file_is_replaced(self, tmp_path: Path) -> None:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
-        with pytest.raises(InvalidArgumentError, match="not a regular file"), holdfast.trace(pipe):
+        with pytest.raises(InvalidArgumentError, match="not a regular file"), rankless.trace(pipe):
             pass
-        with holdfast.trace(tmp_path / "a.json"):
+        with rankless.trace(tmp_path / "a.json"):
             pass
         with pytest.raises(InvalidArgumentError, match="not a regular file"):
-            holdfast.merge_traces(pipe, [tmp_path / "a.json"])
+            rankless.merge_traces(pipe, [tmp_path / "a.json"])
         assert pipe.is_fifo()
 
     def test_in_the_background_it_is_logged_and_the_save_succeeds(
@@ -200,7 +200,7 @@ class TestFailures:
     ) -> None:
         (tmp_path / "traces").mkdir()
         gate = Gate()
-        with holdfast.trace(tmp_path / "traces/t.json") as traced:
+        with rankless.trace(tmp_path / "traces/t.json") as traced:
             handle = save(tmp_path, async_save=True, on_event=gate)
         shutil.rmtree(tmp_path / "traces")
         gate.open()
@@ -214,7 +214,7 @@ class TestTheBuffer:
     def test_the_oldest_spans_are_dropped_and_the_trace_says_how_many(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with holdfast.trace(tmp_path / "all.json"), holdfast.trace(tmp_path / "few.json", max_spans=5):
+        with rankless.trace(tmp_path / "all.json"), rankless.trace(tmp_path / "few.json", max_spans=5):
             save(tmp_path)
         every, few = ChromeTrace(tmp_path / "all.json"), ChromeTrace(tmp_path / "few.json")
         last = sorted(every.slices, key=lambda each: each.stop)[-5:]
@@ -230,9 +230,9 @@ class TestTheBuffer:
 
 class TestSeveralTraces:
     def test_each_has_all_that_happens_until_it_ends(self, tmp_path: Path) -> None:
-        with holdfast.trace(tmp_path / "outer.json"):
+        with rankless.trace(tmp_path / "outer.json"):
             save(tmp_path, "first")
-            with holdfast.trace(tmp_path / "inner.json"):
+            with rankless.trace(tmp_path / "inner.json"):
                 save(tmp_path, "second")
             save(tmp_path, "third")
         outer, inner = ChromeTrace(tmp_path / "outer.json"), ChromeTrace(tmp_path / "inner.json")
@@ -240,14 +240,14 @@ class TestSeveralTraces:
         assert [each.detail for each in inner.named("save")] == ["second"]
 
     def test_one_can_be_used_once(self, tmp_path: Path) -> None:
-        with holdfast.trace(tmp_path / "t.json") as traced:
+        with rankless.trace(tmp_path / "t.json") as traced:
             pass
         with pytest.raises(InvalidArgumentError, match="can be used once"), traced:
             pass
 
     def test_a_file_of_an_earlier_trace_is_replaced(self, tmp_path: Path) -> None:
         for tag in ("a", "b"):
-            with holdfast.trace(tmp_path / "t.json"):
+            with rankless.trace(tmp_path / "t.json"):
                 save(tmp_path, tag)
         assert ChromeTrace(tmp_path / "t.json").only("save").detail == "b"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "t.json"]
@@ -263,11 +263,11 @@ class TestSeveralTraces:
 )
 def test_invalid_arguments(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        holdfast.trace(path, **options)
+        rankless.trace(path, **options)
 
 
 def test_a_forked_process_has_no_trace(tmp_path: Path) -> None:
-    with holdfast.trace(tmp_path / "t.json") as traced, span("around the fork", "plan"):
+    with rankless.trace(tmp_path / "t.json") as traced, span("around the fork", "plan"):
         child = os.fork()
         if child == 0:  # leaves the block, as a worker does that returns
             try:
@@ -283,7 +283,7 @@ def test_a_forked_process_has_no_trace(tmp_path: Path) -> None:
 class TestTheClock:
     def test_it_is_that_of_the_profiler_of_torch(self, tmp_path: Path) -> None:
         with (
-            holdfast.trace(tmp_path / "t.json"),
+            rankless.trace(tmp_path / "t.json"),
             profile(activities=[ProfilerActivity.CPU]) as profiler,
             span("sleep", "plan"),
             record_function("mark"),
@@ -297,13 +297,13 @@ class TestTheClock:
         assert slept.start == pytest.approx(mark["ts"], abs=20_000)
         assert slept.stop == pytest.approx(mark["ts"] + mark["dur"], abs=20_000)
 
-        holdfast.merge_traces(tmp_path / "all.json", [tmp_path / "t.json", tmp_path / "profile.json"])
+        rankless.merge_traces(tmp_path / "all.json", [tmp_path / "t.json", tmp_path / "profile.json"])
         merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
         assert len(merged) == len(profiled["traceEvents"]) + len(ChromeTrace(tmp_path / "t.json").raw["traceEvents"])
 
     def test_it_is_that_of_the_host(self, tmp_path: Path) -> None:
         before = time.time_ns()
-        with holdfast.trace(tmp_path / "t.json"), span("a", "plan"):
+        with rankless.trace(tmp_path / "t.json"), span("a", "plan"):
             pass
         recorded = ChromeTrace(tmp_path / "t.json").only("a")
         moments = [recorded.base + 1000 * at for at in (recorded.start, recorded.stop)]
@@ -319,17 +319,17 @@ class TestMerging:
     def test_times_are_those_of_the_first_file(self, tmp_path: Path) -> None:
         first = self.write(tmp_path / "1.json", 10**18, 5.0)
         second = self.write(tmp_path / "2.json", 10**18 + 3_000_000, 5.0, 7.0)
-        holdfast.merge_traces(tmp_path / "all.json", [first, second])
+        rankless.merge_traces(tmp_path / "all.json", [first, second])
         merged = json.loads((tmp_path / "all.json").read_text())
         assert merged["baseTimeNanoseconds"] == 10**18
         assert [event["ts"] for event in merged["traceEvents"] if event["ph"] == "X"] == [5.0, 3005.0, 3007.0]
 
     def test_a_device_of_a_profile_with_the_number_of_a_rank_gets_another_one(self, tmp_path: Path) -> None:
-        with holdfast.trace(tmp_path / "t.json"):
+        with rankless.trace(tmp_path / "t.json"):
             save(tmp_path)
         profiles = [self.write(tmp_path / f"{name}.json", 0, 1.0) for name in ("profile", "another")]
-        holdfast.merge_traces(tmp_path / "all.json", [*profiles, tmp_path / "t.json"])
-        holdfast.merge_traces(tmp_path / "more.json", [tmp_path / "all.json", tmp_path / "t.json"])
+        rankless.merge_traces(tmp_path / "all.json", [*profiles, tmp_path / "t.json"])
+        rankless.merge_traces(tmp_path / "more.json", [tmp_path / "all.json", tmp_path / "t.json"])
         for name, calls in (("all", 1), ("more", 2)):
             events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
             assert {event["pid"] for event in events if event.get("cat")} == {0}
@@ -361,9 +361,9 @@ class TestMerging:
         first = self.write(tmp_path / "1.json", 0, 1.0)
         (tmp_path / "2.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(InvalidArgumentError, match=r"2\.json"):
-            holdfast.merge_traces(tmp_path / "all.json", [first, tmp_path / "2.json"])
+            rankless.merge_traces(tmp_path / "all.json", [first, tmp_path / "2.json"])
         assert not (tmp_path / "all.json").exists()
 
     def test_no_files_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="no traces to merge"):
-            holdfast.merge_traces(tmp_path / "all.json", [])
+            rankless.merge_traces(tmp_path / "all.json", [])

@@ -173,7 +173,7 @@ def _await_answers(job: Job, event: Event, deadline: float) -> list[str]:
             except TimeoutError:
                 answers.append("no answer within the timeout")
             except (RemoteError, EOFError, OSError) as error:
-                answers.append(f"not an error of holdfast: {error}")
+                answers.append(f"not an error of rankless: {error}")
     return answers
 
 

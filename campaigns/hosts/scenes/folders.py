@@ -14,12 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-import holdfast
+import rankless
 from campaigns.hosts import guest
 from campaigns.hosts.scenes import saves
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import Worker
-from holdfast.dcp import FileSystemReader, FileSystemWriter
+from rankless.dcp import FileSystemReader, FileSystemWriter
 
 _PORT = 29_600
 
@@ -32,10 +32,10 @@ def save(run: Path, step: int) -> str:
     try:
         for saved in (0, step):
             model = saves.sharded_model(saved, step)
-            holdfast.save_model(model, run / _MODEL, shard=True, timeout=120)
+            rankless.save_model(model, run / _MODEL, shard=True, timeout=120)
         for saved in (0, step):
             dcp.save(dict(saves.sharded_model(saved, step)), storage_writer=FileSystemWriter(run / _DCP))
-    except (holdfast.HoldfastError, CheckpointException) as error:
+    except (rankless.RanklessError, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -44,9 +44,9 @@ def load(run: Path, step: int) -> str:
     """Load both folders on all ranks. Return ``""`` if they are of the expected step, or what is wrong."""
     model, tensors = (saves.sharded_model(0, step + 1) for _ in range(2))
     try:
-        holdfast.load_model(model, run / _MODEL, timeout=120)
+        rankless.load_model(model, run / _MODEL, timeout=120)
         dcp.load(dict(tensors), storage_reader=FileSystemReader(run / _DCP))
-    except (holdfast.HoldfastError, CheckpointException) as error:
+    except (rankless.RanklessError, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
     expected = saves.sharded_model(step, step + 1)
     wrong = [
@@ -63,7 +63,7 @@ def damage(run: Path, step: int) -> str:
     expected = saves.whole_model(step)
     model, tensors = ({name: torch.zeros_like(tensor) for name, tensor in expected.items()} for _ in range(2))
     try:
-        holdfast.load_model(model, run / _MODEL)
+        rankless.load_model(model, run / _MODEL)
         dcp.load(tensors, checkpoint_id=run / _DCP, no_dist=True)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - any error is an answer
         return f"{type(error).__name__}: {error}"

@@ -14,10 +14,10 @@ from pathlib import Path
 from campaigns.hosts import guest, network
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import Worker
-from holdfast.errors import HoldfastError
-from holdfast.ondisk.hidden_names import parse_hidden_name
-from holdfast.run.cleanup import clean_up
-from holdfast.run.staging_dir import StagingDirectory
+from rankless.errors import RanklessError
+from rankless.ondisk.hidden_names import parse_hidden_name
+from rankless.run.cleanup import clean_up
+from rankless.run.staging_dir import StagingDirectory
 
 #: How long a host tries to clean up after another one died, in seconds: the server's lease is 10.
 _PATIENCE = 60.0
@@ -48,7 +48,7 @@ def finish_save() -> str:
     staging = _SAVES.pop()
     try:
         staging.publish()
-    except HoldfastError as error:
+    except RanklessError as error:
         return f"{type(error).__name__}: {error}"
     return "published"
 

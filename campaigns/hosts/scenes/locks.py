@@ -14,7 +14,7 @@ from pathlib import Path
 from campaigns.hosts import network
 from campaigns.hosts.machine import Machine
 from campaigns.hosts.testbed import Testbed, mount_point
-from holdfast.storage.file_lock import FileLock
+from rankless.storage.file_lock import FileLock
 
 #: How long a client waits for a lock of a host that died, in seconds: the server's lease is 10.
 _PATIENCE = 60.0
@@ -28,12 +28,12 @@ KINDS_OF_LOCKS = {
     "flock of a file opened to write": os.O_RDWR,
     "record lock": os.O_RDWR,
     "open file description lock": os.O_RDWR,
-    "lock of holdfast": os.O_RDWR,
+    "lock of rankless": os.O_RDWR,
 }
 
 
 #: The kind of lock that staging directories have: both kinds that some file systems show to other hosts.
-_CHOSEN = "lock of holdfast"
+_CHOSEN = "lock of rankless"
 
 
 def make_subject(folder: Path) -> None:

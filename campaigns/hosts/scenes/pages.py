@@ -15,8 +15,8 @@ import numpy as np
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import RemoteError
-from holdfast.storage.direct_io import SECTOR_BYTES, BufferedWriter, DirectWriter, FileWriter
-from holdfast.storage.memory import aligned_buffer
+from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter, DirectWriter, FileWriter
+from rankless.storage.memory import aligned_buffer
 
 #: The file, in bytes, and the longest range of one host.
 _SIZE, _LONGEST = 2**20, 60_000
@@ -62,7 +62,7 @@ class _MappedWriter(FileWriter):
         super().sync()
 
 
-#: The ways of writing. The first two are holdfast's.
+#: The ways of writing. The first two are rankless's.
 WRITERS: dict[str, type[FileWriter]] = {
     "direct, edges buffered": DirectWriter,
     "buffered, O_WRONLY": BufferedWriter,

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-import holdfast
+import rankless
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import Worker
-from holdfast.ondisk.hidden_names import parse_hidden_name
+from rankless.ondisk.hidden_names import parse_hidden_name
 
 #: The kinds of saves, in turn: options of ``save_checkpoint``. An overwriting one uses one tag again and again. The
 #: last two remove checkpoints: the mirror of ``fuse`` takes a new file for a removed one that had its inode number.
@@ -99,8 +99,8 @@ def save(run: Path, step: int, saves: tuple[dict[str, Any], ...], timeout: float
     arguments: dict[str, Any] = {"model": sharded_model(step, step), "user_content": {"step": step}, "step": step}
     arguments["max_shard_size"] = _FILE_BYTES
     try:
-        holdfast.save_checkpoint(run, tag, **arguments, **options, timeout=timeout).wait()
-    except holdfast.HoldfastError as error:
+        rankless.save_checkpoint(run, tag, **arguments, **options, timeout=timeout).wait()
+    except rankless.RanklessError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
 
@@ -108,7 +108,7 @@ def save(run: Path, step: int, saves: tuple[dict[str, Any], ...], timeout: float
 def newest(run: Path, expected: int) -> str:
     """Return ``""`` if the newest checkpoint is of the expected step, or what is wrong."""
     try:
-        values = (holdfast.open(run).path / "state.json").read_bytes()
+        values = (rankless.open(run).path / "state.json").read_bytes()
         step = json.loads(values)["user_content"]["step"]
     except Exception as error:  # noqa: BLE001 - any error is an answer
         return f"{type(error).__name__}: {error}"
@@ -119,8 +119,8 @@ def load(run: Path, expected: int) -> str:
     """Load the newest checkpoint in other layouts. Return ``""`` if it is of the expected step, or what is wrong."""
     model = sharded_model(0, expected + 1)
     try:
-        content = holdfast.load_checkpoint(run, model=model, timeout=120)
-    except holdfast.HoldfastError as error:
+        content = rankless.load_checkpoint(run, model=model, timeout=120)
+    except rankless.RanklessError as error:
         return f"{type(error).__name__}: {error}"
     shards = sharded_model(expected, expected + 1)
     wrong = [name for name, tensor in model.items() if not torch.equal(tensor.to_local(), shards[name].to_local())]

@@ -1,4 +1,4 @@
-"""Looks at the checkpoints in the run directory of a history, without holdfast."""
+"""Looks at the checkpoints in the run directory of a history, without rankless."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from campaigns.common.state import ViolationError
 from campaigns.tier.histories.notes import State
 from campaigns.tier.histories.training import Training
-from holdfast.ondisk.hidden_names import parse_hidden_name
+from rankless.ondisk.hidden_names import parse_hidden_name
 
 
 def check_run_directory(run: Path, saved: Sequence[set[State]], durable: set[State]) -> None:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from campaigns.common.points import Point
 
-_FOLDER = "holdfast.tier.folder.TierFolder"
-_SLOTS = "holdfast.tier.slots.Slots"
-_STATE = "holdfast.tier.state"
-_HOSTS = "holdfast.load.tier_hosts"
-_FETCH = "holdfast.load.part_fetch"
-_ASSEMBLER = "holdfast.load.part_assembler"
-_DRAIN = "holdfast.save.folder_drain"
-_STAGING = "holdfast.run.staging_dir.StagingDirectory"
-_P2P = "holdfast.engine.io.p2p.P2PExchange"
-_RENAME = "holdfast.storage.atomic_rename._renameat2"
+_FOLDER = "rankless.tier.folder.TierFolder"
+_SLOTS = "rankless.tier.slots.Slots"
+_STATE = "rankless.tier.state"
+_HOSTS = "rankless.load.tier_hosts"
+_FETCH = "rankless.load.part_fetch"
+_ASSEMBLER = "rankless.load.part_assembler"
+_DRAIN = "rankless.save.folder_drain"
+_STAGING = "rankless.run.staging_dir.StagingDirectory"
+_P2P = "rankless.engine.io.p2p.P2PExchange"
+_RENAME = "rankless.storage.atomic_rename._renameat2"
 
 #: When the rank waits for the moment: while it loads, while it drains what it has loaded, or when it trains.
 PHASES = ("load", "loaded drain", "save", "drain")
@@ -50,8 +50,8 @@ MOMENTS = (
         Point("reserving a slot", f"{_SLOTS}.take"),
         Point("slot reserved", f"{_SLOTS}.take", after=True),
         Point("deciding about the save", f"{_STATE}.TierState.plan_save", rank_0_only=True),
-        Point("copying into the slot", "holdfast.save.shard_writer.stage_tensors"),
-        Point("hashing", "holdfast.save.tier_stage.hash_ranges"),
+        Point("copying into the slot", "rankless.save.shard_writer.stage_tensors"),
+        Point("hashing", "rankless.save.tier_stage.hash_ranges"),
         Point("writing the table", f"{_FOLDER}.write_part"),
         Point("table written", f"{_FOLDER}.write_part", after=True),
         Point("writing the label", f"{_FOLDER}.write_common"),
@@ -65,7 +65,7 @@ MOMENTS = (
     ),
     *_of(
         "save",
-        Point("exchanging tables", "holdfast.tier.copies.exchange_tables"),
+        Point("exchanging tables", "rankless.tier.copies.exchange_tables"),
         Point("sending to another host", f"{_P2P}.send"),
         Point("receiving from another host", f"{_P2P}.receive"),
         Point("waiting for another host", f"{_P2P}.wait_for_any"),
@@ -77,7 +77,7 @@ MOMENTS = (
         Point("looking for later epochs", f"{_STATE}.TierState.check_not_fenced", rank_0_only=True),
         Point("no later epoch found", f"{_STATE}.TierState.check_not_fenced", after=True, rank_0_only=True),
         Point("creating the staging directory", f"{_STAGING}.create", rank_0_only=True),
-        Point("writing", "holdfast.save.shard_writer.write_file_ranges"),
+        Point("writing", "rankless.save.shard_writer.write_file_ranges"),
         Point("publishing", f"{_STAGING}.publish", rank_0_only=True),
         Point("renaming", _RENAME, rank_0_only=True),
         Point("renamed", _RENAME, after=True, rank_0_only=True),
@@ -86,7 +86,7 @@ MOMENTS = (
     ),
     *_of(
         "loaded drain",
-        Point("mapping the parts", "holdfast.save.generation_drain.GenerationDrain._map_parts"),
+        Point("mapping the parts", "rankless.save.generation_drain.GenerationDrain._map_parts"),
         Point("opening the staging directory", f"{_DRAIN}.FolderDrain._open_staging", rank_0_only=True),
         Point("writing a part", f"{_DRAIN}.write_file_ranges"),
         Point("writing shared pages", f"{_DRAIN}.FolderDrain._write_edges", rank_0_only=True),
@@ -103,8 +103,8 @@ MOMENTS = (
         Point("folder taken over", f"{_STATE}.TierState.take_over", after=True),
         Point("verifying parts", f"{_ASSEMBLER}.PartAssembler.verify_share"),
         Point("fetching from other hosts", f"{_FETCH}.run_transfers"),
-        Point("putting values in place", "holdfast.state.restore.LoadTargets.apply"),
-        Point("values in place", "holdfast.state.restore.LoadTargets.apply", after=True),
+        Point("putting values in place", "rankless.state.restore.LoadTargets.apply"),
+        Point("values in place", "rankless.state.restore.LoadTargets.apply", after=True),
         Point("reserving an epoch", f"{_STATE}.reserve_epoch", rank_0_only=True),
         Point("epoch reserved", f"{_STATE}.reserve_epoch", after=True, rank_0_only=True),
         Point("beginning an epoch", f"{_STATE}.begin_epoch", rank_0_only=True),

@@ -44,7 +44,7 @@ class Note:
     - ``wrong``: the loaded state has other elements in the tensors that ``text`` lists.
     - ``save``: the state is about to be saved.
     - ``local``: the state is complete in the tier. ``copied``: its copies are made. ``durable``: it is drained.
-    - ``warning``: holdfast has warned.
+    - ``warning``: rankless has warned.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What an incarnation must load, as it follows from the notes of those before: independent of the code of holdfast.
+"""What an incarnation must load, as it follows from the notes of those before: independent of the code of rankless.
 
 States form a tree: each follows from the state of the step before or, at the first step of an incarnation, from the one
 that this had loaded. What is loaded must be

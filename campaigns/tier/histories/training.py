@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import rankless
 from campaigns.common.job import Rank
 from campaigns.common.points import Point, call_at_point
 from campaigns.tier import known_state
 from campaigns.tier.histories.notes import NoteWriter, State
 from campaigns.tier.histories.plan import Incarnation
-from holdfast.observe.events import Event, Saved, SavedLocally
+from rankless.observe.events import Event, Saved, SavedLocally
 
 #: The seconds that ranks wait for each other.
 TIMEOUT = 5.0
@@ -36,7 +36,7 @@ TIMEOUT = 5.0
 SIGNAL_FOR_STACKS = signal.SIGUSR1
 
 #: On rank 0: from then on, this job is newer than those before.
-_RESERVED = Point("epoch reserved", "holdfast.tier.state.reserve_epoch", after=True)
+_RESERVED = Point("epoch reserved", "rankless.tier.state.reserve_epoch", after=True)
 
 #: The saves of an incarnation that ends well.
 _STEPS = 4
@@ -117,9 +117,9 @@ def train(rank: Rank, places: Places, incarnation: Incarnation) -> None:
     stacks = (places.folder / f"stacks-{incarnation.number}-{number}").open("w")
     faulthandler.register(SIGNAL_FOR_STACKS, stacks)
     options = asdict(incarnation.options)
-    directory = holdfast.RunDirectory(
+    directory = rankless.RunDirectory(
         places.run,
-        local=holdfast.LocalTier(places.tier(incarnation.hosts[number]), **options),
+        local=rankless.LocalTier(places.tier(incarnation.hosts[number]), **options),
         async_save=incarnation.is_asynchronous,
         timeout=TIMEOUT,
         on_event=lambda event: _note_event(notes, event),
@@ -159,14 +159,14 @@ def _note_event(notes: NoteWriter, event: Event) -> None:
 
 
 def _load(
-    directory: holdfast.RunDirectory, training: Training, notes: NoteWriter, incarnation: Incarnation
+    directory: rankless.RunDirectory, training: Training, notes: NoteWriter, incarnation: Incarnation
 ) -> State | None:
     """Load the newest state, and check each element."""
     if incarnation.number % 2:  # half of the incarnations load into an optimizer that has a state
         training.fill(State(999, 999))
     try:
         restored = directory.restore(None, training.model, training.optimizer, rng=False)
-    except holdfast.NoCheckpointError:
+    except rankless.NoCheckpointError:
         notes.add("loaded")
         return None
     state = State(*restored.user_content["state"])
@@ -179,7 +179,7 @@ def _load(
 
 
 def _save_states(
-    directory: holdfast.RunDirectory,
+    directory: rankless.RunDirectory,
     training: Training,
     notes: NoteWriter,
     incarnation: Incarnation,

@@ -26,7 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from holdfast.engine.io import device_streams
+from rankless.engine.io import device_streams
 from tests.helpers.simulated import streams
 from tests.helpers.simulated.streams import SCHEDULER, Entry
 
@@ -111,7 +111,7 @@ class Runtime:
 
 
 class Module:
-    """The module of the device: what holdfast and torch use of ``torch.cuda``."""
+    """The module of the device: what rankless and torch use of ``torch.cuda``."""
 
     Stream, Event = streams.Stream, streams.Event
     stream, current_stream = streams.StreamContext, staticmethod(streams.current_stream)

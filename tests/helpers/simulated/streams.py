@@ -148,7 +148,7 @@ class Scheduler:
 
     def run_until(self, mark: Mark) -> None:
         """Run streams until the mark is reached. Everything that waits on the host comes here."""
-        if threading.current_thread().name.startswith("holdfast "):
+        if threading.current_thread().name.startswith("rankless "):
             self.saves_go_on.wait()
         with self.lock:
             self.raise_if_lost()

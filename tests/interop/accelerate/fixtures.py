@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import holdfast
+import rankless
 
 ACCELERATE = ["acc_plain_w1", "acc_fsdp2_w2"]
 TRAINER = ["trainer_plain_w1", "trainer_plain_w2", "trainer_fsdp2_w2"]
@@ -117,6 +117,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def restore_generators(path: Path) -> dict[str, Any]:
-    result = holdfast.restore(path, rng=True)
+    result = rankless.restore(path, rng=True)
     assert result.exact == ("rng", "user_content")
     return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}  # noqa: NPY002

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import HoldfastError
+import rankless
+from rankless.errors import RanklessError
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
 from tests.interop.accelerate.fixtures import DEEPSPEED, SavedRun, make_scheduler, restore_generators, unpack_fixtures
@@ -27,13 +27,13 @@ def run(folder: Path, request: pytest.FixtureRequest) -> SavedRun:
     return SavedRun(folder, request.param)
 
 
-def assert_restored(run: SavedRun, path: Path) -> holdfast.RestoreResult:
+def assert_restored(run: SavedRun, path: Path) -> rankless.RestoreResult:
     model = run.make_model()
-    groups = holdfast.open(path).values["optimizer"]["groups"]
+    groups = rankless.open(path).values["optimizer"]["groups"]
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [parameters[name] for name in group["params"]]} for group in groups])
     scheduler = make_scheduler(optimizer)
-    result = holdfast.restore(path, model=model, optimizer=optimizer, scheduler=scheduler)
+    result = rankless.restore(path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert set(result.exact) == {"model", "optimizer", "scheduler", "user_content"}
     assert result.reconstructed == ("rng",)
     assert all(equal_bits(value, run.weights[name]) for name, value in model.state_dict().items())
@@ -51,9 +51,9 @@ def test_a_plain_training_is_restored_exactly(run: SavedRun) -> None:
 
 
 def test_conversions_keep_everything(run: SavedRun, tmp_path: Path) -> None:
-    holdfast.convert(run.folder, tmp_path / "native", to="native")
+    rankless.convert(run.folder, tmp_path / "native", to="native")
     assert_restored(run, tmp_path / "native")
-    assert not holdfast.diff(run.folder, tmp_path / "native")
+    assert not rankless.diff(run.folder, tmp_path / "native")
 
 
 def test_each_rank_gets_the_states_of_its_generators(ranks: Ranks, run: SavedRun) -> None:
@@ -63,7 +63,7 @@ def test_each_rank_gets_the_states_of_its_generators(ranks: Ranks, run: SavedRun
 
 
 def test_every_byte_is_verified(run: SavedRun) -> None:
-    results = [*holdfast.open(run.folder).verify()]
+    results = [*rankless.open(run.folder).verify()]
     assert results
     assert not any(result.problem for result in results)
 
@@ -72,5 +72,5 @@ def test_a_file_of_deepspeed_that_is_missing_is_named(run: SavedRun, tmp_path: P
     shutil.copytree(run.folder, tmp_path / "state")
     file = next((tmp_path / "state").rglob("zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     file.unlink()
-    with pytest.raises(HoldfastError, match="rank"):
-        holdfast.open(tmp_path / "state")
+    with pytest.raises(RanklessError, match="rank"):
+        rankless.open(tmp_path / "state")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
     InvalidArgumentError,
@@ -23,8 +23,8 @@ from holdfast.errors import (
     UnsafeNameError,
     UnsafePickleError,
 )
-from holdfast.storage import posix
-from holdfast.storage.object_path import ObjectPath
+from rankless.storage import posix
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.equality import equal_bits
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -50,9 +50,9 @@ def folder(intact: Path, tmp_path: Path) -> Callable[[str], SavedRun]:
     return copy
 
 
-def restore(run: SavedRun, **options: Any) -> holdfast.RestoreResult:
+def restore(run: SavedRun, **options: Any) -> rankless.RestoreResult:
     model = run.make_model()
-    return holdfast.restore(run.folder, model=model, optimizer=run.make_optimizer(model), **options)
+    return rankless.restore(run.folder, model=model, optimizer=run.make_optimizer(model), **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,7 +67,7 @@ def test_every_file_cut_short_is_named_or_left_out(folder: Callable[[str], Saved
             if file.name.endswith(".json") and size == len(raw) - 1:
                 continue  # the newline at the end
             with pytest.raises((CorruptCheckpointError, FormatError), match=file.name.replace(".", r"\.")):
-                holdfast.restore(run.folder, verify=True, model=run.make_model())
+                rankless.restore(run.folder, verify=True, model=run.make_model())
         file.write_bytes(raw)
     assert restore(run).exact[:2] == ("model", "optimizer")
 
@@ -94,7 +94,7 @@ def test_a_folder_whose_save_did_not_finish_is_named(folder: Callable[[str], Sav
     run = folder("acc_fsdp2_w2")
     (run.folder / name / ".metadata").unlink()
     with pytest.raises(CorruptCheckpointError, match=f"{name} has no .metadata: its save did not finish"):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
 
 
 @pytest.mark.parametrize("tree", [[], 1, {"a": 1}, {"param_groups": {}}, {"state": {}, "param_groups": [1]}])
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_optimizer_is_named(folder: Callable[[str], SavedRun],
     run = folder("acc_plain_w1")
     torch.save(tree, run.folder / "optimizer.bin")
     with pytest.raises((CorruptCheckpointError, FormatError), match="optimizer"):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"{", b"[" * 100_000, b"\xff"])
@@ -110,7 +110,7 @@ def test_a_corrupt_state_of_the_trainer_is_named(folder: Callable[[str], SavedRu
     run = folder("trainer_plain_w1")
     (run.folder / "trainer_state.json").write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match=r"trainer_state\.json"):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
 
 
 def test_a_loss_may_be_no_number(folder: Callable[[str], SavedRun], tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_loss_may_be_no_number(folder: Callable[[str], SavedRun], tmp_path: Pa
     state = json.loads((run.folder / "trainer_state.json").read_text())
     (run.folder / "trainer_state.json").write_text(json.dumps(state | {"best_metric": float("nan")}))
     assert restore(run).user_content["trainer_state"]["best_metric"] != 0
-    holdfast.convert(run.folder, tmp_path / "native", to="native")
-    best = holdfast.open(tmp_path / "native").values["user_content"]["trainer_state"]["best_metric"]
+    rankless.convert(run.folder, tmp_path / "native", to="native")
+    best = rankless.open(tmp_path / "native").values["user_content"]["trainer_state"]["best_metric"]
     assert best != best  # noqa: PLR0124 - NaN
 
 
@@ -223,13 +223,13 @@ def test_weights_of_two_saves_are_named(folder: Callable[[str], SavedRun]) -> No
     shutil.copy(run.folder / "model.safetensors", run.folder / "model-00001-of-00001.safetensors")
     (run.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     with pytest.raises(FormatError, match=r"model\.safetensors and model\.safetensors\.index\.json are of two saves"):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
     model_only = run.folder.parent / "model"
     model_only.mkdir()
     for file in run.folder.glob("model*"):
         shutil.copy(file, model_only)
     with pytest.raises(FormatError, match="are of two saves"):
-        holdfast.open(model_only)
+        rankless.open(model_only)
     (run.folder / "model.safetensors").unlink()
     assert restore(run).exact[:2] == ("model", "optimizer")
 
@@ -237,8 +237,8 @@ def test_weights_of_two_saves_are_named(folder: Callable[[str], SavedRun]) -> No
 def test_a_step_that_is_too_large_is_left_out(folder: Callable[[str], SavedRun], tmp_path: Path) -> None:
     run = folder("trainer_plain_w1")
     (run.folder / "trainer_state.json").write_text(json.dumps({"global_step": 2**63}))
-    holdfast.convert(run.folder, tmp_path / "native", to="native")
-    content = holdfast.open(tmp_path / "native").values["user_content"]
+    rankless.convert(run.folder, tmp_path / "native", to="native")
+    content = rankless.open(tmp_path / "native").values["user_content"]
     assert content["trainer_state"]["global_step"] == 2**63
 
 
@@ -254,7 +254,7 @@ def test_pickles_run_nothing_and_prevent_only_what_is_in_them(
     run = folder("acc_plain_w1")
     torch.save({"param_groups": [UNSAFE_OBJECTS[kind]]}, run.folder / name)
     model = run.make_model()
-    assert "model" in holdfast.restore(run.folder, model=model).exact
+    assert "model" in rankless.restore(run.folder, model=model).exact
     assert all(equal_bits(value, run.weights[key]) for key, value in model.state_dict().items())
     if name == "optimizer.bin":
         with pytest.raises(UnsafePickleError, match=r"optimizer\.bin"):
@@ -263,10 +263,10 @@ def test_pickles_run_nothing_and_prevent_only_what_is_in_them(
         optimizer = run.make_optimizer(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with pytest.raises(UnsafePickleError, match=r"scheduler\.bin"):
-            holdfast.restore(run.folder, model=model, optimizer=optimizer, scheduler=scheduler)
+            rankless.restore(run.folder, model=model, optimizer=optimizer, scheduler=scheduler)
     else:
         with pytest.raises(FormatError, match=name.replace(".", r"\.")):
-            _ = holdfast.open(run.folder).values
+            _ = rankless.open(run.folder).values
     assert not (tmp_path / MARK_FILE).exists()
 
 
@@ -276,7 +276,7 @@ def test_links_out_of_the_folder_are_refused(folder: Callable[[str], SavedRun], 
     (run.folder / name).rename(tmp_path / "outside")
     (run.folder / name).symlink_to(tmp_path / "outside")
     with pytest.raises(UnsafeNameError):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
 
 
 @pytest.mark.parametrize("name", ["optimizer_0", "pytorch_model_fsdp_0"])
@@ -287,7 +287,7 @@ def test_folders_that_are_links_out_of_the_folder_are_refused(
     (run.folder / name).rename(tmp_path / "outside")
     (run.folder / name).symlink_to(tmp_path / "outside")
     with pytest.raises(UnsafeNameError):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
 
 
 @pytest.mark.parametrize("name", ["random_states_1.pkl", "pytorch_model_1.bin", "scheduler_1.bin", "dl_state_dict.bin"])
@@ -322,20 +322,20 @@ def test_weights_with_the_state_of_a_trainer_are_a_hugging_face_folder(folder: C
     run = folder("trainer_plain_w1")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (run.folder / name).unlink()
-    assert holdfast.open(run.folder).format == "huggingface"
+    assert rankless.open(run.folder).format == "huggingface"
 
 
 def test_files_with_common_names_do_not_change_a_format(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"):
         torch.save({"a": 1}, tmp_path / name)
-    assert holdfast.open(tmp_path).format == "huggingface"
+    assert rankless.open(tmp_path).format == "huggingface"
 
 
-def test_a_checkpoint_of_holdfast_stays_one(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2))
+def test_a_checkpoint_of_rankless_stays_one(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2))
     torch.save({}, tmp_path / "a/random_states_0.pkl")
-    assert holdfast.open(tmp_path / "a").format == "holdfast"
+    assert rankless.open(tmp_path / "a").format == "rankless"
 
 
 def upload(folder: Path, place: ObjectPath) -> None:
@@ -352,14 +352,14 @@ def test_folders_are_read_from_an_object_store(intact: Path, case: str) -> None:
         place = fake.store_at("http://fake", retry_seconds=1.0).path(f"{BUCKET}/run/checkpoint-3")
         upload(run.folder, place)
         model = run.make_model()
-        result = holdfast.restore(place, model=model, optimizer=run.make_optimizer(model))
+        result = rankless.restore(place, model=model, optimizer=run.make_optimizer(model))
     assert result.exact[:2] == ("model", "optimizer")
     assert all(equal_bits(value, run.weights[name]) for name, value in model.state_dict().items())
 
 
 def test_opening_reads_the_names_of_a_folder_a_few_times(intact: Path) -> None:
     with mock.patch.object(posix, "list_names", wraps=posix.list_names) as listed:
-        holdfast.open(intact / "trainer_plain_w1/ckpt")
+        rankless.open(intact / "trainer_plain_w1/ckpt")
     assert listed.call_count <= 4
 
 
@@ -369,10 +369,10 @@ class TestFoldersWithoutTheStatesOfGenerators:
     @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("acc")])
     def test_all_else_is_restored(self, folder: Callable[[str], SavedRun], case: str) -> None:
         run = folder(case)
-        before = holdfast.open(run.folder)
+        before = rankless.open(run.folder)
         for file in run.folder.glob("random_states_*.pkl"):
             file.unlink()
-        opened = holdfast.open(run.folder)
+        opened = rankless.open(run.folder)
         assert opened.format == before.format
         assert [key for key in before.keys() if not key.startswith("ranks/")] == list(opened.keys())  # noqa: SIM118
         assert {"model", "optimizer"} <= set(restore(run, rng=False).exact)
@@ -385,7 +385,7 @@ class TestFoldersWithoutTheStatesOfGenerators:
         for file in run.folder.iterdir():
             if file.name not in {kept, "model.safetensors"}:
                 file.unlink()
-        assert holdfast.open(run.folder).format == "accelerate"
+        assert rankless.open(run.folder).format == "accelerate"
 
     def test_states_of_some_ranks_are_not_restored(self, folder: Callable[[str], SavedRun]) -> None:
         run = folder("acc_fsdp2_w2")
@@ -402,5 +402,5 @@ def test_keys_that_would_have_no_effect_are_refused(
     """An optimizer that was to be skipped would be converted."""
     run = folder(case)
     with pytest.raises(InvalidArgumentError, match="keys: optimizer would have no effect"):
-        holdfast.convert(run.folder, tmp_path / "out", to="native", keys={"optimizer": "skip"})
+        rankless.convert(run.folder, tmp_path / "out", to="native", keys={"optimizer": "skip"})
     assert not (tmp_path / "out").exists()

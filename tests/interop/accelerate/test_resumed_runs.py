@@ -1,4 +1,4 @@
-"""A training that holdfast restores goes on like that of Accelerate or of the ``Trainer``, bit for bit."""
+"""A training that rankless restores goes on like that of Accelerate or of the ``Trainer``, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 from torch import nn
 from transformers.optimization import Adafactor
 
-import holdfast
-import holdfast.accelerate
+import rankless
+import rankless.accelerate
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
 from tests.helpers.stateful import Counter
@@ -107,12 +107,12 @@ def load_with_accelerate(path: Path, make_optimizer: Any) -> Weights:
     return go_on_with_accelerate(path, make_optimizer, save=False)
 
 
-def load_with_holdfast(path: Path, make_optimizer: Any) -> Weights:
+def load_with_rankless(path: Path, make_optimizer: Any) -> Weights:
     net, counter = make_net(1), Counter()
     optimizer = make_optimizer(net)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     objects = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "stateful": {"custom_0": counter}}
-    result = holdfast.restore(path, **objects)
+    result = rankless.restore(path, **objects)
     assert set(result.exact) == {*objects, "rng", "user_content"}
     assert counter.count == 5
     run_steps(net, optimizer, scheduler, torch.Tensor.backward)
@@ -126,14 +126,14 @@ def test_a_plain_training_goes_on_like_with_accelerate(
 ) -> None:
     ranks(1, save_with_accelerate, tmp_path / "state", make_optimizer, options)
     expected = ranks(1, load_with_accelerate, tmp_path / "state", make_optimizer)[0]
-    actual = ranks(1, load_with_holdfast, tmp_path / "state", make_optimizer)[0]
+    actual = ranks(1, load_with_rankless, tmp_path / "state", make_optimizer)[0]
     assert all(equal_bits(actual[name], value) for name, value in expected.items())
 
 
 def load_with_our_accelerator(path: Path) -> Weights:
     with launch():
         project = ProjectConfiguration(str(path.parent.parent), automatic_checkpoint_naming=True)
-        accelerator = holdfast.accelerate.Accelerator(cpu=True, project_config=project)
+        accelerator = rankless.accelerate.Accelerator(cpu=True, project_config=project)
         net, counter = make_net(1), Counter()
         optimizer = make_one_group(net)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -152,7 +152,7 @@ def test_our_accelerator_loads_states_of_accelerate(ranks: Ranks, tmp_path: Path
     ranks(1, save_with_accelerate, path, make_one_group, {})
     expected = ranks(1, load_with_accelerate, path, make_one_group)[0]
     if is_converted:
-        holdfast.convert(path, tmp_path / "native/checkpoints/checkpoint_7", to="native")
+        rankless.convert(path, tmp_path / "native/checkpoints/checkpoint_7", to="native")
         path = tmp_path / "native/checkpoints/checkpoint_7"
     actual = ranks(1, load_with_our_accelerator, path)[0]
     assert all(equal_bits(actual[name], value) for name, value in expected.items())
@@ -178,7 +178,7 @@ def test_several_objects_have_the_numbers_of_accelerate(ranks: Ranks, tmp_path: 
     nets = {"0": nn.Linear(2, 2), "1": nn.Linear(3, 3)}
     optimizers = {name: torch.optim.SGD(net.parameters(), momentum=0.9) for name, net in nets.items()}
     schedulers = {name: torch.optim.lr_scheduler.StepLR(optimizers[name], 1) for name in nets}
-    holdfast.restore(tmp_path / "state", model=nets, optimizer=optimizers, scheduler=schedulers)
+    rankless.restore(tmp_path / "state", model=nets, optimizer=optimizers, scheduler=schedulers)
     for number, net in nets.items():
         assert all(equal_bits(value, expected[int(number)][name]) for name, value in net.state_dict().items())
         assert all("momentum_buffer" in optimizers[number].state[value] for value in net.parameters())
@@ -204,7 +204,7 @@ def train_fsdp2(path: Path, kind: str, *, load: bool) -> tuple[list[torch.Tensor
             with torch.no_grad():
                 for value in net.parameters():
                     value.zero_()
-            result = holdfast.restore(path, model=net, optimizer=optimizer)
+            result = rankless.restore(path, model=net, optimizer=optimizer)
             assert set(result.exact) == {"model", "optimizer", "rng", "user_content"}
         else:
             accelerator.save_state(str(path))
@@ -246,7 +246,7 @@ def run_trainer(path: Path, steps: int, resume: str | None, adapters: bool = Fal
 def test_our_trainer_goes_on_with_a_converted_checkpoint(ranks: Ranks, tmp_path: Path, size: int) -> None:
     ranks(size, run_trainer, tmp_path / "run", 3, None)
     losses, weights = ranks(size, run_trainer, tmp_path / "run", 6, str(tmp_path / "run/checkpoint-3"))[0]
-    holdfast.convert(tmp_path / "run/checkpoint-3", tmp_path / "native/checkpoint-3", to="native")
+    rankless.convert(tmp_path / "run/checkpoint-3", tmp_path / "native/checkpoint-3", to="native")
     resumed = ranks(size, train, tmp_path / "native", 6, str(tmp_path / "native/checkpoint-3"), 0.1)[0]
     assert resumed["losses"] == losses
     assert all(
@@ -262,12 +262,12 @@ def test_adapters_are_restored_with_their_optimizer(ranks: Ranks, tmp_path: Path
     )
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW([{"params": trained}, {"params": []}])
-    result = holdfast.restore(tmp_path / "run/checkpoint-3", model=model, optimizer=optimizer)
+    result = rankless.restore(tmp_path / "run/checkpoint-3", model=model, optimizer=optimizer)
     assert "optimizer" in result.exact
     lora = {name: value for name, value in model.state_dict().items() if "lora_" in name}
     assert lora
     assert all(equal_bits(value, weights[name]) for name, value in lora.items())
     for number, value in enumerate(trained):
         assert equal_bits(optimizer.state[value]["exp_avg"], saved["state"][number]["exp_avg"])
-    holdfast.convert(tmp_path / "run/checkpoint-3", tmp_path / "native", to="native")
+    rankless.convert(tmp_path / "run/checkpoint-3", tmp_path / "native", to="native")
     peft.PeftModel.from_pretrained(make_model(), tmp_path / "native/adapter")

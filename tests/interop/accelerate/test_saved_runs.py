@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, OptimizerMismatchError
+import rankless
+from rankless.errors import CorruptCheckpointError, OptimizerMismatchError
 from tests.helpers.commands import assert_needs_no_torch, run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
@@ -52,7 +52,7 @@ def key_of(run: SavedRun, name: str) -> str:
     return name if run.case in SHARDED else str(run.params.index(name))
 
 
-def assert_equal_to(run: SavedRun, checkpoint: holdfast.Checkpoint) -> None:
+def assert_equal_to(run: SavedRun, checkpoint: rankless.Checkpoint) -> None:
     weights = {f"model/{name}": value for name, value in run.weights.items()}
     moments = {
         f"optimizer/{key_of(run, name)}/{state}": states[state]
@@ -73,7 +73,7 @@ def assert_equal_to(run: SavedRun, checkpoint: holdfast.Checkpoint) -> None:
 
 
 def test_the_tensors_and_settings_are_those_of_the_run(run: SavedRun) -> None:
-    checkpoint = holdfast.open(run.folder)
+    checkpoint = rankless.open(run.folder)
     assert checkpoint.format == ("trainer" if run.case in TRAINER else "accelerate")
     assert_equal_to(run, checkpoint)
     results = [*checkpoint.verify()]
@@ -82,7 +82,7 @@ def test_the_tensors_and_settings_are_those_of_the_run(run: SavedRun) -> None:
 
 
 def test_values_have_the_form_of_those_of_our_own_trainer_and_accelerator(run: SavedRun) -> None:
-    values = holdfast.open(run.folder).values
+    values = rankless.open(run.folder).values
     if run.case in TRAINER:
         assert values["user_content"]["trainer_state"]["global_step"] == 3
         assert values["user_content"]["trainer_state"]["log_history"][-1]["step"] == 3
@@ -95,7 +95,7 @@ def test_a_plain_training_is_restored_exactly(run: SavedRun) -> None:
     model = run.make_model()
     optimizer = run.make_optimizer(model)
     scheduler = make_scheduler(optimizer)
-    result = holdfast.restore(run.folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    result = rankless.restore(run.folder, model=model, optimizer=optimizer, scheduler=scheduler)
     assert result.missing == result.unexpected == ()
     assert result.exact[:3] == ("model", "optimizer", "scheduler")
     assert ("rng" in result.exact) == (RANKS[run.case] == 1)
@@ -122,7 +122,7 @@ def restore_sharded(folder: Path, case: str) -> tuple[dict[str, torch.Tensor], d
     model = run.make_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = run.make_optimizer(model)
-    holdfast.restore(run.folder, model=model, optimizer=optimizer)
+    rankless.restore(run.folder, model=model, optimizer=optimizer)
     options = StateDictOptions(full_state_dict=True)
     states = get_optimizer_state_dict(model, optimizer, options=options)["state"]
     return get_model_state_dict(model, options=options), states
@@ -138,29 +138,29 @@ def test_sharded_models_are_restored_on_any_number_of_ranks(ranks: Ranks, run: S
 
 @pytest.mark.parametrize("target", ["native", "torch", "dcp"])
 def test_conversions_keep_everything(run: SavedRun, tmp_path: Path, target: str) -> None:
-    holdfast.convert(run.folder, tmp_path / "converted", to=target)
+    rankless.convert(run.folder, tmp_path / "converted", to=target)
     model = run.make_model()
     optimizer = run.make_optimizer(model)
     # DCP does not store empty dicts, which the state of the Trainer's scheduler has.
     scheduler = None if target == "dcp" and run.case in TRAINER else make_scheduler(optimizer)
-    result = holdfast.restore(tmp_path / "converted", model=model, optimizer=optimizer, scheduler=scheduler)
+    result = rankless.restore(tmp_path / "converted", model=model, optimizer=optimizer, scheduler=scheduler)
     assert {"model", "optimizer", *(["scheduler"] if scheduler else [])} <= {*result.exact}
     assert all(equal_bits(value, run.weights[name]) for name, value in model.state_dict().items())
     for name, parameter in model.named_parameters():
         assert all(equal_bits(optimizer.state[parameter][state], run.states[name][state]) for state in STATES)
     if target == "native":
-        assert_equal_to(run, holdfast.open(tmp_path / "converted"))
-        assert not holdfast.diff(run.folder, tmp_path / "converted")
+        assert_equal_to(run, rankless.open(tmp_path / "converted"))
+        assert not rankless.diff(run.folder, tmp_path / "converted")
 
 
 def test_native_checkpoints_have_the_generators_of_each_rank(ranks: Ranks, run: SavedRun, tmp_path: Path) -> None:
-    holdfast.convert(run.folder, tmp_path / "native", to="native")
+    rankless.convert(run.folder, tmp_path / "native", to="native")
     states = ranks(RANKS[run.case], restore_generators, tmp_path / "native")
     assert states[-1]["python"] == run.generators(RANKS[run.case] - 1)["python"]
 
 
 def test_a_hugging_face_folder_has_the_weights(run: SavedRun, tmp_path: Path) -> None:
-    holdfast.convert(run.folder, tmp_path / "hf", to="hf")
+    rankless.convert(run.folder, tmp_path / "hf", to="hf")
     weights = load_file(tmp_path / "hf/model.safetensors")
     assert weights.keys() == run.weights.keys()
     assert all(equal_bits(value, run.weights[name]) for name, value in weights.items())
@@ -171,14 +171,14 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused(folder: Pa
     run = SavedRun(folder, "trainer_plain_w1")
     model = run.make_model()
     with pytest.raises(OptimizerMismatchError, match="in the order in which it was saved"):
-        holdfast.restore(run.folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        rankless.restore(run.folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert all((value == 7).all() for value in model.state_dict().values())
 
 
 def test_training_arguments_are_not_read(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "trainer_plain_w1/ckpt", tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/training_args.bin").write_bytes(b"anything")
-    assert_equal_to(SavedRun(folder, "trainer_plain_w1"), holdfast.open(tmp_path / "checkpoint-3"))
+    assert_equal_to(SavedRun(folder, "trainer_plain_w1"), rankless.open(tmp_path / "checkpoint-3"))
 
 
 def test_commands_show_and_compare_them_without_torch(run: SavedRun) -> None:
@@ -198,10 +198,10 @@ def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: P
     for file in sorted(set(files.values())):
         save_file({name: weights[name] for name in weights if files[name] == file}, run.folder / file)
     (run.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    assert_equal_to(run, holdfast.open(run.folder))
+    assert_equal_to(run, rankless.open(run.folder))
     (run.folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
-        holdfast.open(run.folder)
+        rankless.open(run.folder)
 
 
 def test_states_of_scalers_and_data_loaders(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +213,7 @@ def test_states_of_scalers_and_data_loaders(folder: Path, tmp_path: Path, caplog
     sampler = SeedableRandomSampler(range(8), data_seed=5)
     torch.save(sampler, tmp_path / "state/sampler.bin")
     restored = torch.amp.GradScaler("cpu")
-    result = holdfast.restore(tmp_path / "state", stateful={"scaler": restored})
+    result = rankless.restore(tmp_path / "state", stateful={"scaler": restored})
     assert "stateful" in result.exact
     assert restored.state_dict()["scale"] == 8.0
     assert result.user_content["dl_state_dict"] == {"position": 3}

@@ -1,4 +1,4 @@
-"""Tests holdfast's version of ColossalAI's Booster: signatures, files, and behaviour with existing directories.
+"""Tests rankless's version of ColossalAI's Booster: signatures, files, and behaviour with existing directories.
 
 The tests with the real package are in test_colossalai.py.
 """
@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast.compat.colossalai import Booster
-from holdfast.errors import (
+import rankless
+from rankless.compat.colossalai import Booster
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
     InvalidArgumentError,
@@ -135,10 +135,10 @@ class Counting(nn.Linear):
 def test_state_that_is_no_tensor_is_in_one_of_the_files_or_refused(tmp_path: Path, size: float) -> None:
     options = {"shard": True, "size_per_shard": size}
     Booster().save_model(Counting(4, 4), tmp_path / "theirs", **options)
-    holdfast.save_model(Counting(4, 4), tmp_path / "bins", use_safetensors=False, **options)
+    rankless.save_model(Counting(4, 4), tmp_path / "bins", use_safetensors=False, **options)
     for name in ("theirs", "bins"):
         model = Counting(4, 4)
-        holdfast.load_model(model, tmp_path / name)
+        rankless.load_model(model, tmp_path / name)
         assert model.found == {"seen": 7}
     with pytest.raises(InvalidArgumentError, match="no place for '_extra_state'"):
         Booster().save_model(Counting(4, 4), tmp_path / "safe", use_safetensors=True, **options)
@@ -181,7 +181,7 @@ def test_model_and_optimizer_may_share_a_folder(tmp_path: Path) -> None:
     booster.save_optimizer(optimizer, tmp_path, shard=True)
     fresh = torch.optim.AdamW(model.parameters())
     booster.load_optimizer(fresh, tmp_path)
-    holdfast.load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    rankless.load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.compat.colossalai import Booster
-from holdfast.errors import InvalidArgumentError
+import rankless
+from rankless.compat.colossalai import Booster
+from rankless.errors import InvalidArgumentError
 from tests.helpers.commands import invoke
 from tests.helpers.conversions import save_training, tensors_to_lists
 from tests.helpers.training import Run, assert_equal, gather_run, start_run, train_run
@@ -43,7 +43,7 @@ def shards(folder: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def test_torch_finds_a_state_dict_in_the_files_of_the_model(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
+    rankless.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
     expected = train_run("plain").model.state_dict()
     index, files = shards(tmp_path / "out/modeling")
     actual = {name: tensor for file in files for name, tensor in file.items()}
@@ -56,7 +56,7 @@ def test_torch_finds_a_state_dict_in_the_files_of_the_model(saved: Path, tmp_pat
 
 
 def test_torch_finds_an_optimizers_state_in_its_files(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
+    rankless.convert(saved, tmp_path / "out", to="colossalai", max_shard_size=300)
     expected = train_run("plain")
     index, files = shards(tmp_path / "out/optimizer")
     states = {number: own for file in files for number, own in file.items()}
@@ -72,7 +72,7 @@ def test_torch_finds_an_optimizers_state_in_its_files(saved: Path, tmp_path: Pat
 
 
 def test_the_files_are_those_that_our_booster_writes_and_the_real_one_loads(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "out", to="colossalai")
+    rankless.convert(saved, tmp_path / "out", to="colossalai")
     run, booster = train_run("plain"), Booster()
     booster.save_model(run.model, tmp_path / "other/modeling", shard=True)
     booster.save_optimizer(run.optimizer, tmp_path / "other/optimizer", shard=True)
@@ -98,7 +98,7 @@ def unnamed(tree: Any) -> Any:
 def test_from_any_format_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way: list[str]) -> None:
     at = saved
     for number, to in enumerate([*way, "colossalai"]):
-        at = holdfast.convert(at, tmp_path / f"{number}", to=to)
+        at = rankless.convert(at, tmp_path / f"{number}", to=to)
     run, expected = loaded(at), train_run("plain")
     assert_equal(gather_run(run), gather_run(expected))
     for number in (3, 4):
@@ -109,16 +109,16 @@ def test_from_any_format_a_run_goes_on_as_before(saved: Path, tmp_path: Path, wa
 
 
 def test_there_and_back_nothing_is_lost(saved: Path, tmp_path: Path) -> None:
-    holdfast.convert(saved, tmp_path / "there", to="colossalai")
-    holdfast.convert(tmp_path / "there", tmp_path / "back", to="native")
+    rankless.convert(saved, tmp_path / "there", to="colossalai")
+    rankless.convert(tmp_path / "there", tmp_path / "back", to="native")
     run, expected = start_run("plain", seed=1), train_run("plain")
-    result = holdfast.restore(tmp_path / "back", model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
+    result = rankless.restore(tmp_path / "back", model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
     assert_equal(gather_run(run), gather_run(expected))
     assert run.scheduler.state_dict() == expected.scheduler.state_dict()
     assert result.user_content["step"] == 3
     assert torch.equal(result.user_content["table"], torch.arange(40_000.0))
-    names = [group["params"] for group in holdfast.open(tmp_path / "back").values["optimizer"]["groups"]]
-    assert names == [group["params"] for group in holdfast.open(saved).values["optimizer"]["groups"]]
+    names = [group["params"] for group in rankless.open(tmp_path / "back").values["optimizer"]["groups"]]
+    assert names == [group["params"] for group in rankless.open(saved).values["optimizer"]["groups"]]
 
 
 def test_extra_state_and_a_models_configuration_come_along(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_extra_state_and_a_models_configuration_come_along(tmp_path: Path) -> No
 
     model = Counting(2, 2)
     model.config = Configuration()  # type: ignore[assignment]
-    holdfast.save_checkpoint(tmp_path, "s", model)
-    holdfast.convert(tmp_path / "s", tmp_path / "out", to="colossalai", max_shard_size=8)
+    rankless.save_checkpoint(tmp_path, "s", model)
+    rankless.convert(tmp_path / "s", tmp_path / "out", to="colossalai", max_shard_size=8)
     other = Counting(2, 2)
     Booster().load_model(other, tmp_path / "out/modeling")
     assert torch.equal(other.weight, model.weight)
@@ -161,14 +161,14 @@ def test_what_its_training_scripts_save_is_one_checkpoint(tmp_path: Path, name: 
     booster.save_optimizer(run.optimizer, folder / "optimizer", shard=True)
     booster.save_lr_scheduler(run.scheduler, folder / "lr_scheduler")
     other = start_run("plain", seed=1)
-    holdfast.load_checkpoint(folder, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
+    rankless.load_checkpoint(folder, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
     assert_equal(gather_run(other), gather_run(run))
     assert other.scheduler.state_dict() == run.scheduler.state_dict()
 
 
 def test_what_a_booster_does_not_have_is_refused(tmp_path: Path) -> None:
     models = {"gen": nn.Linear(2, 2), "dis": nn.Linear(2, 2)}
-    holdfast.save_checkpoint(tmp_path / "run", "two", models)
+    rankless.save_checkpoint(tmp_path / "run", "two", models)
     with pytest.raises(InvalidArgumentError, match="model/dis, model/gen"):
-        holdfast.convert(tmp_path / "run/two", tmp_path / "out", to="colossalai")
+        rankless.convert(tmp_path / "run/two", tmp_path / "out", to="colossalai")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

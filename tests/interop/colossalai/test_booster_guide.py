@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 
 GUIDE = Path(__file__).parents[3] / "docs/booster.md"
@@ -34,7 +34,7 @@ def follow(folder: str) -> torch.Tensor:
         model(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
         optimizer.step()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        names: dict[str, Any] = {"holdfast": holdfast, "torch": torch}
+        names: dict[str, Any] = {"rankless": rankless, "torch": torch}
         names |= {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
         assert len(blocks) == 3

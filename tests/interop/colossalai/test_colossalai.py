@@ -1,4 +1,4 @@
-"""Tests that the real ColossalAI 0.5.0 and holdfast load each other's checkpoints, and training continues exactly.
+"""Tests that the real ColossalAI 0.5.0 and rankless load each other's checkpoints, and training continues exactly.
 
 It is a test group of its own, ``make test-colossalai``: the package is installed into ``.venv-colossalai``.
 """
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast.compat.colossalai import Booster
+import rankless
+from rankless.compat.colossalai import Booster
 from tests.helpers.pool import Ranks
 from tests.interop.colossalai import environment
 from tests.interop.colossalai.net import MODELS, OPTIMIZERS, cases, save_all, start, state, train
@@ -117,8 +117,8 @@ def test_it_loads_what_is_converted_for_it(tmp_path: Path, theirs: int) -> None:
     for name, tied in FOLDERS.items():
         model, optimizer, scheduler = start(tied=tied)
         train(model, optimizer, scheduler, 0, 3)
-        holdfast.save_checkpoint(tmp_path / "run", name, model, optimizer, scheduler)
-        made = holdfast.convert(
+        rankless.save_checkpoint(tmp_path / "run", name, model, optimizer, scheduler)
+        made = rankless.convert(
             tmp_path / "run" / name, tmp_path / f"{name}-made", to="colossalai", max_shard_size="4KB"
         )
         for part, place in (("modeling", "model_bins"), ("optimizer", "optimizer_bins"), ("lr_scheduler", "scheduler")):

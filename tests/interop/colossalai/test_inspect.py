@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from holdfast.cli.main import app
-from holdfast.compat.colossalai import Booster
+from rankless.cli.main import app
+from rankless.compat.colossalai import Booster
 
 
 @pytest.fixture

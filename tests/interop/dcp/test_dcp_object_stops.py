@@ -18,9 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from holdfast.dcp import FileSystemReader, FileSystemWriter, object_output
-from holdfast.engine.io import upload_files
-from holdfast.storage.object_path import ObjectPath
+from rankless.dcp import FileSystemReader, FileSystemWriter, object_output
+from rankless.engine.io import upload_files
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, RGW_20, FakeS3

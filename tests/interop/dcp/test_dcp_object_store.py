@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-import holdfast
-from holdfast.dcp import FileSystemReader, FileSystemWriter, object_output
-from holdfast.engine.io import upload_files, upload_parts
-from holdfast.storage.object_path import ObjectPath
+import rankless
+from rankless.dcp import FileSystemReader, FileSystemWriter, object_output
+from rankless.engine.io import upload_files, upload_parts
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_http import BUCKET, disconnect
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.object_histories import CutAt, LoseOnce, Moment, Start, every_moment, every_reply, fast_small_parts
@@ -154,7 +154,7 @@ def test_leftovers_are_removed_when_they_are_a_day_old(fake: FakeS3) -> None:
     path = place(fake)
     save(path, 1)
     path.store.replace_small(path / f"__0_0-{'a' * 16}.distcp", b"dead")
-    path.store.replace_small(path / "__0_0.distcp", b"not of holdfast")
+    path.store.replace_small(path / "__0_0.distcp", b"not of rankless")
     path.store.create_upload(path / f"__1_0-{'b' * 16}.distcp", {})
     save(path, 2)
     assert f"__0_0-{'a' * 16}.distcp" in names(path)
@@ -213,11 +213,11 @@ def test_only_names_of_data_files_are_removed(fake: FakeS3) -> None:
     assert {"notes.txt", data} <= names(path)
 
 
-def test_a_run_of_holdfast_is_not_saved_to(fake: FakeS3) -> None:
+def test_a_run_of_rankless_is_not_saved_to(fake: FakeS3) -> None:
     run = place(fake)
-    holdfast.save_checkpoint(run, "t", {"w": torch.zeros(2)})
+    rankless.save_checkpoint(run, "t", {"w": torch.zeros(2)})
     for path in (run, run / "t"):
-        with pytest.raises(CheckpointException, match="run or a checkpoint of holdfast"):
+        with pytest.raises(CheckpointException, match="run or a checkpoint of rankless"):
             save(path, 1)
 
 
@@ -232,7 +232,7 @@ def test_a_full_directory_for_temporary_files_is_named(fake: FakeS3) -> None:
     usage = mock.Mock(f_bavail=1, f_frsize=4096)
     with (
         mock.patch("os.statvfs", return_value=usage),
-        pytest.raises(CheckpointException, match=r"temporary/holdfast-\d+ has 4,096 bytes free"),
+        pytest.raises(CheckpointException, match=r"temporary/rankless-\d+ has 4,096 bytes free"),
     ):
         save(place(fake), 1)
     assert not names(place(fake))
@@ -298,7 +298,7 @@ def _moments(fake: FakeS3, start: Start, of: object) -> list[Moment]:
 
 
 def _save_from_ranks(endpoint: str, value: float, folder: str) -> list[str]:
-    from holdfast.storage.s3.store import S3
+    from rankless.storage.s3.store import S3
 
     path = S3(endpoint=endpoint, credentials=("key", "secret"), region="r").path(f"{BUCKET}/run/c")
     with mock.patch("tempfile.gettempdir", return_value=folder):

@@ -1,4 +1,4 @@
-"""Tests that holdfast loads checkpoints of ``torch.distributed.checkpoint`` from every layout into every other."""
+"""Tests that rankless loads checkpoints of ``torch.distributed.checkpoint`` from every layout into every other."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-import holdfast
-from holdfast.engine.plan.ranges import IndexBox
-from holdfast.errors import CorruptCheckpointError
-from holdfast.state.tensors import DTYPES
-from holdfast.storage.direct_io import BufferedReader
+import rankless
+from rankless.engine.plan.ranges import IndexBox
+from rankless.errors import CorruptCheckpointError
+from rankless.state.tensors import DTYPES
+from rankless.storage.direct_io import BufferedReader
 from tests.helpers.boxes import split_box
 from tests.helpers.commands import assert_needs_no_torch
 from tests.helpers.commands import run_command as command
@@ -108,7 +108,7 @@ def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def load(path: str, layout: str, exchange: str = "never") -> list[str]:
     run = blank_run(LAYOUTS[layout][0]())
-    restored = holdfast.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
+    restored = rankless.restore(path, model=run.model, optimizer=run.optimizer, share_reads=exchange)
     assert not restored.verified
     assert restored.missing == ("rng",)
     assert restored.unexpected == ()
@@ -161,16 +161,16 @@ def test_flattened_optimizer_states(
 def write_fsdp1(path: str) -> None:
     """FSDP1 has shards of ShardedTensors, or of DTensors where it is given a mesh."""
     run = fsdp1()
-    holdfast.load_checkpoint(f"{path}.native", model=run.model, optimizer=run.optimizer)
+    rankless.load_checkpoint(f"{path}.native", model=run.model, optimizer=run.optimizer)
     dcp.save({**states(run), "step": 3, "loss": torch.tensor(0.5)}, checkpoint_id=path)
 
 
 def load_fsdp1(path: str) -> dict[str, torch.Tensor]:
     """What a load into FSDP1 gives, as a save by us tells it."""
     run = fsdp1()
-    holdfast.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
-    holdfast.save_checkpoint(f"{path}.again", "s", run.model, run.optimizer)
-    opened = holdfast.open(f"{path}.again")
+    rankless.load_checkpoint(path, model=run.model, optimizer=run.optimizer)
+    rankless.save_checkpoint(f"{path}.again", "s", run.model, run.optimizer)
+    opened = rankless.open(f"{path}.again")
     return {name: opened[name] for name in opened}
 
 
@@ -178,7 +178,7 @@ def load_fsdp1(path: str) -> dict[str, torch.Tensor]:
 def test_fsdp1(ranks: Ranks, tmp_path: Path, n: int) -> None:
     oracle = fill_run(LAYOUTS["plain"][0]())
     path = str(tmp_path / "c")
-    holdfast.save_checkpoint(f"{path}.native", "s", oracle.model, oracle.optimizer)
+    rankless.save_checkpoint(f"{path}.native", "s", oracle.model, oracle.optimizer)
     ranks(n, write_fsdp1, path)
     assert len(list(Path(path).glob("*.distcp"))) == n
     for reader, m in SOME_READERS:
@@ -194,7 +194,7 @@ def test_fsdp1(ranks: Ranks, tmp_path: Path, n: int) -> None:
 
 
 def opened(path: Path, keys: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
-    checkpoint = holdfast.open(path, keys=keys)
+    checkpoint = rankless.open(path, keys=keys)
     return {name: checkpoint[name] for name in checkpoint}
 
 
@@ -243,7 +243,7 @@ def test_a_run_resumes_from_what_people_save(tmp_path: Path, form: Any, kind: An
     model, optimizer, scheduler = train_model(kind=kind)
     path = save_dcp(tmp_path / "c", form(model, optimizer, scheduler))
     other, again, schedule = train_model(0, kind)
-    holdfast.load_checkpoint(path, model=other, optimizer=again, scheduler=schedule)
+    rankless.load_checkpoint(path, model=other, optimizer=again, scheduler=schedule)
     for number in range(3, 6):
         train_step(model, optimizer, scheduler, number)
         train_step(other, again, schedule, number)
@@ -253,7 +253,7 @@ def test_a_run_resumes_from_what_people_save(tmp_path: Path, form: Any, kind: An
 
 def test_the_rest_is_user_content(tmp_path: Path) -> None:
     path = save_dcp(tmp_path / "c", torchtitan(*train_model()))
-    content = holdfast.open(path).values["user_content"]
+    content = rankless.open(path).values["user_content"]
     assert content["train_state"] == {"step": torch.tensor(3), "ntokens_seen": torch.tensor(2**40)}
     assert content["dataloader"] == {"dp_rank_0": b"pickled", "world_size": 1}
     assert content.keys() == {"train_state", "dataloader"}
@@ -273,7 +273,7 @@ VALUES = {
 def test_values_of_any_form(tmp_path: Path) -> None:
     """Numbers as keys come back as text: that is how DCP saves them."""
     path = save_dcp(tmp_path / "c", {"model": {"w": torch.ones(1)}, "all": {**VALUES, 7: "seven"}})
-    content = holdfast.open(path).values["user_content"]["all"]
+    content = rankless.open(path).values["user_content"]["all"]
     assert repr(content) == repr({**VALUES, "7": "seven"}) or set(content) == {*VALUES, "7"}
     for name, value in VALUES.items():
         assert repr(content[name]) == repr(value), name
@@ -301,7 +301,7 @@ def test_a_state_that_was_not_flattened(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "inner": {"v": torch.arange(4.0), "n": 1}}
     save_dcp(tmp_path / "c", state, planner=DefaultSavePlanner(flatten_state_dict=False))
     assert equal_bits(opened(tmp_path / "c")["model/w"], torch.ones(3))
-    content = holdfast.open(tmp_path / "c").values["user_content"]["inner"]
+    content = rankless.open(tmp_path / "c").values["user_content"]["inner"]
     assert equal_bits(content["v"], torch.arange(4.0))
 
 
@@ -328,7 +328,7 @@ def test_a_rank_that_is_missing_is_missed(ranks: Ranks, tmp_path: Path) -> None:
     ranks(3, alone, str(tmp_path / "c"))
     (tmp_path / "c/__1.metadata").unlink()
     with pytest.raises(CorruptCheckpointError, match="is incomplete: no chunk has"):
-        holdfast.open(tmp_path / "c")
+        rankless.open(tmp_path / "c")
 
 
 needs_hugging_face_writer = pytest.mark.skipif(not HAS_HUGGING_FACE_WRITER, reason="torch has no such writer")
@@ -359,7 +359,7 @@ def test_safetensors_in_shards(ranks: Ranks, tmp_path: Path) -> None:
     assert all(equal_bits(tensor, expected[name]) for name, tensor in actual.items())
     (tmp_path / "c/shard-00002-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="is incomplete"):
-        holdfast.open(tmp_path / "c")
+        rankless.open(tmp_path / "c")
 
 
 @needs_hugging_face_writer
@@ -387,7 +387,7 @@ def test_any_range_of_any_chunks(states: dict[str, Any], backwards: bool, data: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
         write_chunks(path, states, lambda n: tuple(range(n))[:: -1 if backwards else 1])
-        checkpoint = holdfast.open(path)
+        checkpoint = rankless.open(path)
         assert checkpoint.keys() == sorted(f"model/{name}" for name in states)
         for name, (tensor, _) in states.items():
             assert equal_bits(checkpoint[f"model/{name}"], tensor)
@@ -409,7 +409,7 @@ def test_torch_reads_what_the_test_above_writes(tmp_path: Path) -> None:
 
 def test_a_range_of_a_large_chunk_reads_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     big = torch.arange(16 * 2**20, dtype=torch.int32)
-    checkpoint = holdfast.open(save_dcp(tmp_path / "c", {"model": {"w": big}}))
+    checkpoint = rankless.open(save_dcp(tmp_path / "c", {"model": {"w": big}}))
     sizes, plain = [], BufferedReader.read
     monkeypatch.setattr(
         BufferedReader, "read", lambda self, at, into: (sizes.append(len(into)), plain(self, at, into))[1]

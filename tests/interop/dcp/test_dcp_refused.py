@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-import holdfast
-from holdfast.engine.plan.ranges import IndexBox
-from holdfast.errors import (
+import rankless
+from rankless.engine.plan.ranges import IndexBox
+from rankless.errors import (
     CorruptCheckpointError,
-    HoldfastError,
     OptimizerMismatchError,
+    RanklessError,
     UnsafeNameError,
     UnsafePickleError,
 )
@@ -52,14 +52,14 @@ def edit(folder: Path, change: Callable[[Metadata], object]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def assert_refused(folder: Path, *kinds: type[HoldfastError], match: str | None = None) -> None:
-    with limit_memory(), pytest.raises(kinds or HoldfastError, match=match) as caught:
+def assert_refused(folder: Path, *kinds: type[RanklessError], match: str | None = None) -> None:
+    with limit_memory(), pytest.raises(kinds or RanklessError, match=match) as caught:
         read_checkpoint(folder)
     assert str(folder) in str(caught.value)
     model = nn.Module()
     model.w = nn.Parameter(torch.full((4, 3), 7.0))
-    with limit_memory(), pytest.raises(kinds or HoldfastError):
-        holdfast.load_checkpoint(folder, model=model)
+    with limit_memory(), pytest.raises(kinds or RanklessError):
+        rankless.load_checkpoint(folder, model=model)
 
 
 def chunk(metadata: Metadata, number: int) -> ChunkStorageMetadata:
@@ -157,15 +157,15 @@ def test_values_that_run_code_are_refused_and_keep_nobody_from_the_tensors(
     ):
         read_checkpoint(path)
     with pytest.raises(UnsafePickleError, match="evil"):
-        holdfast.convert(path, tmp_path / "out", to="native")
+        rankless.convert(path, tmp_path / "out", to="native")
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(4, 3))
-    content = holdfast.load_checkpoint(path, model=model)
+    content = rankless.load_checkpoint(path, model=model)
     assert torch.equal(model.w, torch.ones(4, 3))
     assert content["epoch"] == 5
     assert "does not run" in repr(content["evil"])
     assert "user_content value evil is not read" in caplog.text
-    assert torch.equal(holdfast.open(path)["model/w"], torch.ones(4, 3))
+    assert torch.equal(rankless.open(path)["model/w"], torch.ones(4, 3))
     assert sorted(path.iterdir()) == before
 
 
@@ -174,16 +174,16 @@ def test_a_part_with_a_value_that_is_not_read_is_refused_when_it_is_asked_for(tm
     state = state_by_name(model, optimizer, scheduler)
     state["optim"]["param_groups"][0]["hook"] = UNSAFE_OBJECTS["eval"]
     path = save_dcp(tmp_path / "c", state)
-    holdfast.load_checkpoint(path, model=train_model()[0])
+    rankless.load_checkpoint(path, model=train_model()[0])
     with pytest.raises(UnsafePickleError, match=r"optimizer value .*hook"):
-        holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+        rankless.load_checkpoint(path, model=model, optimizer=optimizer)
 
 
 def test_a_file_in_memory_is_read_as_its_bytes(tmp_path: Path) -> None:
     path = save_dcp(tmp_path / "c", {"model": {"w": torch.ones(4, 3)}, "blob": io.BytesIO(b"bytes of a file")})
-    assert holdfast.open(path).values["user_content"] == {"blob": b"bytes of a file"}
-    holdfast.convert(path, tmp_path / "native", to="native")
-    assert holdfast.open(tmp_path / "native").values["user_content"] == {"blob": b"bytes of a file"}
+    assert rankless.open(path).values["user_content"] == {"blob": b"bytes of a file"}
+    rankless.convert(path, tmp_path / "native", to="native")
+    assert rankless.open(tmp_path / "native").values["user_content"] == {"blob": b"bytes of a file"}
 
 
 def test_metadata_cut_short_anywhere(folder: Path) -> None:
@@ -191,7 +191,7 @@ def test_metadata_cut_short_anywhere(folder: Path) -> None:
     for size in range(0, len(raw), 5):
         (folder / ".metadata").write_bytes(raw[:size])
         with limit_memory(), pytest.raises(CorruptCheckpointError, match=str(folder)):
-            holdfast.open(folder)
+            rankless.open(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 1000, -1])
@@ -217,7 +217,7 @@ def test_verify_names_every_damaged_tensor_and_goes_on(folder: Path) -> None:
     second = raw.index(b"PK\3\4", raw.index(b"PK\5\6"))
     raw[second : second + 4] = b"XXXX"
     (folder / "__1_0.distcp").write_bytes(raw)
-    actual = {check.name: check.problem for check in holdfast.open(folder).verify()}
+    actual = {check.name: check.problem for check in rankless.open(folder).verify()}
     assert {name for name, problem in actual.items() if problem} == {"model/b"}
 
 
@@ -235,7 +235,7 @@ def test_any_change_is_read_or_refused_by_an_error_of_ours(data: st.DataObject) 
         file.write_bytes(raw)
         try:
             read_checkpoint(path)
-        except HoldfastError as error:
+        except RanklessError as error:
             assert str(path) in str(error)
 
 
@@ -244,11 +244,11 @@ def test_an_optimizer_whose_groups_contradict_its_states(tmp_path: Path) -> None
     state = state_by_name(model, optimizer, scheduler)
     state["optim"]["param_groups"][0]["params"].pop()
     with pytest.raises(CorruptCheckpointError, match="in none of its groups"):
-        holdfast.open(save_dcp(tmp_path / "c", state))
+        rankless.open(save_dcp(tmp_path / "c", state))
 
 
 def test_an_optimizer_of_other_parameters_is_a_mismatch(tmp_path: Path) -> None:
     path = save_dcp(tmp_path / "c", state_by_name(*train_model()))
     model = train_model()[0]
     with pytest.raises(OptimizerMismatchError, match="does not train"):
-        holdfast.load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(list(model.parameters())[:2]))
+        rankless.load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(list(model.parameters())[:2]))

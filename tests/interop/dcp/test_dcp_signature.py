@@ -1,4 +1,4 @@
-"""Tests that holdfast's DCP writer and reader have the parameters and methods of torch's."""
+"""Tests that rankless's DCP writer and reader have the parameters and methods of torch's."""
 
 import inspect
 import os
@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast.dcp as ours
-from holdfast.errors import InvalidArgumentError
-from holdfast.formats.dcp import checksums
-from holdfast.torch_versions import DCP_VERSION, SerializationFormat
+import rankless.dcp as ours
+from rankless.errors import InvalidArgumentError
+from rankless.formats.dcp import checksums
+from rankless.torch_versions import DCP_VERSION, SerializationFormat
 from tests.helpers.torch_limits import HAS_DCP_VERSION
 
 #: What torch's have and ours do not, and why.
 ABSENT = {
     "metadata_path": "older versions of torch have it: the path of the metadata",
-    "fs": "torch's layer of file operations: ours are in holdfast.storage",
+    "fs": "torch's layer of file operations: ours are in rankless.storage",
     "transforms": "torch's experimental extensions of streams, which _extensions registers",
     "rank": "torch notes it for saves without collectives, which are refused",
     "use_collectives": "as rank",
@@ -109,7 +109,7 @@ def test_staged_memory_is_kept_if_asked_for(tmp_path: Path, kind: type) -> None:
 
 
 def save_both(folder: str) -> list[tuple[list[float], int]]:
-    from holdfast.dcp import FileSystemWriter
+    from rankless.dcp import FileSystemWriter
 
     writer = FileSystemWriter(folder)
     for step in (1.0, 2.0):

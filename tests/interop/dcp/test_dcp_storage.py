@@ -21,17 +21,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-import holdfast
-from holdfast.dcp import FileSystemReader, FileSystemWriter
-from holdfast.dcp.staging import create_staging, find_staging, staging_directory
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
-from holdfast.formats.dcp import checksums
-from holdfast.formats.dcp.checksums import ChecksumRecord, VerifiedReader
-from holdfast.ondisk.block_crcs import crc64
-from holdfast.run.staging_dir import StagingDirectory
-from holdfast.storage import atomic_rename
-from holdfast.storage.direct_io import BufferedReader
-from holdfast.storage.reader_pool import ReaderPool
+import rankless
+from rankless.dcp import FileSystemReader, FileSystemWriter
+from rankless.dcp.staging import create_staging, find_staging, staging_directory
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
+from rankless.formats.dcp import checksums
+from rankless.formats.dcp.checksums import ChecksumRecord, VerifiedReader
+from rankless.ondisk.block_crcs import crc64
+from rankless.run.staging_dir import StagingDirectory
+from rankless.storage import atomic_rename
+from rankless.storage.direct_io import BufferedReader
+from rankless.storage.reader_pool import ReaderPool
 from tests.helpers.dcp_states import VALUES, make_state, make_tensors
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
@@ -79,7 +79,7 @@ def test_what_is_saved_is_loaded_by_us_and_by_torch_on_any_ranks(
     for m in (1, 2, 4) if not options else (2,):
         ranks(m, load, path, 2)
         ranks(m, load, path, 2, True)
-    opened = holdfast.open(path)
+    opened = rankless.open(path)
     assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in make_tensors(2).items())
 
 
@@ -114,7 +114,7 @@ def test_asynchronous_saves(ranks: Ranks, tmp_path: Path, n: int) -> None:
 SCRIPT = """
 import sys, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from holdfast.dcp import FileSystemWriter
+from rankless.dcp import FileSystemWriter
 from tests.helpers.dcp_states import make_state
 dist.init_process_group("gloo")
 for step in (1, 2):
@@ -171,11 +171,11 @@ def fail(path: str, where: str, rank: int, before: bool) -> None:
     [
         ("torch.save", 1, True),
         ("torch.save", 0, False),
-        ("holdfast.dcp.writer.hash_chunks", 1, False),
-        ("holdfast.storage.posix.sync_tree", 0, True),
-        ("holdfast.storage.posix.write_small", 0, True),
-        ("holdfast.storage.posix.fsync_directory", 0, True),
-        ("holdfast.storage.posix.make_directory", 0, False),
+        ("rankless.dcp.writer.hash_chunks", 1, False),
+        ("rankless.storage.posix.sync_tree", 0, True),
+        ("rankless.storage.posix.write_small", 0, True),
+        ("rankless.storage.posix.fsync_directory", 0, True),
+        ("rankless.storage.posix.make_directory", 0, False),
     ],
 )
 def test_a_rank_that_fails_leaves_what_was_there(
@@ -284,8 +284,8 @@ def test_a_host_asks_the_server_which_directory_has_the_name_of_staging(tmp_path
     """All saves to a path use one hidden name, which a client of NFS remembers until the parent is listed."""
     listed: list[Path] = []
     with (
-        mock.patch("holdfast.dcp.staging.is_local", return_value=False),
-        mock.patch("holdfast.dcp.staging.posix.list_names", side_effect=listed.append),
+        mock.patch("rankless.dcp.staging.is_local", return_value=False),
+        mock.patch("rankless.dcp.staging.posix.list_names", side_effect=listed.append),
     ):
         assert find_staging(tmp_path / "c") == staging_directory(tmp_path / "c").path
     assert listed == [tmp_path]
@@ -297,7 +297,7 @@ def test_files_in_another_directory_fail_the_save(tmp_path: Path) -> None:
     save(str(path), 1)
     other.mkdir()
     with (
-        mock.patch("holdfast.dcp.folder_output.find_staging", return_value=other),
+        mock.patch("rankless.dcp.folder_output.find_staging", return_value=other),
         pytest.raises(CheckpointException, match=r"does not have __0_0\.distcp"),
     ):
         save(str(path), 2)
@@ -360,13 +360,13 @@ def test_metadata_and_values_are_verified_whoever_reads_them(saved: Path) -> Non
     for at in range(info.offset, info.offset + info.length, 61):
         file.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
         with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp is corrupt: its bytes"):
-            holdfast.open(saved)
+            rankless.open(saved)
     file.write_bytes(raw)
-    assert holdfast.open(saved).values["user_content"]["step"] == 1
+    assert rankless.open(saved).values["user_content"]["step"] == 1
     metadata = (saved / ".metadata").read_bytes()
     (saved / ".metadata").write_bytes(metadata.replace(b"model.rows", b"model.cows"))
     with pytest.raises(CorruptCheckpointError):
-        holdfast.open(saved)
+        rankless.open(saved)
 
 
 def test_the_metadata_of_another_save_is_found(saved: Path, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_no_code_of_the_metadata_or_of_values_runs(tmp_path: Path, monkeypatch: 
     path = tmp_path / "c"
     dcp.save({"w": torch.ones(2), "evil": UNSAFE_OBJECTS[kind]}, checkpoint_id=path, no_dist=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointException, match="which holdfast does not run"):
+    with pytest.raises(CheckpointException, match="which rankless does not run"):
         dcp.load({"evil": None}, storage_reader=FileSystemReader(path), no_dist=True)
     metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301
     metadata.planner_data = UNSAFE_OBJECTS[kind]

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-import holdfast
-from holdfast.conversion import dcp_writer
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
-from holdfast.torch_versions import DCP_VERSION
+import rankless
+from rankless.conversion import dcp_writer
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError
+from rankless.torch_versions import DCP_VERSION
 from tests.helpers import dcp_matrix
 from tests.helpers.commands import run_command as command
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training
@@ -69,7 +69,7 @@ def test_what_we_save_in_one_layout_torch_loads_in_another(
     ranks: Ranks, tmp_path: Path, seeds: Callable[[str], str], writer: Case, reader: Case, kind: str
 ) -> None:
     ranks(writer.ranks, dcp_matrix.write_ours, str(tmp_path / "ours"), writer.layout, kind, seeds(kind))
-    path = holdfast.convert(tmp_path / "ours", tmp_path / "theirs", to="dcp")
+    path = rankless.convert(tmp_path / "ours", tmp_path / "theirs", to="dcp")
     ranks(reader.ranks, dcp_matrix.load_theirs, str(path), reader.layout, kind)
 
 
@@ -92,7 +92,7 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_from_it(saved: Path, tmp_path: Path) -> None:
-    path = holdfast.convert(saved, tmp_path / "dcp", to="dcp")
+    path = rankless.convert(saved, tmp_path / "dcp", to="dcp")
     run, expected = start_run("plain", seed=1), train_run("plain")
     model, optim = get_state_dict(run.model, run.optimizer)
     scheduler = run.scheduler.state_dict()
@@ -112,14 +112,14 @@ def test_an_optimizer_that_was_given_names_finds_them(tmp_path: Path) -> None:
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()  # with gradients, torch gives no state of an optimizer that has not stepped
-    holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer)
-    path = holdfast.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    rankless.save_checkpoint(tmp_path / "run", "s", model, optimizer)
+    path = rankless.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     state = load(path, {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.named_parameters()))})
     assert are_equal(state["optim"], get_optimizer_state_dict(model, optimizer))
 
 
 def test_torch_s_own_tool_reads_all_of_it(saved: Path, tmp_path: Path) -> None:
-    path = holdfast.convert(saved, tmp_path / "dcp", to="dcp")
+    path = rankless.convert(saved, tmp_path / "dcp", to="dcp")
     dcp_to_torch_save(path, tmp_path / "whole.pt")
     loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
     assert loaded.keys() == {"model", "optim", "scheduler", "step", "table", "nested"}
@@ -131,10 +131,10 @@ def test_torch_s_own_tool_reads_all_of_it(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_lies_in_it_once(saved: Path, tmp_path: Path) -> None:
-    path = holdfast.convert(saved, tmp_path / "dcp", to="dcp", model_only=True)
+    path = rankless.convert(saved, tmp_path / "dcp", to="dcp", model_only=True)
     places = {index.fqn: info for index, info in metadata(path).storage_data.items()}
     assert places["model.head.weight"] == places["model.embed.weight"]
-    assert holdfast.open(path)["model/head.weight"].shape == (11, 6)
+    assert rankless.open(path)["model/head.weight"].shape == (11, 6)
 
 
 def metadata(path: Path) -> Any:
@@ -145,7 +145,7 @@ def test_each_record_is_what_torch_writes(tmp_path: Path) -> None:
     """But for the tensors' CRCs, which torch.load does not look at, and a name that is made of them."""
     tensors = {"a": torch.arange(7.0), "b": torch.zeros(0, 3), "c": torch.tensor(2.5), "d": torch.ones(3, 2).bool()}
     torch.save(tensors, tmp_path / "a.pt")
-    ours = holdfast.convert(tmp_path / "a.pt", tmp_path / "ours", to="dcp")
+    ours = rankless.convert(tmp_path / "a.pt", tmp_path / "ours", to="dcp")
     dcp.save({"model": tensors}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     mine, theirs = metadata(ours), metadata(tmp_path / "theirs")
     assert mine.state_dict_metadata == theirs.state_dict_metadata
@@ -163,7 +163,7 @@ def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, mo
     tensors = {"long": torch.arange(250.0), "wide": torch.arange(120.0).view(3, 40), "one": torch.tensor(1.0)}
     tensors["deep"] = torch.arange(240).view(10, 4, 6).to(torch.int16)
     torch.save(tensors, tmp_path / "a.pt")
-    path = holdfast.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", max_shard_size=400)
+    path = rankless.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", max_shard_size=400)
     kept = metadata(path)
     assert {name: len(value.chunks) for name, value in kept.state_dict_metadata.items()} == {
         "model.long": 10,
@@ -176,7 +176,7 @@ def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, mo
     assert len(names) > 4
     actual = load(path, {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}})["model"]
     assert all(equal_bits(actual[name], tensors[name]) for name in tensors)
-    assert all(equal_bits(holdfast.open(path)[f"model/{name}"], tensors[name]) for name in tensors)
+    assert all(equal_bits(rankless.open(path)[f"model/{name}"], tensors[name]) for name in tensors)
 
 
 def test_values_of_any_form(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_values_of_any_form(tmp_path: Path) -> None:
     shared = torch.arange(3000.0)
     inside = {"pair": (shared, {"x": (torch.tensor([1, 2]),)}), "list": [torch.ones(2), 5, shared], "none": None}
     torch.save({"model": {"w": torch.ones(2)}, **inside}, tmp_path / "a.pt")
-    path = holdfast.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
+    path = rankless.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
     dcp_to_torch_save(path, tmp_path / "whole.pt")
-    for actual in (torch.load(tmp_path / "whole.pt"), holdfast.open(path).values["user_content"]):
+    for actual in (torch.load(tmp_path / "whole.pt"), rankless.open(path).values["user_content"]):
         assert torch.equal(actual["pair"][0], shared)
         assert torch.equal(actual["list"][2], shared)
         assert torch.equal(actual["pair"][1]["x"][0], torch.tensor([1, 2]))
@@ -196,8 +196,8 @@ def test_values_of_any_form(tmp_path: Path) -> None:
 
 def test_values_whose_keys_are_taken(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    holdfast.save_checkpoint(tmp_path / "run", "s", model, user_content={"model": "gpt", "step": 1})
-    path = holdfast.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    rankless.save_checkpoint(tmp_path / "run", "s", model, user_content={"model": "gpt", "step": 1})
+    path = rankless.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     state = load(path, {"model": model.state_dict(), "user_content": {"model": "", "step": 0}})
     assert state["user_content"] == {"model": "gpt", "step": 1}
 
@@ -205,7 +205,7 @@ def test_values_whose_keys_are_taken(tmp_path: Path) -> None:
 def test_keys_that_torch_cannot_tell_apart(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "a.b": 1, "a": {"b": 2}}, tmp_path / "a.pt")
     with pytest.raises(InvalidArgumentError, match=r"a\.b"):
-        holdfast.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
+        rankless.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
 
 
@@ -213,10 +213,10 @@ def test_keys_that_torch_cannot_tell_apart(tmp_path: Path) -> None:
 def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way: list[str]) -> None:
     at = saved
     for number, to in enumerate(way):
-        at = holdfast.convert(at, tmp_path / f"{number}.ckpt", to=to)
+        at = rankless.convert(at, tmp_path / f"{number}.ckpt", to=to)
     run, expected = start_run("plain", seed=1), train_run("plain")
     scheduler = run.scheduler if "lightning-folder" not in way else None
-    holdfast.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
+    rankless.load_checkpoint(at, model=run.model, optimizer=run.optimizer, scheduler=scheduler)
     assert_equal(gather_run(run), gather_run(expected))
     if scheduler is not None:
         assert scheduler.state_dict() == expected.scheduler.state_dict()
@@ -224,7 +224,7 @@ def test_there_and_back_a_run_goes_on_as_before(saved: Path, tmp_path: Path, way
 
 def test_weights_alone(tmp_path: Path) -> None:
     save_file({"w": torch.arange(6.0).view(2, 3)}, tmp_path / "w.safetensors")
-    path = holdfast.convert(tmp_path / "w.safetensors", tmp_path / "dcp", to="dcp", dtype="bfloat16")
+    path = rankless.convert(tmp_path / "w.safetensors", tmp_path / "dcp", to="dcp", dtype="bfloat16")
     actual = load(path, {"model": {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}})
     assert torch.equal(actual["model"]["w"], torch.arange(6.0).view(2, 3).bfloat16())
 
@@ -234,7 +234,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 
 def together(src: str, dst: str, to: str) -> None:
-    holdfast.convert(src, dst, to=to, max_shard_size=500)
+    rankless.convert(src, dst, to=to, max_shard_size=500)
 
 
 @pytest.mark.parametrize("to", ["dcp", "lightning-folder"])
@@ -262,7 +262,7 @@ def test_damage_in_the_source_is_found_and_nothing_is_left(
     raw[-3] ^= 1
     file.write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match=r"model tensor .* is corrupt"):
-        holdfast.convert(saved, tmp_path / "out", to=to)
+        rankless.convert(saved, tmp_path / "out", to=to)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
@@ -278,4 +278,4 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 def test_the_command(saved: Path, tmp_path: Path) -> None:
     done = command("convert", str(saved), str(tmp_path / "dcp"), "--to", "dcp")
     assert done.returncode == 0, done.stderr
-    assert holdfast.open(tmp_path / "dcp").format == "dcp"
+    assert rankless.open(tmp_path / "dcp").format == "dcp"

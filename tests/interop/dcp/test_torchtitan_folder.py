@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-import holdfast
+import rankless
 from tests.helpers.equality import equal_bits
 from tests.helpers.stateful import Counter
 
@@ -43,7 +43,7 @@ def test_the_model_is_at_the_top_and_the_optimizer_is_flat(tmp_path: Path) -> No
     }
     dcp.save(states, checkpoint_id=tmp_path / "step-3", no_dist=True)
     new_model, new_optimizer, new_scheduler = make_training(1)
-    result = holdfast.restore(
+    result = rankless.restore(
         tmp_path / "step-3", model=new_model, optimizer=new_optimizer, scheduler=new_scheduler, rng=False
     )
     assert set(result.exact) == {"model", "optimizer", "scheduler", "user_content"}

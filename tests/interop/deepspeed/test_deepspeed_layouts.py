@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError
+import rankless
+from rankless.errors import CorruptCheckpointError
 from tests.helpers.deepspeed_files import ZeroSave, random_save, write_zero
 from tests.helpers.equality import equal_bits
 from tests.helpers.torch_files import LEGACY_OPTIONS
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def check(path: Path, save: ZeroSave) -> Any:
-    opened = holdfast.open(path)
+    opened = rankless.open(path)
     for name, tensor in save.masters.items():
         assert equal_bits(opened[f"model/{name}"], tensor), name
         for state, tensors in save.states.items():
@@ -99,13 +99,13 @@ def test_steps_that_are_numbers_are_restored(tmp_path: Path, elastic: bool, in_g
     save = random_save(SHAPES, GROUPS, ADAM, step=7, step_in_groups=in_groups, elastic=elastic)
     write_zero(tmp_path, save)
     check(tmp_path, save)
-    values = holdfast.open(tmp_path).values["optimizer"]["groups"]
+    values = rankless.open(tmp_path).values["optimizer"]["groups"]
     assert all(state == {"step": 7} for group in values for state in group["state"].values())
     assert all("step" not in group["settings"] for group in values)
     model = torch.nn.Module()
     model.a = torch.nn.Linear(3, 5)
     optimizer = torch.optim.AdamW([{"params": [model.a.weight]}, {"params": [model.a.bias]}])
-    holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer, strict=False)
+    rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer, strict=False)
     assert equal_bits(optimizer.state[model.a.weight]["step"], STEP)
 
 
@@ -142,7 +142,7 @@ def test_frozen_and_tied_parameters_and_buffers_are_in_the_model(tmp_path: Path,
     model.a = torch.nn.Linear(3, 5)
     model.head = torch.nn.Linear(3, 5, bias=False)
     model.head.weight = model.a.weight
-    holdfast.load_checkpoint(tmp_path, model=model, strict=False)
+    rankless.load_checkpoint(tmp_path, model=model, strict=False)
     assert equal_bits(model.head.weight, save.masters["a.weight"])
 
 
@@ -153,7 +153,7 @@ def test_lightnings_prefix_is_removed(tmp_path: Path) -> None:
     client = {"epoch": 3, "lr_schedulers": [{"last_epoch": 5}], "pytorch-lightning_version": "2.6.0"}
     save = random_save(shapes, groups, ADAM, step=STEP, client_state=client)
     write_zero(tmp_path / "last.ckpt", save, tag="checkpoint")
-    opened = holdfast.open(tmp_path / "last.ckpt")
+    opened = rankless.open(tmp_path / "last.ckpt")
     assert {name.partition("/")[2] for name in opened if name.startswith("model/")} == SHAPES.keys()
     assert equal_bits(opened["model/a.bias"], save.masters["_forward_module.a.bias"])
     assert equal_bits(opened["optimizer/a.bias/exp_avg"], save.states["exp_avg"]["_forward_module.a.bias"])
@@ -174,7 +174,7 @@ def test_a_scheduler_of_torch_is_restored(tmp_path: Path) -> None:
         scheduler={"last_epoch": 7, "_step_count": 8},
     )
     write_zero(tmp_path, save)
-    content = holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+    content = rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert scheduler.last_epoch == 7
     assert equal_bits(optimizer.state[model.weight]["exp_avg"], save.states["exp_avg"]["weight"])
     assert content["global_steps"] == 7
@@ -193,22 +193,22 @@ def test_what_deepspeed_gets_wrong(tmp_path: Path) -> None:
     tree = torch.load(path, weights_only=False)
     tree["param_shapes"] = [type(tree["param_shapes"][0])((name, torch.Size(shape)) for name, shape in SHAPES.items())]
     torch.save(tree, path)
-    problems = [result.problem for result in holdfast.open(tmp_path / "right").verify() if result.problem]
+    problems = [result.problem for result in rankless.open(tmp_path / "right").verify() if result.problem]
     assert len(problems) == 1
     assert "rounded, are not the weights of the model" in problems[0]
     with pytest.raises(CorruptCheckpointError, match="rounded, are not the weights of the model"):
-        holdfast.convert(tmp_path / "right", tmp_path / "converted", to="native")
+        rankless.convert(tmp_path / "right", tmp_path / "converted", to="native")
 
 
 def test_a_client_state_may_have_any_keys_and_arrays(tmp_path: Path) -> None:
     client = {1: 2, "counts": collections.defaultdict(int, a=1), "array": np.arange(4, dtype=np.uint32)}
     write_zero(tmp_path / "ds", random_save(SHAPES, [list(SHAPES)], ADAM, step=STEP, client_state=client))
-    content = holdfast.open(tmp_path / "ds").values["user_content"]
+    content = rankless.open(tmp_path / "ds").values["user_content"]
     assert content[1] == 2
     assert content["counts"] == {"a": 1}
-    holdfast.convert(tmp_path / "ds", tmp_path / "native", to="native")
-    assert not holdfast.diff(tmp_path / "ds", tmp_path / "native")
+    rankless.convert(tmp_path / "ds", tmp_path / "native", to="native")
+    assert not rankless.diff(tmp_path / "ds", tmp_path / "native")
     client["array"][2] += 1
     write_zero(tmp_path / "other", random_save(SHAPES, [list(SHAPES)], ADAM, step=STEP, client_state=client))
-    difference = holdfast.diff(tmp_path / "other", tmp_path / "native")
+    difference = rankless.diff(tmp_path / "other", tmp_path / "native")
     assert [entry.differing for entry in difference.tensors] == [1]

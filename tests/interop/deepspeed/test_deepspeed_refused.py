@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
-    HoldfastError,
     InvalidArgumentError,
     NoCheckpointError,
+    RanklessError,
     UnsafeNameError,
     UnsafePickleError,
 )
@@ -53,7 +53,7 @@ def inner(key: str, change: Edit) -> Edit:
     return lambda tree: tree["optimizer_state_dict"].update({key: change(tree["optimizer_state_dict"][key])})
 
 
-def refuse(path: Path, kind: type[HoldfastError], text: str) -> None:
+def refuse(path: Path, kind: type[RanklessError], text: str) -> None:
     with limit_memory(), pytest.raises(kind, match=text):
         read_checkpoint(path)
 
@@ -100,7 +100,7 @@ def test_a_folder_without_any_optimizer_file_is_not_a_model_of_16_bits(tmp_path:
     refuse(tmp_path, CorruptCheckpointError, "no files of the optimizer.*weights=model")
     model = torch.nn.Module()
     model.a = torch.nn.Linear(3, 5, dtype=torch.bfloat16)
-    holdfast.restore(folder, model=model, strict=False, keys={"weights": "model", "optimizer": "skip"})
+    rankless.restore(folder, model=model, strict=False, keys={"weights": "model", "optimizer": "skip"})
     assert model.a.weight.any()
 
 
@@ -126,7 +126,7 @@ def test_files_of_two_steps_are_refused(tmp_path: Path, stage: int) -> None:
     folders = [write(tmp_path / str(step), stage, step=torch.tensor(float(step))) for step in (7, 8)]
     shutil.copy(folders[1] / OPTIMIZER.format(1), folders[0] / OPTIMIZER.format(1))
     with pytest.raises(CorruptCheckpointError, match="the state 'step' of group 0 is not that of the other ranks"):
-        holdfast.open(tmp_path / "7")
+        rankless.open(tmp_path / "7")
 
 
 #: Changes of a rank's optimizer file that contradict the rest, by what they change.
@@ -168,9 +168,9 @@ def test_a_state_that_is_not_divided_as_its_parameters_is_named(tmp_path: Path) 
         edit(folder / OPTIMIZER.format(rank), add)
     model = torch.nn.Module()
     model.a = torch.nn.Linear(3, 5)
-    holdfast.restore(tmp_path, model=model, strict=False)
+    rankless.restore(tmp_path, model=model, strict=False)
     with pytest.raises(FormatError, match=r"'a\.weight/factors' is not divided as its parameters are"):
-        holdfast.restore(tmp_path, optimizer=torch.optim.AdamW(model.parameters()), model=model, strict=False)
+        rankless.restore(tmp_path, optimizer=torch.optim.AdamW(model.parameters()), model=model, strict=False)
 
 
 def test_an_optimizer_offloaded_to_nvme_is_refused(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_an_unknown_form_of_optimizer_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path)
     edit(folder / OPTIMIZER.format(0), lambda tree: tree.update(optimizer_state_dict={"shards": []}))
     refuse(
-        tmp_path, FormatError, "DeepSpeed 0.19.8 with an optimizer or a checkpoint engine that holdfast does not read"
+        tmp_path, FormatError, "DeepSpeed 0.19.8 with an optimizer or a checkpoint engine that rankless does not read"
     )
 
 
@@ -200,7 +200,7 @@ def test_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
 def test_auto_ep_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path)
     edit(folder / MODEL, lambda tree: tree.update(ds_autoep_layers=[{"ep_rank": 0}]))
-    refuse(tmp_path, FormatError, "AutoEP, which holdfast reads neither here nor in universal checkpoints")
+    refuse(tmp_path, FormatError, "AutoEP, which rankless reads neither here nor in universal checkpoints")
 
 
 def test_frozen_parameters_that_were_left_out_are_named(tmp_path: Path) -> None:
@@ -208,11 +208,11 @@ def test_frozen_parameters_that_were_left_out_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
     for rank in range(2):
         edit(folder / DIVIDED_MODEL.format(rank), lambda tree: tree["module"].update({"base": torch.empty(0)}))
-    assert "model/base" not in set(holdfast.open(tmp_path))
+    assert "model/base" not in set(rankless.open(tmp_path))
     model = torch.nn.Module()
     model.base = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(FormatError, match="'base' is divided among ranks, and no file has its parts"):
-        holdfast.load_checkpoint(tmp_path, model=model)
+        rankless.load_checkpoint(tmp_path, model=model)
 
 
 def test_quantized_frozen_parameters_are_refused(tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path, stage: int, kind: s
     raw = bytearray(file.read_bytes())
     raw[raw.index(first)] ^= 1
     file.write_bytes(raw)
-    problems = [check.problem for check in holdfast.open(tmp_path / "c").verify() if check.problem]
+    problems = [check.problem for check in rankless.open(tmp_path / "c").verify() if check.problem]
     assert any(file.name in problem for problem in problems)
     with pytest.raises(CorruptCheckpointError):
-        holdfast.convert(tmp_path / "c", tmp_path / "converted", to="native")
+        rankless.convert(tmp_path / "c", tmp_path / "converted", to="native")
     assert not (tmp_path / "converted").exists()
 
 
@@ -265,15 +265,15 @@ def test_keys_of_other_formats_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     for keys in ({"layout": "llama"}, {"weights": "x"}, {"model": "module"}):
         with pytest.raises(InvalidArgumentError, match="keys: "):
-            holdfast.load_checkpoint(tmp_path, model=torch.nn.Linear(1, 1), keys=keys)
+            rankless.load_checkpoint(tmp_path, model=torch.nn.Linear(1, 1), keys=keys)
 
 
 def test_a_file_called_latest_is_not_enough(tmp_path: Path) -> None:
     """Other systems have such files, too."""
     (tmp_path / "latest").write_text("x")
     (tmp_path / "x").mkdir()
-    with pytest.raises(HoldfastError):
-        holdfast.open(tmp_path)
+    with pytest.raises(RanklessError):
+        rankless.open(tmp_path)
 
 
 def test_equal_master_weights_without_zero_have_no_names(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_equal_master_weights_without_zero_have_no_names(tmp_path: Path) -> None
     torch.save(state, tmp_path / MODEL)
     refuse(tmp_path, FormatError, "could be any of a, b.*optimizer=skip")
     model = torch.nn.ParameterDict({name: torch.ones(3, dtype=torch.bfloat16) for name in weights})
-    holdfast.load_checkpoint(tmp_path, model=model, keys={"optimizer": "skip"})
+    rankless.load_checkpoint(tmp_path, model=model, keys={"optimizer": "skip"})
     assert not model["a"].any()
 
 
@@ -303,5 +303,5 @@ def test_what_names_the_newest_tag_must_be_a_file(tmp_path: Path, kind: str) -> 
         latest.mkdir()
     else:
         latest.symlink_to(tag.name if kind == "link" else "missing")
-    with pytest.raises(HoldfastError, match="latest"):
-        holdfast.open(tmp_path)
+    with pytest.raises(RanklessError, match="latest"):
+        rankless.open(tmp_path)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import holdfast
-from holdfast.errors import MismatchError
+import rankless
+from rankless.errors import MismatchError
 from tests.helpers.deepspeed_files import extract_golden, random_save, write_zero
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
@@ -66,7 +66,7 @@ def resume(root: str, case: str) -> tuple[dict[str, torch.Tensor], dict[str, tor
         frozen = {parameter for parameter in model.parameters() if not parameter.is_floating_point()}
         fully_shard(model, ignored_params=frozen)
     optimizer = oracle.build_optimizer(model)
-    restored = holdfast.restore(oracle.folder, model=model, optimizer=optimizer, verify=True)
+    restored = rankless.restore(oracle.folder, model=model, optimizer=optimizer, verify=True)
     loaded = collect(oracle, model, optimizer)
     train(oracle, model, optimizer)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -74,7 +74,7 @@ def resume(root: str, case: str) -> tuple[dict[str, torch.Tensor], dict[str, tor
 
 
 def expected_after_steps(oracle: Oracle) -> dict[str, torch.Tensor]:
-    """Train on from the oracle, in one process and without holdfast."""
+    """Train on from the oracle, in one process and without rankless."""
     model = oracle.build_model()
     model.load_state_dict(oracle.model)
     optimizer = oracle.build_optimizer(model)
@@ -128,7 +128,7 @@ def test_groups_that_differ_are_refused(golden: Path) -> None:
     model = oracle.build_model()
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.is_floating_point())
     with pytest.raises(MismatchError):
-        holdfast.load_checkpoint(oracle.folder, model=model, optimizer=optimizer)
+        rankless.load_checkpoint(oracle.folder, model=model, optimizer=optimizer)
 
 
 def test_a_scheduler_of_deepspeed_is_not_loaded_into_another(golden: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_scheduler_of_deepspeed_is_not_loaded_into_another(golden: Path) -> No
     optimizer = oracle.build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(MismatchError, match="scheduler"):
-        holdfast.load_checkpoint(oracle.folder, model=model, optimizer=optimizer, scheduler=scheduler)
+        rankless.load_checkpoint(oracle.folder, model=model, optimizer=optimizer, scheduler=scheduler)
 
 
 @pytest.mark.filterwarnings("ignore:.*missing in the checkpoint")
@@ -146,10 +146,10 @@ def test_a_scheduler_of_deepspeed_is_not_loaded_into_another(golden: Path) -> No
 @pytest.mark.parametrize("case", ["z2_w2_bf16", "z3_w4_bf16"])
 def test_a_converted_checkpoint_is_loaded_back(golden: Path, tmp_path: Path, case: str, to: str) -> None:
     oracle = Oracle.load(golden, case)
-    converted = holdfast.convert(oracle.folder, tmp_path / "converted", to=to)
+    converted = rankless.convert(oracle.folder, tmp_path / "converted", to=to)
     model = oracle.build_model()
     optimizer = oracle.build_optimizer(model)
-    content = holdfast.load_checkpoint(converted, model=model, optimizer=optimizer)
+    content = rankless.load_checkpoint(converted, model=model, optimizer=optimizer)
     loaded = collect(oracle, model, optimizer)
     assert all(equal_bits(loaded[name], tensor) for name, tensor in oracle.model.items())
     for state in ("exp_avg", "exp_avg_sq"):
@@ -161,7 +161,7 @@ def test_the_model_is_exported_to_hugging_face(golden: Path, tmp_path: Path) -> 
     from safetensors.torch import load_file
 
     oracle = Oracle.load(golden, "trainer_ds_z2_w2")
-    holdfast.convert(oracle.folder, tmp_path / "hf", to="hf")
+    rankless.convert(oracle.folder, tmp_path / "hf", to="hf")
     saved = load_file(tmp_path / "hf/model.safetensors")
     assert saved.keys() == oracle.tensors["weights"].keys()
     assert all(equal_bits(saved[name], tensor) for name, tensor in oracle.tensors["weights"].items())
@@ -174,13 +174,13 @@ def test_a_converted_run_goes_on_with_a_checkpointer(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     write_zero(tmp_path / "ds", random_save(shapes, [[*shapes]], ("exp_avg", "exp_avg_sq"), step=torch.tensor(7.0)))
-    assert holdfast.restore(tmp_path / "ds", model=model, optimizer=optimizer, rng=False).step == 7
-    holdfast.convert(tmp_path / "ds", tmp_path / "run/step_7", to="native")
-    assert holdfast.open(tmp_path / "run").step == 7
-    with holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, save_every=1) as checkpointer:
+    assert rankless.restore(tmp_path / "ds", model=model, optimizer=optimizer, rng=False).step == 7
+    rankless.convert(tmp_path / "ds", tmp_path / "run/step_7", to="native")
+    assert rankless.open(tmp_path / "run").step == 7
+    with rankless.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, save_every=1) as checkpointer:
         assert checkpointer.resume() == 7
         checkpointer.step(8)
-    assert [info.step for info in holdfast.list_checkpoints(tmp_path / "run")] == [7, 8]
+    assert [info.step for info in rankless.list_checkpoints(tmp_path / "run")] == [7, 8]
 
 
 def test_a_parameter_without_elements_needs_no_state(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_parameter_without_elements_needs_no_state(tmp_path: Path) -> None:
     write_zero(tmp_path, replace(save, buffers={"none": torch.zeros(0, 4)}))
     model = torch.nn.ParameterDict({"a": torch.zeros(3, 4), "none": torch.zeros(0, 4)})
     optimizer = torch.optim.AdamW(model.parameters())
-    result = holdfast.restore(tmp_path, model=model, optimizer=optimizer, rng=False)
+    result = rankless.restore(tmp_path, model=model, optimizer=optimizer, rng=False)
     assert result.missing == ()
     assert torch.equal(optimizer.state[model["a"]]["exp_avg"], save.states["exp_avg"]["a"])
     (model["a"].sum() + model["none"].sum()).backward()
@@ -202,4 +202,4 @@ def test_a_parameter_with_elements_does(tmp_path: Path) -> None:
     write_zero(tmp_path, replace(save, buffers={"b": torch.zeros(1, 4)}))
     model = torch.nn.ParameterDict({"a": torch.zeros(3, 4), "b": torch.zeros(1, 4)})
     with pytest.raises(MismatchError, match="'b', of which the checkpoint has no optimizer state"):
-        holdfast.load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)
+        rankless.load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError
 from tests.helpers.deepspeed_files import ZeroSave, random_save, write_zero
 from tests.helpers.equality import equal_bits
 
@@ -54,7 +54,7 @@ LAYERS = {0: {"weight": TIED}, 1: {"weight": "1.weight", "bias": "1.bias"}, 3: {
 def test_a_layer_of_two_stages_is_one_parameter(tmp_path: Path) -> None:
     """It has the name of the layer. A model may also have it under the name that DeepSpeed gives it."""
     saves = write_pipeline(tmp_path, LAYERS)
-    opened = holdfast.open(tmp_path)
+    opened = rankless.open(tmp_path)
     for save in saves:
         for name, tensor in save.masters.items():
             layer_name = "0.weight" if name == TIED else name
@@ -64,7 +64,7 @@ def test_a_layer_of_two_stages_is_one_parameter(tmp_path: Path) -> None:
     assert names == {"model/0.weight", "model/1.weight", "model/1.bias", "model/3.weight"}
     model = torch.nn.Module()
     model.tied_modules = torch.nn.ModuleDict({"embed": torch.nn.Linear(3, 4, bias=False)})
-    holdfast.restore(tmp_path, model=model, strict=False)
+    rankless.restore(tmp_path, model=model, strict=False)
     assert equal_bits(model.tied_modules["embed"].weight, saves[0].masters[TIED])
     (group,) = opened.values["optimizer"]["groups"]
     assert group["params"] == ["0.weight", "1.weight", "1.bias", "3.weight"]
@@ -73,7 +73,7 @@ def test_a_layer_of_two_stages_is_one_parameter(tmp_path: Path) -> None:
 
 def test_stages_that_differ_in_a_shared_layer_are_found(tmp_path: Path) -> None:
     write_pipeline(tmp_path, LAYERS, same=False)
-    (problem,) = [check.problem for check in holdfast.open(tmp_path).verify() if check.problem]
+    (problem,) = [check.problem for check in rankless.open(tmp_path).verify() if check.problem]
     assert "master weight of 'tied_modules.embed.weight' differs between ranks or stages" in problem
 
 
@@ -84,20 +84,20 @@ def test_a_missing_stage_is_found(tmp_path: Path, missing: str) -> None:
     for file in (tmp_path / "global_step7").glob(missing):
         file.unlink()
     with pytest.raises(CorruptCheckpointError, match=r"1 of 2 model-parallel ranks|rank_01.* without a file of its"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_missing_layers_are_found(tmp_path: Path) -> None:
     """Universal checkpoints that DeepSpeed converts lack them."""
     write_pipeline(tmp_path, {}, mp_world_size=2)
     with pytest.raises(CorruptCheckpointError, match="2 stages of a pipeline, and none of their layers"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_a_shared_layer_that_could_be_two_is_refused(tmp_path: Path) -> None:
     write_pipeline(tmp_path, {**LAYERS, 2: {"weight": TIED}})
     with pytest.raises(FormatError, match=r"the layers \[0, 2\] could be tied_modules.embed"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def write_experts(folder: Path, experts: int = 4, expert_ranks: int = 2, ranks: int = 4) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ def _part(flat: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
 
 def test_experts_are_counted_over_all_ranks(tmp_path: Path) -> None:
     tensors = write_experts(tmp_path / "c")
-    opened = holdfast.open(tmp_path / "c")
+    opened = rankless.open(tmp_path / "c")
     assert {name for name in opened if name.startswith("model/")} == {f"model/{name}" for name in tensors}
     for name, tensor in tensors.items():
         assert equal_bits(opened[f"model/{name}"], tensor)
@@ -151,4 +151,4 @@ def test_a_missing_expert_is_found(tmp_path: Path) -> None:
     write_experts(tmp_path / "c")
     (tmp_path / "c/layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"deepspeed_experts.3.weight' has the shape \[3, 5\].*no tensor"):
-        holdfast.open(tmp_path / "c")
+        rankless.open(tmp_path / "c")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError
-from holdfast.formats.detect import open_reader
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError, RanklessError
+from rankless.formats.detect import open_reader
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.deepspeed_files import ZeroSave, deepspeed_modules
 from tests.helpers.deepspeed_tensor_parallel import write_tensor_parallel
@@ -23,7 +23,7 @@ from tests.helpers.equality import equal_bits
 
 
 def check(path: Path, save: ZeroSave) -> None:
-    opened = holdfast.open(path)
+    opened = rankless.open(path)
     for name, tensor in save.masters.items():
         assert equal_bits(opened[f"model/{name}"], tensor), name
         for state, tensors in save.states.items():
@@ -43,8 +43,8 @@ def test_whole_parameters_are_read(tmp_path: Path, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("to", ["native", "deepspeed-universal"])
 def test_a_conversion_has_the_whole_parameters(tmp_path: Path, to: str) -> None:
     save = write_tensor_parallel(tmp_path / "tag", tmp_path)
-    holdfast.convert(tmp_path / "tag", tmp_path / "out", to=to)
-    opened = holdfast.open(tmp_path / "out")
+    rankless.convert(tmp_path / "tag", tmp_path / "out", to=to)
+    opened = rankless.open(tmp_path / "out")
     assert all(equal_bits(opened[f"model/{name}"], tensor) for name, tensor in save.masters.items())
     content = opened.values["user_content"]
     assert content["epoch"] == 4
@@ -57,7 +57,7 @@ def test_ranges_of_a_tensor_are_read(tmp_path: Path) -> None:
     for name, tensor in save.masters.items():
         model.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor)))
     model.register_buffer("table", torch.zeros(3))
-    holdfast.load_checkpoint(tmp_path / "tag", model=model, rng=False)
+    rankless.load_checkpoint(tmp_path / "tag", model=model, rng=False)
     assert all(equal_bits(value, save.masters[name]) for name, value in model.named_parameters())
 
 
@@ -83,7 +83,7 @@ def edit_map(path: Path, name: str, change: Callable[[Any], Any]) -> None:
     edit(path, lambda tree: change(tree[info]["affine_map"]["params"][f"^{re.escape(name)}$"]))
 
 
-def refuse(path: Path, kind: type[HoldfastError], text: str) -> None:
+def refuse(path: Path, kind: type[RanklessError], text: str) -> None:
     with limit_memory(), pytest.raises(kind, match=text):
         read_checkpoint(path)
 
@@ -144,7 +144,7 @@ class TestRefused:
         write_tensor_parallel(tmp_path / "tag", tmp_path)
         edit(tmp_path / "tag/mp_rank_01_model_states.pt", lambda tree: tree["module"]["table"].add_(1))
         with pytest.raises(CorruptCheckpointError, match="'table' differs between ranks"):
-            holdfast.convert(tmp_path / "tag", tmp_path / "out", to="native")
+            rankless.convert(tmp_path / "tag", tmp_path / "out", to="native")
 
     def test_zero_3(self, tmp_path: Path) -> None:
         write_tensor_parallel(tmp_path / "tag", tmp_path, stage=3)

@@ -1,4 +1,4 @@
-"""Tests of the universal checkpoints that holdfast writes: their files, what is refused, and the way back.
+"""Tests of the universal checkpoints that rankless writes: their files, what is refused, and the way back.
 
 That DeepSpeed loads them is tested with DeepSpeed itself, in ``tests/peers/deepspeed``.
 """
@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+import rankless
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers.deepspeed_files import deepspeed_modules, extract_golden, random_save, write_zero
 from tests.helpers.equality import equal_bits
 from tests.interop.deepspeed.golden import Oracle
@@ -41,7 +41,7 @@ def trained_run(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    holdfast.save_checkpoint(folder / "run", "step_7", model, optimizer, step=7, rng=False)
+    rankless.save_checkpoint(folder / "run", "step_7", model, optimizer, step=7, rng=False)
     return folder / "run/step_7"
 
 
@@ -52,8 +52,8 @@ def load_file(path: Path) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_the_way_there_and_back_changes_nothing(golden: Path, tmp_path: Path, case: str) -> None:
     oracle = Oracle.load(golden, case)
-    holdfast.convert(oracle.folder, tmp_path / "universal", to=TO)
-    before, after = holdfast.open(oracle.folder), holdfast.open(tmp_path / "universal")
+    rankless.convert(oracle.folder, tmp_path / "universal", to=TO)
+    before, after = rankless.open(oracle.folder), rankless.open(tmp_path / "universal")
     assert list(after) == list(before)
     assert [name for name in before if not equal_bits(before[name], after[name])] == []
     assert after.values["optimizer"] == before.values["optimizer"]
@@ -67,7 +67,7 @@ def test_the_way_there_and_back_changes_nothing(golden: Path, tmp_path: Path, ca
 @pytest.mark.parametrize("case", ["z2_w4_fp16", "z3_w2_fp32"])
 def test_files_are_those_that_deepspeed_looks_for(golden: Path, tmp_path: Path, case: str) -> None:
     oracle = Oracle.load(golden, case)
-    holdfast.convert(oracle.folder, tmp_path / "out", to=TO)
+    rankless.convert(oracle.folder, tmp_path / "out", to=TO)
     tag = (tmp_path / "out/latest_universal").read_text()
     folder = tmp_path / "out" / tag
     assert tag == f"global_step{oracle.values['global_steps']}_universal"
@@ -89,16 +89,16 @@ def test_files_are_those_that_deepspeed_looks_for(golden: Path, tmp_path: Path, 
 def test_a_missing_file_of_a_parameter_is_named(golden: Path, tmp_path: Path, file: str) -> None:
     """Without it a conversion would lack a state of one parameter, and nobody would see that."""
     oracle = Oracle.load(golden, "z1_w2_fp32")
-    holdfast.convert(oracle.folder, tmp_path / "out", to=TO)
+    rankless.convert(oracle.folder, tmp_path / "out", to=TO)
     path = next((tmp_path / "out").glob(f"*/zero/{oracle.trained[0][1]}/{file}"))
     path.unlink()
     with pytest.raises(CorruptCheckpointError, match=rf"{path.parent.name}/{file}.* is missing"):
-        holdfast.open(tmp_path / "out")
+        rankless.open(tmp_path / "out")
 
 
 def test_the_loss_scaler_is_an_object_of_deepspeed(golden: Path, tmp_path: Path) -> None:
     oracle = Oracle.load(golden, "z2_w4_fp16")
-    holdfast.convert(oracle.folder, tmp_path / "out", to=TO)
+    rankless.convert(oracle.folder, tmp_path / "out", to=TO)
     (path,) = (tmp_path / "out").glob("*/zero/optimizer_state.pt")
     assert b"deepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler" in path.read_bytes()
     with deepspeed_modules() as _, pytest.raises(AttributeError, match="DynamicLossScaler"):
@@ -108,8 +108,8 @@ def test_the_loss_scaler_is_an_object_of_deepspeed(golden: Path, tmp_path: Path)
 def test_settings_that_zero_3_would_give_to_other_groups_are_left_out(golden: Path, tmp_path: Path) -> None:
     oracle = Oracle.load(golden, "z3_w2_fp32")
     with pytest.warns(UserWarning, match="groups of the optimizer have different weight_decay"):
-        holdfast.convert(oracle.folder, tmp_path / "out", to=TO)
-    state = holdfast.open(tmp_path / "out").values["optimizer"]["groups"]
+        rankless.convert(oracle.folder, tmp_path / "out", to=TO)
+    state = rankless.open(tmp_path / "out").values["optimizer"]["groups"]
     assert [group["settings"]["weight_decay"] for group in state] == [
         group["weight_decay"] for group in oracle.values["groups"]
     ]
@@ -118,7 +118,7 @@ def test_settings_that_zero_3_would_give_to_other_groups_are_left_out(golden: Pa
 def test_a_checkpoint_of_another_job_gets_what_the_engine_needs(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     source = trained_run(tmp_path, model, torch.optim.AdamW(model.parameters()))
-    holdfast.convert(source, tmp_path / "out", to=TO)
+    rankless.convert(source, tmp_path / "out", to=TO)
     folder = tmp_path / "out/global_step7_universal"
     states = load_file(folder / "mp_rank_00_model_states.pt")
     needed = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "lr_scheduler")
@@ -133,38 +133,38 @@ def test_what_has_no_place_is_refused_by_its_name(tmp_path: Path) -> None:
     half = nn.Linear(3, 2).bfloat16()
     source = trained_run(tmp_path / "half", half, torch.optim.AdamW(half.parameters()))
     with pytest.raises(InvalidArgumentError, match=r"'weight' is bfloat16.*--dtype float32"):
-        holdfast.convert(source, tmp_path / "out", to=TO)
-    holdfast.convert(source, tmp_path / "cast", to=TO, dtype="float32")
+        rankless.convert(source, tmp_path / "out", to=TO)
+    rankless.convert(source, tmp_path / "cast", to=TO, dtype="float32")
 
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     source = trained_run(tmp_path / "steps", model, optimizer)
     optimizer.state[model.bias]["step"] += 1
-    holdfast.save_checkpoint(tmp_path / "steps/run", "other", model, optimizer, rng=False)
+    rankless.save_checkpoint(tmp_path / "steps/run", "other", model, optimizer, rng=False)
     with pytest.raises(InvalidArgumentError, match=r"2 steps of 'weight', and 3 of 'bias'|3 steps of 'bias', and 2"):
-        holdfast.convert(tmp_path / "steps/run/other", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "steps/run/other", tmp_path / "out", to=TO)
 
     del optimizer.state[model.bias]
-    holdfast.save_checkpoint(tmp_path / "steps/run", "partial", model, optimizer, rng=False)
+    rankless.save_checkpoint(tmp_path / "steps/run", "partial", model, optimizer, rng=False)
     with pytest.raises(InvalidArgumentError, match=r"other states of '(bias|weight)' than of '(weight|bias)'"):
-        holdfast.convert(tmp_path / "steps/run/partial", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "steps/run/partial", tmp_path / "out", to=TO)
 
     adafactor = torch.optim.NAdam(model.parameters())
     source = trained_run(tmp_path / "nadam", model, adafactor)
     with pytest.raises(InvalidArgumentError, match=r"'mu_product' of '(bias|weight)' has the shape \[\]"):
-        holdfast.convert(source, tmp_path / "out", to=TO)
+        rankless.convert(source, tmp_path / "out", to=TO)
 
-    holdfast.save_checkpoint(tmp_path / "alone/run", "step", model, rng=False)
+    rankless.save_checkpoint(tmp_path / "alone/run", "step", model, rng=False)
     with pytest.raises(InvalidArgumentError, match="the source has no optimizer"):
-        holdfast.convert(tmp_path / "alone/run/step", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "alone/run/step", tmp_path / "out", to=TO)
 
     rename = {"^weight$": "a/b"}
     with pytest.raises(InvalidArgumentError, match="the parameter 'a/b' cannot have a folder"):
-        holdfast.convert(tmp_path / "steps/run/step_7", tmp_path / "out", to=TO, rename=rename)
+        rankless.convert(tmp_path / "steps/run/step_7", tmp_path / "out", to=TO, rename=rename)
     sgd = torch.optim.SGD(model.parameters())
-    holdfast.save_checkpoint(tmp_path / "taken/run", "step", model, sgd, None, {"module": 1}, rng=False)
+    rankless.save_checkpoint(tmp_path / "taken/run", "step", model, sgd, None, {"module": 1}, rng=False)
     with pytest.raises(InvalidArgumentError, match="user_content has 'module'"):
-        holdfast.convert(tmp_path / "taken/run/step", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "taken/run/step", tmp_path / "out", to=TO)
     assert not (tmp_path / "out").exists()
 
 
@@ -180,7 +180,7 @@ def test_states_that_cannot_have_a_file_are_refused(tmp_path: Path, state: str) 
     """None is written outside of the folder, or over the master weights."""
     torch.save(optimizer_tree(state), tmp_path / "c.pt")
     with pytest.raises(InvalidArgumentError, match="of 'w' cannot have a file of its name"):
-        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
     assert [path.name for path in tmp_path.rglob("*")] == ["c.pt"]
 
 
@@ -190,13 +190,13 @@ def test_states_that_cannot_have_a_file_are_refused(tmp_path: Path, state: str) 
 def test_steps_that_are_no_number_are_refused(tmp_path: Path, step: Any) -> None:
     torch.save(optimizer_tree(step=step), tmp_path / "c.pt")
     with pytest.raises(InvalidArgumentError, match=r"the number of steps of 'w' is .*: it must be a whole number"):
-        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
 
 
 def test_counters_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     torch.save({**optimizer_tree(), "global_steps": {"a": 1}}, tmp_path / "c.pt")
     with pytest.raises(InvalidArgumentError, match="user_content has 'global_steps', a counter of DeepSpeed"):
-        holdfast.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
+        rankless.convert(tmp_path / "c.pt", tmp_path / "out", to=TO)
 
 
 @contextmanager
@@ -213,6 +213,6 @@ def test_more_files_than_may_be_open_are_written(tmp_path: Path) -> None:
     shapes = {f"layers.{number}.weight": (3,) for number in range(300)}
     write_zero(tmp_path / "ds", random_save(shapes, [list(shapes)], ("exp_avg", "exp_avg_sq"), step=7))
     with few_open_files(900):
-        holdfast.convert(tmp_path / "ds", tmp_path / "out", to=TO)
-    before, after = holdfast.open(tmp_path / "ds"), holdfast.open(tmp_path / "out")
+        rankless.convert(tmp_path / "ds", tmp_path / "out", to=TO)
+    before, after = rankless.open(tmp_path / "ds"), rankless.open(tmp_path / "out")
     assert [name for name in before if not equal_bits(before[name], after[name])] == []

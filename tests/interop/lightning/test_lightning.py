@@ -1,4 +1,4 @@
-"""Tests Lightning's Trainer with holdfast's strategies: unchanged callbacks, resumed on other devices and layouts."""
+"""Tests Lightning's Trainer with rankless's strategies: unchanged callbacks, resumed on other devices and layouts."""
 
 import contextlib
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
-import holdfast
-from holdfast.errors import HoldfastError, InvalidArgumentError, StorageError
-from holdfast.lightning.checkpoints import LightningCheckpoints
+import rankless
+from rankless.errors import InvalidArgumentError, RanklessError, StorageError
+from rankless.lightning.checkpoints import LightningCheckpoints
 from tests.helpers.lightning_trainer import Module, fit_module, make_data, make_trainer, set_environment
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -43,7 +43,7 @@ def test_a_run_goes_on_in_any_layout_and_number(
 ) -> None:
     ranks(n, fit_module, str(tmp_path / "a"), layout, 4, None, kind)
     saved = tmp_path / "a/epoch=0-step=4.ckpt"
-    assert holdfast.open(saved).values["user_content"]["global_step"] == 4
+    assert rankless.open(saved).values["user_content"]["global_step"] == 4
     for number, (other, m) in enumerate([*LAYOUTS, ("fsdp2", 4), ("ddp", 1)]):
         result = ranks(m, fit_module, str(tmp_path / f"b{number}"), other, 6, str(saved), kind)[0]
         assert_close(result, oracle[kind])
@@ -88,7 +88,7 @@ def test_the_best_are_kept_and_last_and_best_are_found_again(
         assert len(list_names(tmp_path / "ours")) == 3
     assert len(best) == 2
     if "checkpoint_format" not in options:  # the values that are monitored are the checkpoints' metrics
-        kept = [info for info in holdfast.list_checkpoints(tmp_path / "ours") if info.tag != "last.ckpt"]
+        kept = [info for info in rankless.list_checkpoints(tmp_path / "ours") if info.tag != "last.ckpt"]
         assert min(kept, key=lambda info: info.metrics["loss"]).tag in {name for _, name in best}
 
 
@@ -123,7 +123,7 @@ def test_frozen_parameters_in_files_of_their_own_are_shared(ranks: Ranks, tmp_pa
 
 
 def test_lightnings_format_has_no_files_for_frozen_parameters() -> None:
-    from holdfast.lightning import SingleDeviceStrategy
+    from rankless.lightning import SingleDeviceStrategy
 
     with pytest.raises(InvalidArgumentError, match="frozen='apart' needs checkpoint_format='native'"):
         SingleDeviceStrategy("cpu", checkpoint_format="lightning", frozen="apart")
@@ -135,7 +135,7 @@ def watched(folder: str) -> list[int]:
 
     class Watch(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            seen.append(len(holdfast.list_checkpoints(folder)))
+            seen.append(len(rankless.list_checkpoints(folder)))
 
     from tests.helpers.slow_writes import slow_down_writes
 
@@ -183,15 +183,15 @@ def weights_only(folder: str) -> bool:
         run = make_trainer(folder, "ddp", 2, [ModelCheckpoint(folder, save_weights_only=True, every_n_train_steps=2)])
         module = Module(**hparams)
         run.fit(module, make_data())
-        checkpoint = holdfast.open(f"{folder}/epoch=0-step=2.ckpt")
+        checkpoint = rankless.open(f"{folder}/epoch=0-step=2.ckpt")
         assert not [name for name in checkpoint if name.startswith("optimizer/")]
         assert checkpoint.values["user_content"]["hyper_parameters"].items() >= hparams.items()
         other = Module()
         trained = [p.clone() for p in module.parameters()]
         run = make_trainer(folder, "ddp", 4, [])
-        with pytest.raises((KeyError, HoldfastError)):
+        with pytest.raises((KeyError, RanklessError)):
             run.fit(Module(), make_data(), ckpt_path=f"{folder}/epoch=0-step=2.ckpt")
-    holdfast.load_checkpoint(f"{folder}/epoch=0-step=2.ckpt", model=other)
+    rankless.load_checkpoint(f"{folder}/epoch=0-step=2.ckpt", model=other)
     return all(torch.equal(a, b) for a, b in zip(trained, other.parameters(), strict=True))
 
 
@@ -226,7 +226,7 @@ def failing(folder: str) -> list[str]:
         broken = mock.patch.object(
             strategies.ModelParallelStrategy, "save_checkpoint", side_effect=OSError(28, "no space left")
         )
-        with broken, pytest.raises(HoldfastError, match="no space left"):
+        with broken, pytest.raises(RanklessError, match="no space left"):
             run.save_checkpoint(f"{folder}/a.ckpt")
         torch.distributed.barrier()  # rank 0 removes the draft when the others have heard of the failure
         assert state_of(Path(folder)) == before
@@ -258,7 +258,7 @@ def test_what_lightning_wrote_goes_on_in_any_strategy(
 
 def in_the_way(folder: str) -> None:
     refused = mock.patch(
-        "holdfast.lightning.checkpoints.rename_path", side_effect=StorageError(13, "could not rename it")
+        "rankless.lightning.checkpoints.rename_path", side_effect=StorageError(13, "could not rename it")
     )
     with refused:
         LightningCheckpoints("native", async_save=False).save(

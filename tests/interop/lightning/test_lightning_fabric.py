@@ -1,4 +1,4 @@
-"""Tests Fabric with holdfast's strategies: a state under the user's keys, on any devices and in any layout."""
+"""Tests Fabric with rankless's strategies: a state under the user's keys, on any devices and in any layout."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 
-import holdfast
-import holdfast.lightning.fabric as ours
-from holdfast.errors import InvalidArgumentError, MismatchError
-from holdfast.ondisk.hidden_names import HiddenName
+import rankless
+import rankless.lightning.fabric as ours
+from rankless.errors import InvalidArgumentError, MismatchError
+from rankless.ondisk.hidden_names import HiddenName
 from tests.helpers.pool import Ranks
 
 
@@ -76,7 +76,7 @@ def train(path: str, layout: str, options: dict[str, Any]) -> list[float]:
             step(made, model, optimizer)
         made.save(path, {"net": model, "opt": optimizer, "step": 2, "note": "two"})
         losses = [step(made, model, optimizer) for _ in range(2)]
-        holdfast.finalize()
+        rankless.finalize()
     return losses
 
 
@@ -131,7 +131,7 @@ def filtered(path: str) -> None:
     with fabric("ddp") as made:
         model, optimizer = set_up(made)
         made.save(path, {"net": model, "step": 1}, filter={"net": lambda name, _: "bias" not in name})
-        assert sorted(name for name in holdfast.open(path) if name.startswith("model/")) == [
+        assert sorted(name for name in rankless.open(path) if name.startswith("model/")) == [
             "model/0.weight",
             "model/2.weight",
         ]
@@ -155,7 +155,7 @@ def test_lightnings_own_format_is_read_again(ranks: Ranks, tmp_path: Path, layou
 PRUNE = """
 import sys
 from pathlib import Path
-from holdfast.run.cleanup import clean_up
+from rankless.run.cleanup import clean_up
 print(*[folder.name for folder in clean_up(Path(sys.argv[1]))])
 """
 
@@ -183,7 +183,7 @@ def test_a_running_save_in_lightnings_format_is_not_pruned(ranks: Ranks, tmp_pat
     (left / "state").mkdir(parents=True)
     assert ranks(2, pruned_meanwhile, str(path), layout) == [[], []]
     assert os.listdir(tmp_path) == ["state"]  # noqa: PTH208
-    assert "model/0.weight" in holdfast.open(path, keys={"model": "net"})
+    assert "model/0.weight" in rankless.open(path, keys={"model": "net"})
 
 
 @pytest.mark.parametrize(("checkpoint_format", "address"), [("native", "memory://a"), ("lightning", "s3://bucket/a")])
@@ -193,6 +193,6 @@ def test_unsuitable_addresses_are_no_paths(
     monkeypatch.chdir(tmp_path)
     chosen = strategy("plain", checkpoint_format=checkpoint_format)
     for call in (lambda: chosen.save_checkpoint(address, {}), lambda: chosen.load_checkpoint(address)):
-        with pytest.raises(InvalidArgumentError, match=r"object stores are not supported|no store that holdfast knows"):
+        with pytest.raises(InvalidArgumentError, match=r"object stores are not supported|no store that rankless knows"):
             call()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Tests the examples of Lightning's guide to distributed checkpoints with holdfast's strategy.
+"""Tests the examples of Lightning's guide to distributed checkpoints with rankless's strategy.
 
 They are as written there, except for the device (a CPU), the data (generated, because the guide downloads it) and, for
 a printed parameter, the layer (the demo model has two).
@@ -21,8 +21,8 @@ from lightning.pytorch.demos import LightningTransformer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.lightning import FSDPStrategy
+import rankless
+from rankless.lightning import FSDPStrategy
 from tests.helpers.lightning_runs import CpuFSDP
 from tests.helpers.lightning_trainer import Module, fit_module, make_data, set_environment
 from tests.helpers.pool import Ranks
@@ -75,11 +75,11 @@ def test_save_load_and_convert(ranks: Ranks, tmp_path: Path, checkpoint_format: 
     again = tmp_path / "again"
     assert ranks(1, train, str(again), 5, checkpoint_format, str(saved)) == [5]
 
-    command = [sys.executable, "-m", "holdfast.lightning.consolidate_checkpoint", "epoch=0-step=3.ckpt"]
+    command = [sys.executable, "-m", "rankless.lightning.consolidate_checkpoint", "epoch=0-step=3.ckpt"]
     subprocess.run(command, cwd=saved.parent, check=True)
     checkpoint = torch.load(f"{saved}.consolidated")
     assert {"epoch", "global_step", "state_dict", "optimizer_states", "loops"} <= checkpoint.keys()
-    assert torch.equal(checkpoint["state_dict"][LAYER], holdfast.open(saved)[f"model/{LAYER}"])
+    assert torch.equal(checkpoint["state_dict"][LAYER], rankless.open(saved)[f"model/{LAYER}"])
     assert checkpoint["state_dict"].keys() == Transformer().state_dict().keys()
 
 
@@ -105,7 +105,7 @@ def fit_theirs(folder: str, kind: str, layout: str, ckpt_path: str) -> dict[str,
         )
         run.fit(module, make_data(), ckpt_path=ckpt_path)
         run.save_checkpoint(f"{folder}/end.ckpt")
-    opened = holdfast.open(f"{folder}/end.ckpt")
+    opened = rankless.open(f"{folder}/end.ckpt")
     return {name: opened[name] for name in opened if name.startswith("model/")}
 
 
@@ -114,7 +114,7 @@ def test_what_we_convert_goes_on_in_plain_lightning(ranks: Ranks, tmp_path: Path
     """From one folder both its strategies go on, though each looks for the model under a name of its own."""
     ranks(2, fit_module, str(tmp_path / "ours"), "ddp", 4, None, kind)
     expected = ranks(2, fit_module, str(tmp_path / "more"), "ddp", 6, str(tmp_path / "ours/end.ckpt"), kind)[0]
-    path = holdfast.convert(tmp_path / "ours/end.ckpt", tmp_path / "theirs.ckpt", to="lightning-folder")
+    path = rankless.convert(tmp_path / "ours/end.ckpt", tmp_path / "theirs.ckpt", to="lightning-folder")
     result = ranks(2, fit_theirs, str(tmp_path), kind, layout, str(path))[0]
     for name, tensor in result.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-import holdfast
-import holdfast.lightning as ours
-from holdfast.errors import InvalidArgumentError, MismatchError
+import rankless
+import rankless.lightning as ours
+from rankless.errors import InvalidArgumentError, MismatchError
 from tests.helpers.lightning_trainer import Module, make_data, make_strategy, make_trainer, set_environment
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -142,7 +142,7 @@ CHANGES = [doubled, one_replaced, swapped, only_looked_at, other_dtype, no_optim
 def test_what_a_hook_makes_of_it_is_saved(tmp_path: Path, kind: str, hook: Hook) -> None:
     expected = torch.load(saved(tmp_path, "theirs", hook), weights_only=False)
     path = saved(tmp_path, kind, hook)
-    checkpoint = holdfast.open(path)
+    checkpoint = rankless.open(path)
     model = {name.removeprefix("model/"): checkpoint[name] for name in checkpoint if name.startswith("model/")}
     assert_equal(model, expected["state_dict"])
     assert_equal(loaded(path, kind), loaded(tmp_path / "theirs.ckpt", "theirs"))
@@ -198,7 +198,7 @@ def test_a_frozen_teacher_is_dropped_and_put_back(tmp_path: Path) -> None:
         checkpoint["state_dict"]["net.3.bias"] = torch.ones(3)
 
     path, expected = saved(tmp_path, "native", without_head), saved(tmp_path, "theirs", without_head)
-    assert not [name for name in holdfast.open(path) if name.startswith("model/net.3")]
+    assert not [name for name in rankless.open(path) if name.startswith("model/net.3")]
     assert_equal(loaded(path, "native", put_back), loaded(expected, "theirs", put_back))
 
 
@@ -246,7 +246,7 @@ def test_averages_are_saved_and_go_on(tmp_path: Path, kind: str) -> None:
     fit("theirs", 2)
     fit(kind, 2)
     expected = torch.load(tmp_path / "theirs/at.ckpt", weights_only=False)
-    checkpoint = holdfast.open(tmp_path / kind / "at.ckpt")
+    checkpoint = rankless.open(tmp_path / kind / "at.ckpt")
     model = {name.removeprefix("model/"): checkpoint[name] for name in checkpoint if name.startswith("model/")}
     assert_equal(model, expected["state_dict"])
     content = checkpoint.values["user_content"]
@@ -291,7 +291,7 @@ def sharded(folder: str, layout: str, hook: Hook | None, loading: Hook | None) -
         again = make_trainer(folder, layout, 2, [])
         again.fit(module, make_data(), ckpt_path=f"{folder}/a.ckpt")
         again.save_checkpoint(f"{folder}/b.ckpt")
-    return {name: holdfast.open(f"{folder}/b.ckpt")[name] for name in holdfast.open(f"{folder}/b.ckpt")}
+    return {name: rankless.open(f"{folder}/b.ckpt")[name] for name in rankless.open(f"{folder}/b.ckpt")}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
@@ -343,7 +343,7 @@ def test_unsuitable_addresses_are_no_paths(
         lambda: chosen.load_checkpoint(f"{address}/a.ckpt"),
         lambda: chosen.remove_checkpoint(f"{address}/a.ckpt"),
     ):
-        with pytest.raises(InvalidArgumentError, match=r"object stores are not supported|no store that holdfast knows"):
+        with pytest.raises(InvalidArgumentError, match=r"object stores are not supported|no store that rankless knows"):
             call()
     assert list(tmp_path.iterdir()) == []
 
@@ -354,7 +354,7 @@ def test_a_folder_that_is_an_unsuitable_address_is_refused_before_training(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trained = run(tmp_path, kind, 2, [ModelCheckpoint("memory://run", every_n_train_steps=1)])
-    with pytest.raises(InvalidArgumentError, match=r"object stores are not supported|no store that holdfast knows"):
+    with pytest.raises(InvalidArgumentError, match=r"object stores are not supported|no store that rankless knows"):
         trained.fit(Hooked(), make_data())
     assert trained.global_step == 0
     assert list(tmp_path.iterdir()) == []
@@ -410,7 +410,7 @@ def test_a_dump_that_was_not_saved_does_not_count(tmp_path: Path) -> None:
     trained.fit(Hooked(), make_data())
     trained._checkpoint_connector.dump_checkpoint(weights_only=False)
     trained.save_checkpoint(tmp_path / "a.ckpt")
-    assert [name for name in holdfast.open(tmp_path / "a.ckpt") if name.startswith("optimizer/")]
+    assert [name for name in rankless.open(tmp_path / "a.ckpt") if name.startswith("optimizer/")]
 
 
 def looked_at_on_rank_0(checkpoint: dict[str, Any]) -> None:
@@ -421,5 +421,5 @@ def looked_at_on_rank_0(checkpoint: dict[str, Any]) -> None:
 
 def test_strategies_of_all_layouts_take_no_address() -> None:
     for layout in ("plain", "ddp", "fsdp1"):
-        with pytest.raises(InvalidArgumentError, match="no store that holdfast knows"):
+        with pytest.raises(InvalidArgumentError, match="no store that rankless knows"):
             make_strategy(layout).load_checkpoint("memory://a")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
+import rankless
+from rankless.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
 from tests.helpers.commands import assert_needs_no_torch, run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.lightning_net import build_net, gather_contents
@@ -79,7 +79,7 @@ def named(parameters: list[str]) -> list[str]:
 
 def load(path: str, layout: str, kind: str) -> Any:
     module, optimizer, scheduler = build_net(layout, kind)
-    restored = holdfast.restore(path, model=module, optimizer=optimizer, scheduler=scheduler)
+    restored = rankless.restore(path, model=module, optimizer=optimizer, scheduler=scheduler)
     assert (restored.unexpected, restored.verified) == ((), False)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return gather_contents(module, optimizer), groups, scheduler.state_dict(), restored.user_content
@@ -113,7 +113,7 @@ def test_what_lightning_writes_is_resumed(ranks: Ranks, tmp_path: Path, kind: st
 
 def test_the_rest_is_user_content(golden: Path) -> None:
     for kind in ("fsdp", "single"):
-        content = holdfast.open(golden / f"{kind}-adamw.ckpt").values["user_content"]
+        content = rankless.open(golden / f"{kind}-adamw.ckpt").values["user_content"]
         assert content.keys() == {
             *("callbacks", "epoch", "global_step", "hparams_name", "hyper_parameters", "loops"),
             "pytorch-lightning_version",
@@ -127,7 +127,7 @@ def test_parameters_known_by_number_are_refused_in_another_order(golden: Path) -
     module, _, _ = build_net("plain", "adamw")
     for order in (list(module.parameters())[::-1], list(module.parameters())):
         with pytest.raises(OptimizerMismatchError):
-            holdfast.load_checkpoint(golden / "ddp-adamw.ckpt", model=module, optimizer=torch.optim.AdamW(order))
+            rankless.load_checkpoint(golden / "ddp-adamw.ckpt", model=module, optimizer=torch.optim.AdamW(order))
 
 
 @pytest.mark.parametrize("kind", UNSAFE_OBJECTS)
@@ -144,10 +144,10 @@ def test_a_meta_file_that_runs_code(golden: Path, tmp_path: Path, monkeypatch: p
     assert sorted(folder.iterdir()) == before
     torch.save([1], folder / "meta.pt")
     with pytest.raises(CorruptCheckpointError, match=str(folder / "meta.pt")):
-        holdfast.open(folder)
+        rankless.open(folder)
     os.truncate(folder / "meta.pt", 500)
     with pytest.raises(CorruptCheckpointError, match=str(folder / "meta.pt")):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 @pytest.mark.parametrize("name", ["fsdp-adamw.ckpt", "ddp-adamw.ckpt"])

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-import holdfast.lightning as ours
-from holdfast.errors import InvalidArgumentError
-from holdfast.lightning.fabric import SingleDeviceStrategy as FabricStrategy
-from holdfast.storage.s3.store import S3
+import rankless
+import rankless.lightning as ours
+from rankless.errors import InvalidArgumentError
+from rankless.lightning.fabric import SingleDeviceStrategy as FabricStrategy
+from rankless.storage.s3.store import S3
 from tests.helpers.equality import equal_bits
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -57,7 +57,7 @@ def fit(
 
 
 def tags() -> list[str]:
-    return [info.tag for info in holdfast.list_checkpoints(URL)]
+    return [info.tag for info in rankless.list_checkpoints(URL)]
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
@@ -68,7 +68,7 @@ def test_a_run_resumes_from_the_last_checkpoint_on_another_number_of_ranks(
     ranks(2, fit, endpoint, str(tmp_path / "a"), layout, 4, None, True)
     assert {"last.ckpt", "end.ckpt"} < {*tags()}
     resumed = ranks(1, fit, endpoint, str(tmp_path / "b"), "plain", 6, "last", True)[0]
-    assert resumed["last"] == f"holdfast+{URL}/last.ckpt"
+    assert resumed["last"] == f"rankless+{URL}/last.ckpt"
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed["state"][name], tensor, rtol=1e-4, atol=1e-6)
 
@@ -111,7 +111,7 @@ def test_the_best_checkpoints_are_kept(endpoint: str, tmp_path: Path) -> None:
     assert len(tags()) == 2
     best = ours.load_from_checkpoint(Module, callback.best_model_path)
     assert best.state_dict().keys() == trained.state_dict().keys()
-    assert holdfast.open(callback.best_model_path).metrics["loss"] == pytest.approx(float(callback.best_model_score))
+    assert rankless.open(callback.best_model_path).metrics["loss"] == pytest.approx(float(callback.best_model_score))
 
 
 def test_a_name_that_is_taken_gets_a_version(endpoint: str, tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_with_no_last_checkpoint_training_begins(endpoint: str, tmp_path: Path) 
 def test_lightnings_own_callback_and_format_are_refused_before_training(endpoint: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="object stores are not supported"):
         train(2, tmp_path, native(checkpoint_format="lightning"), ours.ModelCheckpoint(URL))
-    with pytest.raises(InvalidArgumentError, match=r"holdfast\.lightning\.ModelCheckpoint"):
+    with pytest.raises(InvalidArgumentError, match=r"rankless\.lightning\.ModelCheckpoint"):
         native()._check_folder(URL)  # with s3fs, Lightning's own callback has this folder
     with pytest.raises(InvalidArgumentError, match="pass s3://"):
         ours.ModelCheckpoint(S3(endpoint).path(f"{BUCKET}/run"))
-    with pytest.raises(InvalidArgumentError, match="no store that holdfast knows"):
+    with pytest.raises(InvalidArgumentError, match="no store that rankless knows"):
         ours.ModelCheckpoint("memory://run")
 
 
@@ -144,7 +144,7 @@ def test_a_folder_works_as_with_lightnings_callback(tmp_path: Path) -> None:
     callback = ours.ModelCheckpoint(tmp_path / "run", every_n_train_steps=2, save_last=True)
     train(6, tmp_path, native(), callback, "last")
     assert callback.last_model_path == str(tmp_path / "run/last.ckpt")
-    assert holdfast.open(tmp_path / "run/last.ckpt").step == 6
+    assert rankless.open(tmp_path / "run/last.ckpt").step == 6
 
 
 def test_fabric_saves_and_loads(endpoint: str) -> None:

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_folders import MASTERS, MODEL, STATES, save_bridge, save_fsdp, save_nemo
@@ -27,12 +27,12 @@ SAVES = {"nemo": save_nemo, "bridge": save_bridge}
 @pytest.mark.parametrize("name", SAVES)
 def test_a_training_resumes(tmp_path: Path, name: str) -> None:
     run = SAVES[name](tmp_path / "run")
-    opened = holdfast.open(run)
+    opened = rankless.open(run)
     assert opened.format == "megatron"
     assert all(equal_bits(opened[f"model/{key}"], tensor) for key, tensor in MASTERS.items())
     module = build_module({key: tuple(tensor.shape) for key, tensor in MASTERS.items()})
     optimizer = build_optimizer(module)
-    content = holdfast.load_checkpoint(run, model=module, optimizer=optimizer)
+    content = rankless.load_checkpoint(run, model=module, optimizer=optimizer)
     tensors = gather_tensors(module, optimizer)
     for state, expected in STATES.items():
         kind = "master" if state == "param" else state
@@ -40,14 +40,14 @@ def test_a_training_resumes(tmp_path: Path, name: str) -> None:
     if name == "bridge":
         assert content["train_state"]["consumed_train_samples"] == 56
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert holdfast.open(holdfast.convert(run, tmp_path / "run2/native", to="native")).step == 7
+    assert rankless.open(rankless.convert(run, tmp_path / "run2/native", to="native")).step == 7
 
 
 @pytest.mark.parametrize("name", SAVES)
 def test_the_names_of_transformers(tmp_path: Path, name: str) -> None:
     """The family is that of the configuration, and nothing that it names is run."""
     run = SAVES[name](tmp_path / "run")
-    opened = holdfast.open(holdfast.convert(run, tmp_path / "hf", to="hf"))
+    opened = rankless.open(rankless.convert(run, tmp_path / "hf", to="hf"))
     embedding = MASTERS["embedding.word_embeddings.weight"]
     assert equal_bits(opened["model/model.embed_tokens.weight"], embedding[:60])
     assert "model/model.layers.2.self_attn.q_norm.weight" in opened
@@ -60,7 +60,7 @@ def test_the_names_of_transformers(tmp_path: Path, name: str) -> None:
 def test_paths_inside_of_a_folder(tmp_path: Path, name: str) -> None:
     run = SAVES[name](tmp_path / "run")
     inner = run / ("weights" if name == "nemo" else "iter_0000007")
-    assert holdfast.open(inner, keys={"layout": "hf"}).format == "megatron"
+    assert rankless.open(inner, keys={"layout": "hf"}).format == "megatron"
     assert run_command("verify", str(run)).returncode == 0
 
 
@@ -81,23 +81,23 @@ def test_configurations_that_fit_no_family(tmp_path: Path, change: str) -> None:
     assert old in MODEL
     run = save_nemo(tmp_path / "run", MODEL.replace(old, new))
     with pytest.raises(FormatError, match=message) as caught:
-        holdfast.open(run, keys={"layout": "hf"})
+        rankless.open(run, keys={"layout": "hf"})
     assert "--layout megatron" in str(caught.value) or "YAML" in str(caught.value)
-    assert len(holdfast.open(run).keys()) == 4 * len(MASTERS)
+    assert len(rankless.open(run).keys()) == 4 * len(MASTERS)
 
 
 def test_without_a_configuration_or_pyyaml(tmp_path: Path) -> None:
     run = save_nemo(tmp_path / "run")
     with mock.patch.dict(sys.modules, {"yaml": None}), pytest.raises(FormatError, match="pip install pyyaml"):
-        holdfast.open(run, keys={"layout": "hf"})
+        rankless.open(run, keys={"layout": "hf"})
     shutil.rmtree(run / "context")
     with pytest.raises(FormatError, match=r"has no args.*--layout megatron"):
-        holdfast.open(run, keys={"layout": "hf"})
-    assert holdfast.open(run).format == "megatron"
+        rankless.open(run, keys={"layout": "hf"})
+    assert rankless.open(run).format == "megatron"
 
 
 def test_a_folder_of_megatron_fsdp(tmp_path: Path) -> None:
-    opened = holdfast.open(save_fsdp(tmp_path / "iter_0000007"))
+    opened = rankless.open(save_fsdp(tmp_path / "iter_0000007"))
     assert all(equal_bits(opened[f"model/{key}"], tensor) for key, tensor in MASTERS.items())
     assert all(equal_bits(opened[f"optimizer/{key}/exp_avg"], tensor) for key, tensor in STATES["exp_avg"].items())
 
@@ -106,4 +106,4 @@ def test_a_state_that_is_none(tmp_path: Path) -> None:
     run = save_bridge(tmp_path / "run")
     torch.save({"step": torch.ones(3)}, run / "latest_train_state.pt")
     with pytest.raises(CorruptCheckpointError, match="must hold the step of the training"):
-        holdfast.open(run)
+        rankless.open(run)

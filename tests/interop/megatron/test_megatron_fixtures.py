@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import FormatError
+import rankless
+from rankless.errors import FormatError
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors, resume_sharded
@@ -28,7 +28,7 @@ OpenFixture = Callable[[str], Fixture]
 def test_every_tensor_equals_the_oracle(open_fixture: OpenFixture, name: str) -> None:
     fixture = open_fixture(name)
     weights, masters = (fixture.of_kind(kind) for kind in ("weights", "master"))
-    opened = holdfast.open(fixture.path)
+    opened = rankless.open(fixture.path)
     assert opened.format == "megatron"
     names = {f"model/{key}" for key in masters}
     names |= {f"optimizer/{key}/{state}" for key in masters for state in ("exp_avg", "exp_avg_sq", "step")}
@@ -38,7 +38,7 @@ def test_every_tensor_equals_the_oracle(open_fixture: OpenFixture, name: str) ->
         for state in ("exp_avg", "exp_avg_sq"):
             assert equal_bits(opened[f"optimizer/{key}/{state}"], fixture.of_kind(state)[key])
         assert opened[f"optimizer/{key}/step"] == fixture.numbers["steps"]
-    with_weights = holdfast.open(fixture.path, keys={"weights": "model"})
+    with_weights = rankless.open(fixture.path, keys={"weights": "model"})
     assert all(equal_bits(with_weights[f"model/{key}"], weight) for key, weight in weights.items())
     assert len(weights) == len(masters) >= 20
     assert not [check for check in opened.verify() if check.problem]
@@ -47,7 +47,7 @@ def test_every_tensor_equals_the_oracle(open_fixture: OpenFixture, name: str) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_values_equal_the_oracle(open_fixture: OpenFixture, name: str) -> None:
     fixture = open_fixture(name)
-    content = holdfast.open(fixture.path).values["user_content"]
+    content = rankless.open(fixture.path).values["user_content"]
     assert content["iteration"] == fixture.numbers["iteration"]
     assert isinstance(content["args"], Namespace)
     assert content["args"].num_layers == fixture.numbers["options"]["layers"]
@@ -65,7 +65,7 @@ def test_a_training_resumes(open_fixture: OpenFixture, name: str) -> None:
     fixture = open_fixture(name)
     module = build_module({key: tuple(tensor.shape) for key, tensor in fixture.of_kind("master").items()})
     optimizer = build_optimizer(module)
-    content = holdfast.load_checkpoint(fixture.path, model=module, optimizer=optimizer)
+    content = rankless.load_checkpoint(fixture.path, model=module, optimizer=optimizer)
     assert content["iteration"] == 30
     check_tensors(fixture, gather_tensors(module, optimizer))
     rows = fixture.numbers["each step's lr, weight decay and multiplier of it, by group"][-1]
@@ -101,10 +101,10 @@ def test_ranks_load_their_shards(ranks: Ranks, open_fixture: OpenFixture, name: 
 @pytest.mark.parametrize("to", ["native", "torch", "dcp"])
 def test_conversions_keep_everything(open_fixture: OpenFixture, tmp_path: Path, name: str, to: str) -> None:
     fixture = open_fixture(name)
-    converted = holdfast.convert(fixture.path, tmp_path / f"converted{'.pt' if to == 'torch' else ''}", to=to)
+    converted = rankless.convert(fixture.path, tmp_path / f"converted{'.pt' if to == 'torch' else ''}", to=to)
     module = build_module({key: tuple(tensor.shape) for key, tensor in fixture.of_kind("master").items()})
     optimizer = build_optimizer(module)
-    content = holdfast.load_checkpoint(converted, model=module, optimizer=optimizer)
+    content = rankless.load_checkpoint(converted, model=module, optimizer=optimizer)
     check_tensors(fixture, gather_tensors(module, optimizer))
     assert content["iteration"] == 30
 
@@ -112,8 +112,8 @@ def test_conversions_keep_everything(open_fixture: OpenFixture, tmp_path: Path, 
 def test_the_names_of_transformers(open_fixture: OpenFixture, tmp_path: Path) -> None:
     """A model with layer norms, biases and rotary positions is a GPT-NeoX without parallel residual."""
     fixture = open_fixture("dp_tp1_dp2_bf16_mcore16")
-    folder = holdfast.convert(fixture.path, tmp_path / "hf", to="hf", dtype="bfloat16")
-    opened, weights = holdfast.open(folder), fixture.of_kind("weights")
+    folder = rankless.convert(fixture.path, tmp_path / "hf", to="hf", dtype="bfloat16")
+    opened, weights = rankless.open(folder), fixture.of_kind("weights")
     assert len(opened.keys()) == len(weights)
     assert equal_bits(opened["model/gpt_neox.embed_in.weight"], weights["embedding.word_embeddings.weight"])
     assert equal_bits(
@@ -121,30 +121,30 @@ def test_the_names_of_transformers(open_fixture: OpenFixture, tmp_path: Path) ->
         weights["decoder.layers.1.self_attention.linear_qkv.weight"],
     )
     with pytest.raises(FormatError, match=r"normalization LayerNorm.*is none of llama, qwen2"):
-        holdfast.convert(open_fixture("full_tp2_pp2_bf16_mcore16").path, tmp_path / "no", to="hf")
+        rankless.convert(open_fixture("full_tp2_pp2_bf16_mcore16").path, tmp_path / "no", to="hf")
 
 
 def test_a_run_names_its_newest_iteration(open_fixture: OpenFixture, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(open_fixture("full_tp2_dp1_fp32_mcore16").path, run)
     shutil.copytree(run / "iter_0000030", run / "iter_0000040")
-    assert holdfast.open(run).path.name == "iter_0000030"
+    assert rankless.open(run).path.name == "iter_0000030"
     (run / "latest_checkpointed_iteration.txt").write_text("40\n")
-    assert holdfast.open(run).path.name == "iter_0000040"
+    assert rankless.open(run).path.name == "iter_0000040"
     (run / "iter_0000030").rename(run / "release")
     (run / "latest_checkpointed_iteration.txt").write_text("release")
-    assert holdfast.open(run).path.name == "release"
-    assert holdfast.open(run / "iter_0000040").format == "megatron"
+    assert rankless.open(run).path.name == "release"
+    assert rankless.open(run / "iter_0000040").format == "megatron"
 
 
-def test_a_run_that_moved_to_holdfast(open_fixture: OpenFixture, tmp_path: Path) -> None:
+def test_a_run_that_moved_to_rankless(open_fixture: OpenFixture, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fixture = open_fixture("full_tp2_dp1_fp32_mcore16")
     shutil.copytree(fixture.path, run)
     module = build_module({key: tuple(tensor.shape) for key, tensor in fixture.of_kind("master").items()})
-    holdfast.load_checkpoint(run, model=module)
-    holdfast.save_checkpoint(run, "step_31", module)
-    assert holdfast.open(run).path.name == "step_31"
+    rankless.load_checkpoint(run, model=module)
+    rankless.save_checkpoint(run, "step_31", module)
+    assert rankless.open(run).path.name == "step_31"
 
 
 def test_the_commands(open_fixture: OpenFixture) -> None:

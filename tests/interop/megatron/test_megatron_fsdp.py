@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, NoCheckpointError
+import rankless
+from rankless.errors import CorruptCheckpointError, NoCheckpointError
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors, resume_sharded
@@ -61,7 +61,7 @@ def open_fsdp(folders: Path) -> OpenFsdp:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_equals_the_oracle(open_fsdp: OpenFsdp, name: str) -> None:
     fixture = open_fsdp(name)
-    opened = holdfast.open(fixture.path)
+    opened = rankless.open(fixture.path)
     assert opened.format == "megatron"
     masters = fixture.of_kind("master")
     names = {f"model/{key}" for key in masters}
@@ -80,7 +80,7 @@ def test_a_training_resumes(open_fsdp: OpenFsdp, name: str) -> None:
     fixture = open_fsdp(name)
     module = build_module(shapes_of(fixture))
     optimizer = build_optimizer(module)
-    content = holdfast.load_checkpoint(fixture.path, model=module, optimizer=optimizer)
+    content = rankless.load_checkpoint(fixture.path, model=module, optimizer=optimizer)
     check_tensors(fixture, gather_tensors(module, optimizer))
     assert content["iteration"] == 30
     assert isinstance(content["args"], Namespace)
@@ -113,17 +113,17 @@ def test_ranks_load_their_shards(ranks: Ranks, open_fsdp: OpenFsdp, name: str) -
 @pytest.mark.parametrize("to", ["native", "torch", "dcp", "megatron"])
 def test_conversions_keep_everything(open_fsdp: OpenFsdp, tmp_path: Path, to: str) -> None:
     fixture = open_fsdp("fsdp_tp2_dp2_bf16_mcore16")
-    converted = holdfast.convert(fixture.path, tmp_path / f"converted{'.pt' if to == 'torch' else ''}", to=to)
+    converted = rankless.convert(fixture.path, tmp_path / f"converted{'.pt' if to == 'torch' else ''}", to=to)
     module = build_module(shapes_of(fixture))
     optimizer = build_optimizer(module)
-    content = holdfast.load_checkpoint(converted, model=module, optimizer=optimizer)
+    content = rankless.load_checkpoint(converted, model=module, optimizer=optimizer)
     check_tensors(fixture, gather_tensors(module, optimizer))
     assert content["iteration"] == 30
 
 
 def test_the_names_of_transformers(open_fsdp: OpenFsdp, tmp_path: Path) -> None:
     fixture = open_fsdp("fsdp_tp2_dp2_bf16_mcore16")
-    opened = holdfast.open(holdfast.convert(fixture.path, tmp_path / "hf", to="hf"))
+    opened = rankless.open(rankless.convert(fixture.path, tmp_path / "hf", to="hf"))
     masters = fixture.of_kind("master")
     gate, projection = masters["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
     assert equal_bits(opened["model/model.layers.1.mlp.gate_proj.weight"], gate)
@@ -132,8 +132,8 @@ def test_the_names_of_transformers(open_fsdp: OpenFsdp, tmp_path: Path) -> None:
     qkv = masters["decoder.layers.0.self_attention.linear_qkv.weight"].view(2, 4, 4, 16)  # groups, heads, head, hidden
     assert equal_bits(opened["model/model.layers.0.self_attn.q_proj.weight"], qkv[:, :2].reshape(16, 16))
     for name, count in (("fsdp_ep2_dp2_bf16_mcore16", 41), ("fsdp_gpt_dp2_fp32_mcore16", 29)):
-        folder = holdfast.convert(open_fsdp(name).path, tmp_path / name, to="hf")
-        assert len(holdfast.open(folder).keys()) == count, name
+        folder = rankless.convert(open_fsdp(name).path, tmp_path / name, to="hf")
+        assert len(rankless.open(folder).keys()) == count, name
 
 
 def test_the_commands(open_fsdp: OpenFsdp) -> None:
@@ -149,7 +149,7 @@ def test_files_that_are_missing_or_short(open_fsdp: OpenFsdp, tmp_path: Path) ->
         shutil.copytree(open_fsdp("fsdp_tp1_dp2_bf16_mcore16").path, run)
         damage(run / "iter_0000030/__1_0.distcp")
         with pytest.raises(CorruptCheckpointError, match=r"__1_0\.distcp"):
-            holdfast.open(run)
+            rankless.open(run)
     (run / "iter_0000030/.metadata").unlink()
     with pytest.raises(NoCheckpointError, match="iter_0000030, which is not there or not complete"):
-        holdfast.open(run)
+        rankless.open(run)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError, RanklessError
 from tests.helpers.megatron_folders import MASTERS, build_fsdp_tree, save_bridge
 from tests.helpers.unsafe_pickles import MARK_FILE, UNSAFE_OBJECTS
 
@@ -73,7 +73,7 @@ def test_models(tmp_path: Path, change: str) -> None:
     path = save_tree(tmp_path / "iter_0000007", tree)
     for keys in ({}, {"optimizer": "skip"}):
         with pytest.raises((FormatError, CorruptCheckpointError), match=message):
-            holdfast.open(path, keys=keys)
+            rankless.open(path, keys=keys)
 
 
 @pytest.mark.parametrize("change", OF_OPTIMIZER)
@@ -83,8 +83,8 @@ def test_optimizers(tmp_path: Path, change: str) -> None:
     apply(tree["optimizer"])
     path = save_tree(tmp_path / "iter_0000007", tree)
     with pytest.raises((FormatError, CorruptCheckpointError), match=message):
-        holdfast.open(path)
-    assert len(holdfast.open(path, keys={"optimizer": "skip"}).keys()) == len(MASTERS)
+        rankless.open(path)
+    assert len(rankless.open(path, keys={"optimizer": "skip"}).keys()) == len(MASTERS)
 
 
 def test_before_the_first_step_and_without_an_optimizer(tmp_path: Path) -> None:
@@ -93,13 +93,13 @@ def test_before_the_first_step_and_without_an_optimizer(tmp_path: Path) -> None:
     first = save_tree(tmp_path / "iter_0000000", tree)
     tree.pop("optimizer")
     for path in (first, save_tree(tmp_path / "iter_0000007", tree)):
-        assert len(holdfast.open(path).keys()) == len(MASTERS)
+        assert len(rankless.open(path).keys()) == len(MASTERS)
 
 
 def test_unsafe_arguments_are_not_run(tmp_path: Path) -> None:
     path = save_tree(tmp_path / "iter_0000007", {**build_fsdp_tree(), "args": UNSAFE_OBJECTS["a shell"]})
-    opened = holdfast.open(path)
-    with pytest.raises(HoldfastError, match="args"):
+    opened = rankless.open(path)
+    with pytest.raises(RanklessError, match="args"):
         opened.values  # noqa: B018 - reading the values fails
     assert not os.path.exists(MARK_FILE)  # noqa: PTH110 - the file may be named by a text
 
@@ -108,8 +108,8 @@ def test_unsafe_arguments_are_not_run(tmp_path: Path) -> None:
 def test_unsafe_files_of_a_run(tmp_path: Path, name: str) -> None:
     run = save_bridge(tmp_path / "run")
     torch.save({"step": UNSAFE_OBJECTS["a shell"]}, run / name)
-    with pytest.raises(HoldfastError, match=r"which holdfast does not run"):
-        holdfast.open(run)
+    with pytest.raises(RanklessError, match=r"which rankless does not run"):
+        rankless.open(run)
     assert not os.path.exists(MARK_FILE)  # noqa: PTH110 - the file may be named by a text
 
 
@@ -130,4 +130,4 @@ def test_descriptions_of_other_versions(tmp_path: Path, text: str) -> None:
     (run / "iter_0000007/metadata.json").write_text(text)
     for path in (run, run / "iter_0000007"):
         with pytest.raises((FormatError, CorruptCheckpointError), match=DESCRIPTIONS[text]):
-            holdfast.open(path)
+            rankless.open(path)

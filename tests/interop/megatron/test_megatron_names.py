@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-import holdfast
-from holdfast.errors import FormatError, InvalidArgumentError
+import rankless
+from rankless.errors import FormatError, InvalidArgumentError
 from tests.helpers.cost import limit_cost
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import CONFIGS, build_model
@@ -42,7 +42,7 @@ def test_a_loaded_model_computes_the_same(tmp_path: Path, family: str) -> None:
     expected = run_model(tensors, ARGS[family], tokens)
     with torch.no_grad():
         assert not torch.allclose(model(tokens).logits, expected, atol=1e-2)
-        holdfast.load_checkpoint(folder, model=model, keys=HF)
+        rankless.load_checkpoint(folder, model=model, keys=HF)
         torch.testing.assert_close(model(tokens).logits, expected, atol=2e-4, rtol=1e-3)
 
 
@@ -56,7 +56,7 @@ def test_the_optimizer_follows_the_names(tmp_path: Path, family: str) -> None:
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1.0)
-    holdfast.load_checkpoint(folder, model=model, optimizer=optimizer, keys=HF)
+    rankless.load_checkpoint(folder, model=model, optimizer=optimizer, keys=HF)
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         assert torch.equal(state["exp_avg"], parameter)
@@ -73,8 +73,8 @@ def test_the_optimizer_follows_the_names(tmp_path: Path, family: str) -> None:
 def test_tensors_of_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path, family: str) -> None:
     """Queries, keys and values are cut out of the columns and rows that each rank has stored."""
     ranks(2, save_sharded, str(tmp_path / "sharded"), family)
-    sharded = holdfast.open(tmp_path / "sharded", keys=HF)
-    whole = holdfast.open(save_torch_dist(tmp_path / "whole", build_tensors(ARGS[family]), ARGS[family]), keys=HF)
+    sharded = rankless.open(tmp_path / "sharded", keys=HF)
+    whole = rankless.open(save_torch_dist(tmp_path / "whole", build_tensors(ARGS[family]), ARGS[family]), keys=HF)
     assert sharded.keys() == whole.keys()
     assert len(list(tmp_path.glob("sharded/*.distcp"))) == 2
     assert all(equal_bits(sharded[name], whole[name]) for name in whole)
@@ -86,7 +86,7 @@ def test_a_folder_for_transformers(tmp_path: Path) -> None:
     folder = save_torch_dist(tmp_path / "run/iter_0000007", tensors, ARGS["llama"])
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("7")
     for source in (folder, tmp_path / "run"):
-        out = holdfast.convert(source, tmp_path / f"hf-{source.name}", to="hf")
+        out = rankless.convert(source, tmp_path / f"hf-{source.name}", to="hf")
         CONFIGS["llama"]().save_pretrained(out)
         model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
         tokens = torch.arange(10)[None]
@@ -94,20 +94,20 @@ def test_a_folder_for_transformers(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 model(tokens).logits, run_model(tensors, ARGS["llama"], tokens), atol=2e-4, rtol=1e-3
             )
-    own = holdfast.convert(folder, tmp_path / "own", to="hf", layout="megatron")
-    assert holdfast.open(own).info("model/decoder.layers.0.self_attention.linear_qkv.weight").shape == (64, HIDDEN)
+    own = rankless.convert(folder, tmp_path / "own", to="hf", layout="megatron")
+    assert rankless.open(own).info("model/decoder.layers.0.self_attention.linear_qkv.weight").shape == (64, HIDDEN)
 
 
 def test_the_padding_of_the_vocabulary(tmp_path: Path) -> None:
     args = {**ARGS["llama"], "vocab_size": None}
     folder = save_torch_dist(tmp_path / "c", build_tensors(args), args)
     name = "model/model.embed_tokens.weight"
-    assert holdfast.open(folder, keys=HF).info(name).shape == (64, HIDDEN)
-    assert holdfast.open(folder, keys={**HF, "vocab_size": "50"}).info(name).shape == (50, HIDDEN)
+    assert rankless.open(folder, keys=HF).info(name).shape == (64, HIDDEN)
+    assert rankless.open(folder, keys={**HF, "vocab_size": "50"}).info(name).shape == (50, HIDDEN)
     with pytest.raises(FormatError, match="fewer than the vocab_size 70"):
-        holdfast.open(folder, keys={**HF, "vocab_size": "70"})
+        rankless.open(folder, keys={**HF, "vocab_size": "70"})
     with pytest.raises(InvalidArgumentError, match="vocab_size is for layout=hf"):
-        holdfast.open(folder, keys={"vocab_size": "50"})
+        rankless.open(folder, keys={"vocab_size": "50"})
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_other_models_are_refused(tmp_path: Path, changed: dict[str, Any], messa
     args = {**ARGS["llama"], **changed}
     folder = save_torch_dist(tmp_path / "c", build_tensors(ARGS["llama"]), args)
     with pytest.raises(FormatError, match=message):
-        holdfast.open(folder, keys=HF)
-    assert holdfast.open(folder).keys()
+        rankless.open(folder, keys=HF)
+    assert rankless.open(folder).keys()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_cost_of_huge_models(tmp_path: Path, family: str, name: str, message
     """The names that a model should have are not all made before those that it has not are noticed."""
     folder = save_torch_dist(tmp_path / "c", build_tensors(ARGS[family]), {**ARGS[family], name: 10**9})
     with limit_cost(memory=True), pytest.raises(FormatError, match=message):
-        holdfast.open(folder, keys=HF)
+        rankless.open(folder, keys=HF)
 
 
 def test_tensors_of_no_family_are_refused(tmp_path: Path) -> None:
@@ -152,4 +152,4 @@ def test_tensors_of_no_family_are_refused(tmp_path: Path) -> None:
     for name in ("decoder.sinks", "mtp.layers.0.eh_proj.weight"):
         folder = save_torch_dist(tmp_path / name, {**tensors, name: torch.ones(3)}, ARGS["llama"])
         with pytest.raises(FormatError, match=f"family llama, which its args describe, has no '{name}'"):
-            holdfast.open(folder, keys=HF)
+            rankless.open(folder, keys=HF)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import rankless
 from tests.helpers.equality import equal_bits
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -26,12 +26,12 @@ def test_a_run_in_a_bucket(open_fixture: Callable[[str], Fixture], tmp_path: Pat
         for file in fixture.path.rglob("*"):
             if file.is_file():
                 run.store.replace_small(run / str(file.relative_to(fixture.path)), file.read_bytes())
-        opened = holdfast.open(run)
+        opened = rankless.open(run)
         assert opened.format == "megatron"
         for kind in ("exp_avg", "exp_avg_sq"):
             tensors = fixture.of_kind(kind)
             assert tensors
             assert all(equal_bits(opened[f"optimizer/{key}/{kind}"], tensor) for key, tensor in tensors.items())
-        converted = holdfast.convert(run, tmp_path / "converted", to="native")
+        converted = rankless.convert(run, tmp_path / "converted", to="native")
     masters = fixture.of_kind("master")
-    assert all(equal_bits(holdfast.open(converted)[f"model/{key}"], tensor) for key, tensor in masters.items())
+    assert all(equal_bits(rankless.open(converted)[f"model/{key}"], tensor) for key, tensor in masters.items())

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
     InvalidArgumentError,
@@ -72,8 +72,8 @@ def test_masters_that_are_not_the_weights(open_fixture: OpenFixture, tmp_path: P
         file.write_bytes(raw[:at] + changed + raw[at + len(row) :])
         break
     with pytest.raises(FormatError, match=r"rounded.*optimizer=skip"):
-        holdfast.open(iteration)
-    assert holdfast.open(iteration, keys={"optimizer": "skip"}).keys()
+        rankless.open(iteration)
+    assert rankless.open(iteration, keys={"optimizer": "skip"}).keys()
 
 
 def test_masters_that_differ_beyond_the_samples(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_masters_that_differ_beyond_the_samples(tmp_path: Path) -> None:
     masters = {**build_tensors(LLAMA), "output_layer.weight": torch.randn(2048, 32)}
     weights = {**masters, "output_layer.weight": masters["output_layer.weight"].clone()}
     folder = save_flat(tmp_path / "right", weights, LLAMA, make_states(masters))
-    assert all(check.problem is None for check in holdfast.open(folder).verify())
+    assert all(check.problem is None for check in rankless.open(folder).verify())
     weights["output_layer.weight"][100, 3] = 7.0
     folder = save_flat(tmp_path / "wrong", weights, LLAMA, make_states(masters))
     message = "the master weights of 'output_layer.weight', rounded, are not its weights"
     with pytest.raises(CorruptCheckpointError, match=message):
-        holdfast.convert(folder, tmp_path / "converted", to="native")
-    assert [message in str(check.problem) for check in holdfast.open(folder).verify() if check.problem] == [True]
+        rankless.convert(folder, tmp_path / "converted", to="native")
+    assert [message in str(check.problem) for check in rankless.open(folder).verify() if check.problem] == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,7 +100,7 @@ def test_equal_weights_are_told_apart_by_their_order(tmp_path: Path, dtype: torc
     weights = {name: tensor.to(dtype) for name, tensor in masters.items()}
     assert sum(bool((tensor == 1).all()) for tensor in weights.values()) == 7
     states = make_states(masters)
-    opened = holdfast.open(save_flat(tmp_path / "c", weights, LLAMA, states))
+    opened = rankless.open(save_flat(tmp_path / "c", weights, LLAMA, states))
     for name in masters:
         assert equal_bits(opened[f"model/{name}"], masters[name])
         assert equal_bits(opened[f"optimizer/{name}/exp_avg"], states["exp_avg"][name])
@@ -113,7 +113,7 @@ def test_equal_weights_without_a_known_order(tmp_path: Path) -> None:
             masters[name] = torch.zeros(32)
     folder = save_flat(tmp_path / "c", masters, ARGS["gpt_neox"], make_states(masters))
     with pytest.raises(FormatError, match=r"have equal weights, and it is unknown which.*optimizer=skip"):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 def test_a_frozen_parameter(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_frozen_parameter(tmp_path: Path) -> None:
     weights = build_tensors(LLAMA)
     trained = {name: tensor for name, tensor in weights.items() if name != "output_layer.weight"}
     folder = save_flat(tmp_path / "c", trained, LLAMA, make_states(trained))
-    assert holdfast.open(folder).keys()
+    assert rankless.open(folder).keys()
     with pytest.raises(FormatError, match=r"'output_layer\.weight'"):
-        holdfast.open(_with_weight(tmp_path / "d", weights, trained))
+        rankless.open(_with_weight(tmp_path / "d", weights, trained))
 
 
 def _with_weight(folder: Path, weights: dict[str, Tensor], trained: dict[str, Tensor]) -> Path:
@@ -145,8 +145,8 @@ def test_unknown_optimizer_states(tmp_path: Path, entries: dict[str, Any], optim
     tensors = {"output_layer.weight": torch.ones(64, 32), **entries}
     folder = save_entries(tmp_path / "c", tensors, LLAMA, optimizer)
     with pytest.raises((FormatError, CorruptCheckpointError), match=message):
-        holdfast.open(folder)
-    assert holdfast.open(folder, keys={"optimizer": "skip"}).keys() == ["model/output_layer.weight"]
+        rankless.open(folder)
+    assert rankless.open(folder, keys={"optimizer": "skip"}).keys() == ["model/output_layer.weight"]
 
 
 def test_groups_that_the_rule_does_not_explain(tmp_path: Path) -> None:
@@ -155,12 +155,12 @@ def test_groups_that_the_rule_does_not_explain(tmp_path: Path) -> None:
     groups = [GROUP_SETTINGS[0], {**GROUP_SETTINGS[0], "lr_mult": 0.1}]
     folder = save_entries(tmp_path / "c", entries, LLAMA, {"optimizer": {"param_groups": groups}})
     with pytest.raises(FormatError, match=r"2 of the 2 groups of the optimizer can have 'output_layer\.weight'"):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="has no tensors of a model"):
-        holdfast.open(save_entries(tmp_path / "c", {}, LLAMA))
+        rankless.open(save_entries(tmp_path / "c", {}, LLAMA))
 
 
 def test_unfinished_and_missing_iterations(open_fixture: OpenFixture, tmp_path: Path) -> None:
@@ -170,35 +170,35 @@ def test_unfinished_and_missing_iterations(open_fixture: OpenFixture, tmp_path: 
     with pytest.raises(
         FormatError, match=r"has no metadata\.json: either its save did not end, or it has the format torch_dcp"
     ):
-        holdfast.open(run)
+        rankless.open(run)
     (tmp_path / "metadata.json").rename(iteration / "metadata.json")
     (run / "latest_checkpointed_iteration.txt").write_text("50")
     with pytest.raises(NoCheckpointError, match=r"names iter_0000050, which is not there.*has iter_0000030"):
-        holdfast.open(run)
+        rankless.open(run)
     (run / "latest_checkpointed_iteration.txt").write_text("../../etc")
     with pytest.raises(CorruptCheckpointError, match="must hold the number of an iteration"):
-        holdfast.open(run)
+        rankless.open(run)
     (iteration / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(FormatError, match="format 'zarr'"):
-        holdfast.open(iteration)
+        rankless.open(iteration)
 
 
 def test_missing_files(open_fixture: OpenFixture, tmp_path: Path) -> None:
     iteration = copy_fixture(open_fixture("dp_tp2_dp2_fp32_mcore16"), tmp_path / "run")
     (iteration / "common.pt").rename(tmp_path / "common.pt")
     with pytest.raises(CorruptCheckpointError, match=r"has no common\.pt"):
-        holdfast.open(iteration)
+        rankless.open(iteration)
     (tmp_path / "common.pt").rename(iteration / "common.pt")
     (iteration / "__1_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"__1_0\.distcp is missing"):
-        holdfast.open(iteration)
+        rankless.open(iteration)
     legacy = copy_fixture(open_fixture("legacy_tp2_pp1_dp1_bf16_mcore16"), tmp_path / "legacy")
     (legacy / "mp_rank_01/distrib_optim.pt").unlink()
     with pytest.raises(FormatError, match=r"mp_rank_01 has an optimizer and no distrib_optim\.pt"):
-        holdfast.open(legacy)
+        rankless.open(legacy)
     shutil.rmtree(legacy / "mp_rank_01")
     with pytest.raises(CorruptCheckpointError, match="the folders of 1 ranks, and by args it should have 2"):
-        holdfast.open(legacy)
+        rankless.open(legacy)
 
 
 def test_flipped_bits_are_detected(open_fixture: OpenFixture, tmp_path: Path) -> None:
@@ -207,10 +207,10 @@ def test_flipped_bits_are_detected(open_fixture: OpenFixture, tmp_path: Path) ->
     moment = fixture.of_kind("exp_avg")["decoder.layers.3.mlp.linear_fc1.weight"].numpy().tobytes()[:512]
     (file,) = (file for file in iteration.glob("*.distcp") if moment in file.read_bytes())
     replace_bytes(file, moment, bytes([moment[0] ^ 1]) + moment[1:])
-    problems = [check.problem for check in holdfast.open(iteration).verify() if check.problem]
+    problems = [check.problem for check in rankless.open(iteration).verify() if check.problem]
     assert len(problems) == 1
     with pytest.raises(CorruptCheckpointError):
-        holdfast.convert(iteration, tmp_path / "converted", to="native")
+        rankless.convert(iteration, tmp_path / "converted", to="native")
 
 
 def test_copies_on_ranks_must_be_equal(open_fixture: OpenFixture, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_copies_on_ranks_must_be_equal(open_fixture: OpenFixture, tmp_path: Path
     bias = open_fixture("legacy_tp2_pp1_dp1_bf16_mcore16").of_kind("weights")["decoder.layers.0.mlp.linear_fc2.bias"]
     raw = bias.contiguous().view(torch.uint8).numpy().tobytes()
     replace_bytes(path, raw, bytes([raw[0] ^ 1]) + raw[1:])
-    problems = [str(check.problem) for check in holdfast.open(iteration, keys={"optimizer": "skip"}).verify()]
+    problems = [str(check.problem) for check in rankless.open(iteration, keys={"optimizer": "skip"}).verify()]
     assert sum("linear_fc2.bias' differs between tensor-parallel ranks" in problem for problem in problems) == 1
 
 
@@ -231,7 +231,7 @@ def test_a_common_file_that_runs_code(
     torch.save({"args": UNSAFE_OBJECTS[kind], "iteration": 1}, iteration / "common.pt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsafePickleError, match=r"common\.pt"):
-        holdfast.open(iteration)
+        rankless.open(iteration)
     assert not (tmp_path / MARK_FILE).exists()
 
 
@@ -254,7 +254,7 @@ def test_objects_of_megatron_are_inert(open_fixture: OpenFixture, tmp_path: Path
     assert b"megatron\nsyst" in raw
     (iteration / "common.pt").write_bytes(raw)
     try:
-        content = holdfast.open(iteration).values["user_content"]
+        content = rankless.open(iteration).values["user_content"]
     except CorruptCheckpointError as error:  # the size of the pickle has changed
         assert "CRC" in str(error) or "corrupt" in str(error)
     else:
@@ -272,7 +272,7 @@ def test_deep_objects_are_refused(tmp_path: Path) -> None:
         nested = {"a": nested}
     folder = save_entries(tmp_path / "c", {"w": torch.ones(1), "deep/shard_0_1": [nested]}, LLAMA)
     with pytest.raises(CorruptCheckpointError, match="nested deeper"):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 @pytest.mark.parametrize("inner", ["{", "{0.__class__}", "{0:>2000000000}"])
@@ -280,7 +280,7 @@ def test_braces_in_a_name_are_no_format(tmp_path: Path, inner: str) -> None:
     """Nothing is inserted into them, nor are they padded to two billion characters."""
     folder = save_entries(tmp_path / "c", {f"decoder.layers.{inner}": torch.ones(2, 3)}, LLAMA)
     with limit_cost(memory=True):
-        names = list(holdfast.open(folder))
+        names = list(rankless.open(folder))
     assert names == [f"model/decoder.layers.{layer}.{inner}" for layer in range(2)]
 
 
@@ -290,11 +290,11 @@ def test_the_cost_of_huge_stacks(tmp_path: Path) -> None:
     entries = {"decoder.layers.w": torch.zeros(2**22, 1, dtype=torch.uint8)}
     folder = save_entries(tmp_path / "d", entries, LLAMA)
     with limit_cost(memory=True), pytest.raises(CorruptCheckpointError):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 def test_invalid_keys(tmp_path: Path) -> None:
     folder = save_torch_dist(tmp_path / "c", build_tensors(LLAMA), LLAMA)
     for keys in ({"layout": "llama"}, {"weights": "best"}, {"model": "a"}, {"vocab_size": "many", "layout": "hf"}):
         with pytest.raises(InvalidArgumentError, match="keys: "):
-            holdfast.open(folder, keys=keys)
+            rankless.open(folder, keys=keys)

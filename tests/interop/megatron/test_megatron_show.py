@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
+import rankless
 from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import build_model
@@ -52,13 +52,13 @@ def test_the_output_layer_of_gpt_neox(tmp_path: Path) -> None:
     tensors = build_tensors(ARGS["gpt_neox"])
     path = save_torch_dist(tmp_path / "iter_0000007", tensors, ARGS["gpt_neox"])
     output = tensors["output_layer.weight"][:60]
-    opened = holdfast.open(holdfast.convert(path, tmp_path / "hf", to="hf"))
+    opened = rankless.open(rankless.convert(path, tmp_path / "hf", to="hf"))
     assert equal_bits(opened["model/embed_out.weight"], output)
     model = build_model("gpt_neox")
-    holdfast.load_checkpoint(path, model=model, keys={"layout": "hf"})
+    rankless.load_checkpoint(path, model=model, keys={"layout": "hf"})
     parameters = dict(model.named_parameters())
     assert torch.equal(parameters["lm_head.weight"], output)
-    holdfast.save_checkpoint(tmp_path / "run", "step_1", model)
+    rankless.save_checkpoint(tmp_path / "run", "step_1", model)
     model.config.save_pretrained(tmp_path / "config")  # type: ignore[operator, union-attr]
-    back = holdfast.convert(tmp_path / "run", tmp_path / "back", to="megatron", config=str(tmp_path / "config"))
-    assert equal_bits(holdfast.open(back)["model/output_layer.weight"][:60], output)
+    back = rankless.convert(tmp_path / "run", tmp_path / "back", to="megatron", config=str(tmp_path / "config"))
+    assert equal_bits(rankless.open(back)["model/output_layer.weight"][:60], output)

@@ -1,4 +1,4 @@
-"""Tests what ``convert --to megatron`` writes, with holdfast's own reader and torch's.
+"""Tests what ``convert --to megatron`` writes, with rankless's own reader and torch's.
 
 ``tests/peers/megatron`` loads the same with megatron-core.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-import holdfast
-from holdfast.conversion import dcp_writer
-from holdfast.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
+import rankless
+from rankless.conversion import dcp_writer
+from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from tests.helpers.commands import run_command
 from tests.helpers.cost import limit_cost
 from tests.helpers.equality import equal_bits
@@ -59,7 +59,7 @@ def stored_names(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
 
 
 def check_equal(path: Path, expected: dict[str, Tensor], prefix: str = "model/") -> None:
-    opened = holdfast.open(path)
+    opened = rankless.open(path)
     assert {name for name in opened if name.startswith(prefix)} == {prefix + name for name in expected}
     assert [name for name, tensor in expected.items() if not equal_bits(opened[prefix + name], tensor.data)] == []
 
@@ -67,14 +67,14 @@ def check_equal(path: Path, expected: dict[str, Tensor], prefix: str = "model/")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_folder_of_transformers(tmp_path: Path, family: str) -> None:
     expected = save_hf(tmp_path / "hf", family)
-    out = holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
+    out = rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
     check_equal(out, expected)
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
-    back = holdfast.convert(out, tmp_path / "back", to="hf")
-    first, second = holdfast.open(tmp_path / "hf"), holdfast.open(back)
+    back = rankless.convert(out, tmp_path / "back", to="hf")
+    first, second = rankless.open(tmp_path / "hf"), rankless.open(back)
     assert set(first) == set(second)
     assert all(equal_bits(first[name], second[name]) for name in first)
-    args = holdfast.open(out).values["user_content"]["args"]
+    args = rankless.open(out).values["user_content"]["args"]
     assert args.no_save_optim is args.no_save_rng is True
 
 
@@ -94,12 +94,12 @@ def test_a_checkpoint_with_an_optimizer(tmp_path: Path, family: str) -> None:
     """The optimizer's states are placed as the weights are, whatever transformers calls these in memory."""
     model = build_model(family)
     optimizer = train(model)
-    holdfast.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer, step=9)
-    out = holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron", vocab_divisible_by=64)
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer, step=9)
+    out = rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron", vocab_divisible_by=64)
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "9"
     weights = stored_names(fuse_tensors(dict(model.named_parameters()), 64), family)
     check_equal(out, weights)
-    opened = holdfast.open(out)
+    opened = rankless.open(out)
     for state in ("exp_avg", "exp_avg_sq"):
         moments = {name: optimizer.state[parameter][state] for name, parameter in model.named_parameters()}
         for name, moment in stored_names(fuse_tensors(moments, 64), family).items():
@@ -117,10 +117,10 @@ def test_a_checkpoint_with_an_optimizer(tmp_path: Path, family: str) -> None:
 def test_what_megatron_wrote(open_fixture: Callable[[str], Fixture], tmp_path: Path, name: str) -> None:
     """Every form of the optimizer becomes ``fully_reshardable``, with all values, bit for bit."""
     fixture = open_fixture(name)
-    out = holdfast.convert(fixture.path, tmp_path / "out", to="megatron")
+    out = rankless.convert(fixture.path, tmp_path / "out", to="megatron")
     check_equal(out, fixture.of_kind("master"))
     for keys in ({"weights": "model"}, {}):
-        first, second = holdfast.open(fixture.path, keys=keys), holdfast.open(out, keys=keys)
+        first, second = rankless.open(fixture.path, keys=keys), rankless.open(out, keys=keys)
         assert set(first) == set(second)
         assert all(equal_bits(first[key], second[key]) for key in first)
     before, after = first.values["user_content"], second.values["user_content"]
@@ -155,7 +155,7 @@ def test_the_folder_is_as_megatron_writes_it(tmp_path: Path, monkeypatch: pytest
     """torch reads the tensors, the chunks are small, and the modules have the states that Megatron asks for."""
     monkeypatch.setattr(dcp_writer, "_CHUNK", 1024)
     save_hf(tmp_path / "hf", "mixtral")
-    folder = holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron", max_shard_size=8192) / "release"
+    folder = rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron", max_shard_size=8192) / "release"
     assert json.loads((folder / "metadata.json").read_text()) == {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -172,7 +172,7 @@ def test_the_folder_is_as_megatron_writes_it(tmp_path: Path, monkeypatch: pytest
     assert len(list(folder.glob("*.distcp"))) > 5
     tensors = {name: torch.zeros(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
     torch.distributed.checkpoint.load(tensors, checkpoint_id=folder, no_dist=True)
-    expected = holdfast.open(folder)
+    expected = rankless.open(folder)
     rows = tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     name = "model/decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"
     assert equal_bits(rows[2, 3], expected[name])
@@ -187,8 +187,8 @@ def test_the_folder_is_as_megatron_writes_it(tmp_path: Path, monkeypatch: pytest
 
 def test_padding_is_zero(tmp_path: Path) -> None:
     expected = save_hf(tmp_path / "hf", "llama")
-    out = holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron", vocab_divisible_by=128)
-    opened = holdfast.open(out)
+    out = rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron", vocab_divisible_by=128)
+    opened = rankless.open(out)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert equal_bits(opened[f"model/{name}"][:VOCAB], expected[name].data)
         assert opened[f"model/{name}"].shape == (128, HIDDEN)
@@ -199,23 +199,23 @@ def test_padding_is_zero(tmp_path: Path) -> None:
 
 def test_a_cast_keeps_the_masters(tmp_path: Path) -> None:
     model = build_model("llama")
-    holdfast.save_checkpoint(tmp_path / "run", "a", model, optimizer=train(model), step=1)
-    out = holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron", dtype="bfloat16")
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer=train(model), step=1)
+    out = rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron", dtype="bfloat16")
     masters = stored_names(fuse_tensors(model.state_dict()), "llama")
     check_equal(out, masters)
-    weights = holdfast.open(out, keys={"weights": "model"})
+    weights = rankless.open(out, keys={"weights": "model"})
     assert all(equal_bits(weights[f"model/{name}"], tensor.data.bfloat16()) for name, tensor in masters.items())
     assert weights.values["user_content"]["args"].bf16 is True
 
 
 def test_ranks_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
     expected = save_hf(tmp_path / "hf", "gpt2")
-    ranks(2, holdfast_convert, str(tmp_path / "hf"), str(tmp_path / "out"))
+    ranks(2, rankless_convert, str(tmp_path / "hf"), str(tmp_path / "out"))
     check_equal(tmp_path / "out", expected)
 
 
-def holdfast_convert(source: str, out: str) -> None:
-    holdfast.convert(source, out, to="megatron")
+def rankless_convert(source: str, out: str) -> None:
+    rankless.convert(source, out, to="megatron")
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -228,20 +228,20 @@ def test_the_command(tmp_path: Path) -> None:
     options = ["--config", str(tmp_path / "config.json"), "--consumed-samples", "40", "--vocab-divisible-by", "4"]
     assert run_command(*arguments, *options).returncode == 0
     check_equal(tmp_path / "out", expected)
-    assert holdfast.open(tmp_path / "out").values["user_content"]["args"].consumed_train_samples == 40
+    assert rankless.open(tmp_path / "out").values["user_content"]["args"].consumed_train_samples == 40
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_corrupt_source(tmp_path: Path, family: str) -> None:
     """Blocks of matrices that are transposed are verified as well."""
     model = build_model(family)
-    holdfast.save_checkpoint(tmp_path / "run", "a", model)
+    rankless.save_checkpoint(tmp_path / "run", "a", model)
     file = next((tmp_path / "run/a/model").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r"does not match|do not match"):
-        holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron")
+        rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
 
 
@@ -263,7 +263,7 @@ def test_other_configurations_are_refused(tmp_path: Path, changed: dict[str, Any
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, **changed}))
     with limit_cost(memory=True), pytest.raises(FormatError, match=message):
-        holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
+        rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
 
 
 def test_a_parallel_residual_is_refused(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_parallel_residual_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, "use_parallel_residual": True}))
     with pytest.raises(FormatError, match="use_parallel_residual"):
-        holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
+        rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
 
 
 def save_named(path: Path, tensors: dict[str, Tensor]) -> Path:
@@ -285,27 +285,27 @@ def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
     source = save_named(tmp_path / "c.pt", tensors)
     model.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     with pytest.raises(FormatError, match=r"no place for 'model.layers.0.self_attn.rotary_emb.inv_freq'.*--exclude"):
-        holdfast.convert(source, tmp_path / "out", to="megatron", config=str(tmp_path))
-    out = holdfast.convert(source, tmp_path / "out", to="megatron", config=str(tmp_path), exclude="*inv_freq")
+        rankless.convert(source, tmp_path / "out", to="megatron", config=str(tmp_path))
+    out = rankless.convert(source, tmp_path / "out", to="megatron", config=str(tmp_path), exclude="*inv_freq")
     check_equal(out, stored_names(fuse_tensors(model.state_dict()), "llama"))
 
 
 def test_megatrons_names_are_checked(tmp_path: Path) -> None:
     tensors = {f"decoder.layers.{n}.mlp.linear_fc1.weight": torch.ones(4, 2) for n in (0, 2)}
     with pytest.raises(FormatError, match="no complete model"):
-        holdfast.convert(save_named(tmp_path / "a.pt", tensors), tmp_path / "out", to="megatron")
+        rankless.convert(save_named(tmp_path / "a.pt", tensors), tmp_path / "out", to="megatron")
     tensors = {"decoder.layers.0.mlp.linear_fc1.weight": torch.ones(4, 2), "mtp.w": torch.ones(1)}
     with pytest.raises(FormatError, match=r"'mtp.w' has no place in a GPT"):
-        holdfast.convert(save_named(tmp_path / "b.pt", tensors), tmp_path / "out", to="megatron")
+        rankless.convert(save_named(tmp_path / "b.pt", tensors), tmp_path / "out", to="megatron")
 
 
 def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
     tensors = {f"decoder.layers.{n}.mlp.linear_fc1.weight": torch.full((4 + n, 2), float(n)) for n in (0, 1)}
-    out = holdfast.convert(save_named(tmp_path / "a.pt", tensors), tmp_path / "out", to="megatron")
+    out = rankless.convert(save_named(tmp_path / "a.pt", tensors), tmp_path / "out", to="megatron")
     check_equal(out, tensors)
     metadata = FileSystemReader(out / "release").read_metadata()
     assert "decoder.layers.1.mlp.linear_fc1.weight" in metadata.state_dict_metadata
-    content = holdfast.open(out).values["user_content"]["content_metadata"]
+    content = rankless.open(out).values["user_content"]["content_metadata"]
     assert content["non_homogeneous_layers"] is True
 
 
@@ -314,8 +314,8 @@ def test_parts_of_other_dtypes_are_named(tmp_path: Path) -> None:
     model.model.layers[1].self_attn.k_proj.half()  # type: ignore[union-attr, index]
     model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
     with pytest.raises(FormatError, match=r"k_proj.weight' F16, and Megatron has them in one tensor"):
-        holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
-    assert holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron", dtype="bfloat16").exists()
+        rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
+    assert rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron", dtype="bfloat16").exists()
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -347,10 +347,10 @@ def test_other_optimizers_are_refused(
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    holdfast.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer)
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer)
     with pytest.raises(FormatError, match=f"{message}.*--model-only"):
-        holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron")
-    assert holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron", model_only=True).exists()
+        rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron")
+    assert rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron", model_only=True).exists()
 
 
 def test_parameters_that_are_trained_in_part_are_refused(tmp_path: Path) -> None:
@@ -360,9 +360,9 @@ def test_parameters_that_are_trained_in_part_are_refused(tmp_path: Path) -> None
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    holdfast.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer)
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer)
     with pytest.raises(FormatError, match=r"no exp_avg of 'model.layers.1.mlp.gate_proj.weight'"):
-        holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron")
+        rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron")
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
@@ -375,6 +375,6 @@ def test_options_are_checked(tmp_path: Path) -> None:
         ({"config": str(tmp_path / "none")}, "none"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron", **options)  # type: ignore[arg-type]
+            rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron", **options)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="has no options vocab_divisible_by"):
-        holdfast.convert(tmp_path / "hf", tmp_path / "out", to="hf", vocab_divisible_by=8)
+        rankless.convert(tmp_path / "hf", tmp_path / "out", to="hf", vocab_divisible_by=8)

@@ -1,4 +1,4 @@
-"""Tests that bugs seen in NxD 0.18 do not occur in holdfast.
+"""Tests that bugs seen in NxD 0.18 do not occur in rankless.
 
 Further ones are next to their subjects. The converter (``test_nxd_zero.py``): master weights destroyed in place, no
 check that files belong together, stale files, context-parallel ranks that overwrote each other. The formats
@@ -18,11 +18,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.compat import nxd
-from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
-from holdfast.errors import FormatError, InvalidArgumentError
+import rankless
+from rankless.cli.main import app
+from rankless.compat import nxd
+from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
+from rankless.errors import FormatError, InvalidArgumentError
 from tests.helpers.nxd_files import (
     extract_golden,
     load_rank_file,
@@ -66,7 +66,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
 def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     """There the exit of the process marks it as done."""
     code = (
-        "import torch, sys\nfrom holdfast.compat import nxd\n"
+        "import torch, sys\nfrom rankless.compat import nxd\n"
         "from tests.helpers.nxd_training import FailingScheduler\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
         "scheduler = FailingScheduler()\n"
@@ -74,7 +74,7 @@ def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     )
     completed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "no state" in completed.stderr
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["good"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["good"]
 
 
 def test_saves_go_where_they_were_asked_to_although_another_folder_is_next(tmp_path: Path) -> None:
@@ -82,20 +82,20 @@ def test_saves_go_where_they_were_asked_to_although_another_folder_is_next(tmp_p
     for folder in ("one", "two", "one"):
         nxd.save_checkpoint(tmp_path / folder, f"a{time.monotonic_ns()}", Net(0), async_save=True)
     nxd.finalize_checkpoint()
-    assert [len(holdfast.list_checkpoints(tmp_path / folder)) for folder in ("one", "two")] == [2, 1]
+    assert [len(rankless.list_checkpoints(tmp_path / folder)) for folder in ("one", "two")] == [2, 1]
 
 
 def test_each_call_says_for_itself_whether_it_is_asynchronous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the first call in the process decides for all."""
     asked: list[bool] = []
-    original = holdfast.api.save_checkpoint
+    original = rankless.api.save_checkpoint
 
     def noted(*args: Any, **more: Any) -> Any:
         handle = original(*args, **more)
         asked.append(more["async_save"])
         return handle
 
-    monkeypatch.setattr(holdfast.api, "save_checkpoint", noted)
+    monkeypatch.setattr(rankless.api, "save_checkpoint", noted)
     for number, wanted in enumerate((False, True, False)):
         nxd.save_checkpoint(tmp_path, f"a{number}", Net(0), async_save=wanted)
         assert wanted or nxd.has_checkpoint(tmp_path)
@@ -228,7 +228,7 @@ def test_its_flags_are_looked_at_before_anything_is_done(
     assert message in actual.output + actual.stderr
     assert (tmp_path / "out").exists() == (code == 0)
     assert read_files(source) == before
-    command = [sys.executable, "-m", "holdfast.compat.nxd.convert_zero_checkpoints", *where, *flags]
+    command = [sys.executable, "-m", "rankless.compat.nxd.convert_zero_checkpoints", *where, *flags]
     if not code:
         again = subprocess.run(command, capture_output=True, text=True, check=False)
         assert again.returncode == 2  # there is an output now

@@ -1,4 +1,4 @@
-"""Tests ``holdfast.compat.nxd``: the guide's samples run as they are written, except for the import."""
+"""Tests ``rankless.compat.nxd``: the guide's samples run as they are written, except for the import."""
 
 import inspect
 import json
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.compat import nxd
-from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
+import rankless
+from rankless.compat import nxd
+from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
 from tests.helpers.nxd_files import rank_file_name, save_rank_file
 from tests.helpers.nxd_training import Net, equal_models, make_training, train_step, write_nxd
 
@@ -124,10 +124,10 @@ def test_retention_and_what_is_there(tmp_path: Path) -> None:
     assert not nxd.has_checkpoint(tmp_path)
     for number in range(4):
         nxd.save_checkpoint(tmp_path, f"step_{number}", model, num_kept_ckpts=2)
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["step_2", "step_3"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["step_2", "step_3"]
     nxd.save_checkpoint(tmp_path, "step_3", model, num_kept_ckpts=-1)
     nxd.save_checkpoint(tmp_path, "step_4", model, num_kept_ckpts=-1)
-    assert len(holdfast.list_checkpoints(tmp_path)) == 3
+    assert len(rankless.list_checkpoints(tmp_path)) == 3
     assert nxd.has_checkpoint(tmp_path)
     with pytest.raises(NoCheckpointError, match="step_9"):
         nxd.load_checkpoint(tmp_path, "step_9", model)

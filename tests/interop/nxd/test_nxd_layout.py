@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.conversion.convert import convert
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError
+import rankless
+from rankless.conversion.convert import convert
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.nxd_files import load_rank_file, rank_file_name, save_rank_file
@@ -39,7 +39,7 @@ def write(folder: Path, ranks: list[dict[str, torch.Tensor]]) -> Path:
 
 def read(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
     keys = {"layout": layout if isinstance(layout, str) else json.dumps(layout)}
-    checkpoint = holdfast.open(folder, keys=keys)
+    checkpoint = rankless.open(folder, keys=keys)
     checkpoint._reader.check_files()
     return {key.removeprefix("model/"): checkpoint[key] for key in checkpoint.keys()}  # noqa: SIM118 - it is no dict
 
@@ -155,7 +155,7 @@ def test_nothing_is_guessed(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             read(folder, layout)
     with pytest.raises(InvalidArgumentError, match=r"2 tensor-parallel ranks.*layout"):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 def back(folder: Path, layout: Any, tp: int, scratch: Path) -> list[dict[str, torch.Tensor]]:
@@ -223,7 +223,7 @@ def test_repeated_keys_over_other_numbers_of_ranks_are_refused(tmp_path: Path) -
 def test_tied_weights_have_both_names(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(8, 4), "lm_head": nn.Linear(4, 8, bias=False)})
     model["lm_head"].weight = model["embed_tokens"].weight
-    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
     convert(tmp_path / "run", tmp_path / "nxd", to="nxd", layout="llama", tp_size=2)
     for rank in range(2):
         actual = load_rank_file(tmp_path / "nxd" / "model" / rank_file_name(tp=rank))
@@ -238,7 +238,7 @@ def test_the_files_in_an_object_store_are_those_on_a_disk(tmp_path: Path, xser: 
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
-    holdfast.save_checkpoint(tmp_path / "run", "s", model, optimizer, step=3)
+    rankless.save_checkpoint(tmp_path / "run", "s", model, optimizer, step=3)
     with fake.connected():
         path = fake.store_at("http://fake").path(f"{BUCKET}/out")
         for folder in (tmp_path, path):

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.conversion.convert import convert
-from holdfast.errors import InvalidArgumentError, TagExistsError
+import rankless
+from rankless.cli.main import app
+from rankless.conversion.convert import convert
+from rankless.errors import InvalidArgumentError, TagExistsError
 from tests.helpers.nxd_files import load_rank_file, rank_file_name, read_files
 from tests.helpers.nxd_llama import (
     CONFIG,
@@ -77,7 +77,7 @@ def go_on(folder: str, keys: dict[str, str]) -> dict[str, Any]:
         fully_shard(layer)
     fully_shard(model)
     trained = make_optimizer(model.parameters())
-    holdfast.load_checkpoint(folder, model=model, optimizer=trained, keys=keys)
+    rankless.load_checkpoint(folder, model=model, optimizer=trained, keys=keys)
     for step in range(STEPS, STEPS + 2):
         model.zero_grad()
         (sum(compute_loss(model, make_batch(step, half)) for half in range(DP)) / DP).backward()
@@ -102,7 +102,7 @@ def test_fsdp_on_three_ranks_goes_on_as_one_process_does(
 def test_and_back(trained: Path, tmp_path: Path) -> None:
     """One process's checkpoint, laid out for NxD's ranks, is what these ranks would have saved."""
     model, own = train_single(STEPS)
-    holdfast.save_checkpoint(tmp_path / "run", "s", model=model, optimizer=own)
+    rankless.save_checkpoint(tmp_path / "run", "s", model=model, optimizer=own)
     options: dict[str, Any] = {"tp_size": TP, "pp_size": PP, "dp_size": DP, "master_weights": True, "layout": LAYOUT}
     made = convert(tmp_path / "run", tmp_path / "nxd", to="nxd", **options)
     again = convert(trained, tmp_path / "again", to="nxd", **options)
@@ -133,9 +133,9 @@ def test_the_model_in_16_bits_and_its_masters_in_32(trained: Path, tmp_path: Pat
     whole = train_single(STEPS)[0].state_dict()[key]
     assert torch.equal(model[key], whole.chunk(2)[0].bfloat16())
     assert torch.equal(masters[list(model).index(key)], whole.chunk(2)[0].chunk(2)[0])
-    back = holdfast.open(made, keys={"layout": LAYOUT})
+    back = rankless.open(made, keys={"layout": LAYOUT})
     assert torch.equal(back[f"model/{key}"], whole)
-    low = holdfast.open(made, keys={"layout": LAYOUT, "weights": "model"})
+    low = rankless.open(made, keys={"layout": LAYOUT, "weights": "model"})
     assert torch.equal(low[f"model/{key}"], whole.bfloat16())
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_asked_for(trained: Path, tmp_path: Path) -> None:
 
 def single_checkpoint(folder: Path) -> Path:
     if not (folder / "one").exists():
-        holdfast.save_checkpoint(folder / "one", "s", model=Llama())
+        rankless.save_checkpoint(folder / "one", "s", model=Llama())
     return folder / "one"
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import holdfast
-from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
-from holdfast.errors import (
+import rankless
+from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
-    HoldfastError,
     InvalidArgumentError,
     NoCheckpointError,
+    RanklessError,
     UnsafePickleError,
 )
 from tests.helpers.fake_http import BUCKET
@@ -46,8 +46,8 @@ LAYOUT = json.dumps(
 DIVIDED = {"a.weight": 0, "a.bias": 0, "b.weight": 1}
 
 
-def opened(path: Path, **keys: str) -> holdfast.Checkpoint:
-    checkpoint = holdfast.open(path, keys={"layout": LAYOUT} | keys)
+def opened(path: Path, **keys: str) -> rankless.Checkpoint:
+    checkpoint = rankless.open(path, keys={"layout": LAYOUT} | keys)
     checkpoint._reader.check_files()
     for part in checkpoint.verify():
         if part.problem:
@@ -108,7 +108,7 @@ def write(folder: Path, *, tp: int = 2, dp: int = 2, zero1: bool = True, **how: 
     return folder
 
 
-def check(actual: holdfast.Checkpoint) -> None:
+def check(actual: rankless.Checkpoint) -> None:
     """It has all of it, under the names of parameters."""
     for key, value in whole().items():
         assert torch.equal(actual[f"model/{key}"], value)
@@ -144,7 +144,7 @@ def test_what_nxd_wrote(tmp_path: Path, kind: str) -> None:
 
 def test_torchs_distributed_checkpoint_gets_all_of_it(tmp_path: Path) -> None:
     folder, keys = extract_golden(tmp_path) / "z1_xser1", {"copies": "first"}
-    holdfast.convert(folder, tmp_path / "dcp", to="dcp", layout=LAYOUT, keys=keys)
+    rankless.convert(folder, tmp_path / "dcp", to="dcp", layout=LAYOUT, keys=keys)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "by_torch.pt")
     theirs, ours = torch.load(tmp_path / "by_torch.pt", weights_only=True), opened(folder, **keys)
     assert theirs["model"].keys() == {key.removeprefix("model/") for key in ours if key.startswith("model/")}
@@ -204,7 +204,7 @@ def test_a_reference_that_nxd_never_restores(tmp_path: Path) -> None:
             target.writestr(entry, data)
     torch.save({}, path.with_name(path.name + ".info.pt"))
     layout = json.dumps({"rules": [{"match": "*"}], "not_trained": ["*"]})
-    checkpoint = holdfast.open(folder, keys={"layout": layout})
+    checkpoint = rankless.open(folder, keys={"layout": layout})
     assert checkpoint.values["optimizer"]["groups"][0]["settings"]["lr"] == torch.tensor(0.25)
 
 
@@ -272,7 +272,7 @@ def test_early_zero_files(tmp_path: Path) -> None:
         save_rank_file(
             tmp_path / "a" / f"optim.dp_rank_{d:02}.tp_rank_00", {**tree, "dp_rank": d, "tp_rank": 0}, xser=False
         )
-    checkpoint = holdfast.open(tmp_path / "a")
+    checkpoint = rankless.open(tmp_path / "a")
     assert torch.equal(checkpoint["optimizer/0/m"], torch.arange(5.0))
 
 
@@ -283,7 +283,7 @@ def test_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
         groups = [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": [0]}]
         for d, tree in enumerate(shard_zero_states({0: item}, {0: {"exp_avg": item + 1}}, 2, groups=groups)):
             save_rank_file(tmp_path / "optim" / rank_file_name(d, pp=stage), tree)
-    checkpoint = holdfast.open(tmp_path)
+    checkpoint = rankless.open(tmp_path)
     checkpoint._reader.check_files()
     assert all(torch.equal(checkpoint[f"model/{key}"], tensor) for key, tensor in tensors.items())
     assert all(torch.equal(checkpoint[f"optimizer/{key}/exp_avg"], tensor + 1) for key, tensor in tensors.items())
@@ -310,7 +310,7 @@ def test_experts_under_zero_have_groups_of_their_own(tmp_path: Path) -> None:
             **{f"ep_{kind}_offset": 1 for kind in ("param_id", "param_group", "base_state", "shape_info")},
         }
         save_rank_file(tmp_path / "optim" / rank_file_name(d), tree)
-    checkpoint = holdfast.open(
+    checkpoint = rankless.open(
         tmp_path, keys={"layout": json.dumps({"rules": [{"match": "*experts", "experts": True}, {"match": "*"}]})}
     )
     checkpoint._reader.check_files()
@@ -327,18 +327,18 @@ def test_the_newest_is_told_by_its_number_and_by_its_end(tmp_path: Path) -> None
         if step != 200:
             (folder / "done").write_text("1")
     os.utime(tmp_path / "step_20" / "done", (2e9, 2e9))
-    assert holdfast.open(tmp_path)["model/w"] == 100
+    assert rankless.open(tmp_path)["model/w"] == 100
     with pytest.raises(CorruptCheckpointError, match="step_200 was begun and has no 'done'"):
-        holdfast.open(tmp_path / "step_200")
+        rankless.open(tmp_path / "step_200")
     (tmp_path / "newest").write_text("step_100\nstep_5\n")
-    assert holdfast.open(tmp_path)["model/w"] == 5
+    assert rankless.open(tmp_path)["model/w"] == 5
     (tmp_path / "newest").write_text("step_7\n")  # names nothing that is there
-    assert holdfast.open(tmp_path)["model/w"] == 100
+    assert rankless.open(tmp_path)["model/w"] == 100
     for step in (5, 100, 20):
         (tmp_path / f"step_{step}" / "done").unlink()
     (tmp_path / "newest").unlink()
     with pytest.raises(NoCheckpointError, match="none of the checkpoints"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 @pytest.mark.parametrize("attack", UNSAFE_OBJECTS)
@@ -346,7 +346,7 @@ def test_nothing_is_run(tmp_path: Path, attack: str) -> None:
     folder = write(tmp_path / "a", tp=1, dp=1)
     torch.save({"step": UNSAFE_OBJECTS[attack]}, folder / "user_content.pt")
     with pytest.raises(UnsafePickleError, match="user_content"):
-        holdfast.open(folder)
+        rankless.open(folder)
     assert not Path(MARK_FILE).exists()
 
 
@@ -373,24 +373,24 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_folder_whose_files_hold_nothing_of_training_is_named(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "tp_rank_00")
     with pytest.raises(FormatError, match=f"files in {tmp_path} hold neither"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_numbers_of_parameters_get_names_only_where_it_is_certain(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", tp=1)
     with pytest.raises(InvalidArgumentError, match="4 parameters, and the layout puts 6"):
-        holdfast.open(folder)
+        rankless.open(folder)
     wrong = json.dumps({"rules": [{"match": "*"}], "not_trained": ["norm.weight", "frozen"]})
     with pytest.raises(InvalidArgumentError, match=r"parameter 0 of the optimizer has shape \[10, 4\], and 'buf'"):
-        holdfast.open(folder, keys={"layout": wrong})
+        rankless.open(folder, keys={"layout": wrong})
     shutil.rmtree(folder / "optim")
     groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2, 3]}]
     parameters = {pid: whole()[key] for pid, key in enumerate(["a.weight", "b.weight", "a.bias", "norm.weight"])}
     save_rank_file(folder / "optim" / rank_file_name(), shard_zero_states(parameters, {}, 1, groups=groups)[0])
     with pytest.raises(InvalidArgumentError, match="2 groups, and the layout does not say"):
-        holdfast.open(folder, keys={"layout": LAYOUT})
+        rankless.open(folder, keys={"layout": LAYOUT})
     spec = json.loads(LAYOUT) | {"groups": [["a.weight", "b.weight"], ["*"]]}
-    checkpoint = holdfast.open(folder, keys={"layout": json.dumps(spec)})
+    checkpoint = rankless.open(folder, keys={"layout": json.dumps(spec)})
     assert [group["params"] for group in checkpoint.values["optimizer"]["groups"]] == [
         ["a.weight", "b.weight"],
         ["a.bias", "norm.weight"],
@@ -426,7 +426,7 @@ def test_bytes_that_are_not_nxd_s_are_refused_and_never_crash(tmp_path: Path) ->
         file.write_bytes(broken[: random.choice((len(raw), random.randrange(len(raw))))])
         try:
             opened(folder, optimizer="read")
-        except HoldfastError:
+        except RanklessError:
             refused += 1
         finally:
             file.write_bytes(raw)
@@ -435,7 +435,7 @@ def test_bytes_that_are_not_nxd_s_are_refused_and_never_crash(tmp_path: Path) ->
 
 
 def test_nothing_of_ours_asks_for_torch_xla() -> None:
-    for file in (Path(holdfast.__file__).parent).rglob("*.py"):
+    for file in (Path(rankless.__file__).parent).rglob("*.py"):
         names = re.findall(r"^\s*(?:from|import) (\S+)", file.read_text(), re.MULTILINE)
         assert not [item for item in names if item.startswith(("torch_xla", "neuronx"))], file
 

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
-from holdfast.errors import (
+from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
-    HoldfastError,
     InvalidArgumentError,
     NoCheckpointError,
+    RanklessError,
     TagExistsError,
 )
-from holdfast.run.cleanup import clean_up
-from holdfast.storage import atomic_rename
+from rankless.run.cleanup import clean_up
+from rankless.storage import atomic_rename
 from tests.helpers.nxd_files import (
     equal_trees,
     extract_golden,
@@ -239,7 +239,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     source = write(tmp_path / "a", sample(2))
     before = read_files(source)
     (tmp_path / "there").mkdir()
-    asked: list[tuple[Path, Path, int | None, type[HoldfastError], str]] = [
+    asked: list[tuple[Path, Path, int | None, type[RanklessError], str]] = [
         (source, source, 4, InvalidArgumentError, "must not contain each other"),
         (source, source / "optim" / "new", 4, InvalidArgumentError, "must not contain"),
         (source, tmp_path, 4, InvalidArgumentError, "must not contain"),
@@ -261,7 +261,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
 def test_a_converter_that_is_killed_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a", sample(2))
     before = read_files(source)
-    monkeypatch.setattr("holdfast.compat.nxd.convert.torch_files._verify_range", lambda *_: 1 / 0)
+    monkeypatch.setattr("rankless.compat.nxd.convert.torch_files._verify_range", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "b", 3)
     assert read_files(source) == before

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import holdfast
-from holdfast.errors import OptimizerMismatchError, UnsupportedTensorError
+import rankless
+from rankless.errors import OptimizerMismatchError, UnsupportedTensorError
 from tests.helpers.pool import Ranks
 from tests.interop.quantised.runs import (
     Run,
@@ -43,10 +43,10 @@ def start(kind: str, **options: Any) -> Run:
 def test_a_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     run = start(kind)
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(tmp_path, "s", *run)
+    rankless.save_checkpoint(tmp_path, "s", *run)
     train_steps(run, 3, 5)
     resumed = start(kind)
-    holdfast.load_checkpoint(tmp_path, model=resumed[0], optimizer=resumed[1])
+    rankless.load_checkpoint(tmp_path, model=resumed[0], optimizer=resumed[1])
     train_steps(resumed, 3, 5)
     assert_equal_bits(trained_tensors(resumed), trained_tensors(run))
     assert_equal_bits(state_tensors(resumed), state_tensors(run))
@@ -60,22 +60,22 @@ def test_an_optimizer_is_restored_without_its_model(with_state_dict: bool, tmp_p
     if with_state_dict:
         train_steps(other, 5, 6)
         saved, loaded = run[1].state_dict(), copy.deepcopy(other[1].state_dict())
-        holdfast.save_checkpoint(tmp_path, "s", optimizer=saved)
-        holdfast.load_checkpoint(tmp_path, optimizer=loaded)
+        rankless.save_checkpoint(tmp_path, "s", optimizer=saved)
+        rankless.load_checkpoint(tmp_path, optimizer=loaded)
         other[1].load_state_dict(loaded)
     else:
-        holdfast.save_checkpoint(tmp_path, "s", optimizer=run[1])
-        holdfast.load_checkpoint(tmp_path, optimizer=other[1])
+        rankless.save_checkpoint(tmp_path, "s", optimizer=run[1])
+        rankless.load_checkpoint(tmp_path, optimizer=other[1])
     assert_equal_bits(state_tensors(other), state_tensors(run))
 
 
 def test_parameters_in_another_order_are_refused(tmp_path: Path) -> None:
     run = start("AdamW8bit")
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(tmp_path, "s", optimizer=run[1])
+    rankless.save_checkpoint(tmp_path, "s", optimizer=run[1])
     other = make("AdamW8bit", [*run[0].parameters()][::-1])
     with pytest.raises(OptimizerMismatchError, match="matched by position only"):
-        holdfast.load_checkpoint(tmp_path, optimizer=other)
+        rankless.load_checkpoint(tmp_path, optimizer=other)
 
 
 def give_states(path: Path) -> None:
@@ -84,12 +84,12 @@ def give_states(path: Path) -> None:
     for number, parameter in enumerate(model.parameters()):
         assert isinstance(parameter, DTensor)
         optimizer.init_state(optimizer.param_groups[0], parameter, 0, number)
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
 
 
 def load_sharded(path: Path) -> None:
     model, optimizer = start("AdamW8bit", sharded=True)
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
 
 
 def test_sharded_states_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_sharded_states_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> Non
         assert "'0.weight/qmap1' is a plain tensor of shape [256], and its parameter is sharded" in str(error)
     run = start("AdamW8bit")
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(tmp_path, "s", *run)
+    rankless.save_checkpoint(tmp_path, "s", *run)
     for error in ranks.outcomes(2, load_sharded, tmp_path):
         assert isinstance(error, OptimizerMismatchError)
         assert "'0.weight/" in str(error)
@@ -122,9 +122,9 @@ def test_quantized_layers_are_refused_by_name(kind: str, name: str, has_run: boo
     if has_run:
         model(torch.ones(2, 128))
     with pytest.raises(UnsupportedTensorError, match=f"'0.weight' is a quantized {name} of bitsandbytes"):
-        holdfast.save_checkpoint(tmp_path, "s", model, state_dict_hooks=hooks)
+        rankless.save_checkpoint(tmp_path, "s", model, state_dict_hooks=hooks)
     with pytest.raises(UnsupportedTensorError, match=f"'0.weight' is a quantized {name} of bitsandbytes"):
-        holdfast.save_checkpoint(tmp_path, "s", model.state_dict(keep_vars=True))
+        rankless.save_checkpoint(tmp_path, "s", model.state_dict(keep_vars=True))
 
 
 def test_what_is_trained_beside_quantized_layers_is_saved_as_a_state_dict(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_is_trained_beside_quantized_layers_is_saved_as_a_state_dict(tmp_pa
     optimizers = [make("AdamW8bit", trained(model).values()) for model in models]
     models[0](torch.ones(2, 128)).square().sum().backward()
     optimizers[0].step()
-    holdfast.save_checkpoint(tmp_path, "s", trained(models[0]), optimizers[0])
-    holdfast.load_checkpoint(tmp_path, model=trained(models[1]), optimizer=optimizers[1])
+    rankless.save_checkpoint(tmp_path, "s", trained(models[0]), optimizers[0])
+    rankless.load_checkpoint(tmp_path, model=trained(models[1]), optimizer=optimizers[1])
     assert_equal_bits(dict(trained(models[1])), dict(trained(models[0])))
     assert_equal_bits(state_tensors((models[1][1], optimizers[1])), state_tensors((models[0][1], optimizers[0])))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import holdfast
-from holdfast.errors import OptimizerMismatchError
+import rankless
+from rankless.errors import OptimizerMismatchError
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.interop.quantised.block_scaled import BlockScaled
@@ -62,17 +62,17 @@ def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
 def save(path: Path, sharded: bool) -> None:
     run = start_run(ScaledSGD, sharded=sharded)
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(path, "s", *run)
+    rankless.save_checkpoint(path, "s", *run)
 
 
 def load(path: Path, sharded: bool) -> Run:
     run = start_run(ScaledSGD, sharded=sharded)
-    holdfast.load_checkpoint(path, model=run[0], optimizer=run[1])
+    rankless.load_checkpoint(path, model=run[0], optimizer=run[1])
     return run
 
 
 def save_again(path: Path, other: Path) -> None:
-    holdfast.save_checkpoint(other, "s", *load(path, sharded=True))
+    rankless.save_checkpoint(other, "s", *load(path, sharded=True))
 
 
 def resume(path: Path, sharded: bool) -> dict[str, torch.Tensor]:
@@ -104,4 +104,4 @@ def test_other_settings_are_refused_by_name(block: int, message: str, tmp_path: 
     save(tmp_path, sharded=False)
     run = start_run(lambda parameters: ScaledSGD(parameters, block))
     with pytest.raises(OptimizerMismatchError, match=message):
-        holdfast.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
+        rankless.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])

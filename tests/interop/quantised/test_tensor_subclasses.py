@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import holdfast
-from holdfast.errors import MismatchError, StateError, UnsupportedTensorError
+import rankless
+from rankless.errors import MismatchError, StateError, UnsupportedTensorError
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.interop.quantised.block_scaled import Adapted, BlockScaled, Unsliceable, inner_tensors, make_scaled
@@ -40,27 +40,27 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 
 
 def test_inner_tensors_are_saved_and_filled_in_place(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", Quantized())
+    rankless.save_checkpoint(tmp_path, "s", Quantized())
     blank = Quantized(seed=None)
     before = blank.inner()
-    holdfast.load_checkpoint(tmp_path, model=blank)
+    rankless.load_checkpoint(tmp_path, model=blank)
     assert_equal(before, Quantized().inner())
     assert all(now is then for now, then in zip(blank.inner(), before, strict=True))
-    stored = {key for key in holdfast.open(tmp_path) if "adapted" in key}
+    stored = {key for key in rankless.open(tmp_path) if "adapted" in key}
     assert stored == {f"model/adapted.{name}" for name in ("weight.codes", "weight.scale", "weight.table", "offset")}
 
 
 def test_a_state_dict_is_a_model_too(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", Quantized().state_dict())
+    rankless.save_checkpoint(tmp_path, "s", Quantized().state_dict())
     blank = Quantized(seed=None)
-    holdfast.load_checkpoint(tmp_path, model=blank.state_dict())
+    rankless.load_checkpoint(tmp_path, model=blank.state_dict())
     assert_equal(blank.inner(), Quantized().inner())
 
 
 def test_a_model_is_saved_and_loaded_alone(tmp_path: Path) -> None:
-    holdfast.save_model(Quantized(), tmp_path / "model.safetensors")
+    rankless.save_model(Quantized(), tmp_path / "model.safetensors")
     blank = Quantized(seed=None)
-    holdfast.load_model(blank, tmp_path / "model.safetensors")
+    rankless.load_model(blank, tmp_path / "model.safetensors")
     assert_equal(blank.inner(), Quantized().inner())
 
 
@@ -73,9 +73,9 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_tensors_are_stored_once(tied: bool, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", Tied(3))
+    rankless.save_checkpoint(tmp_path, "s", Tied(3))
     blank = Tied(None, tied)
-    holdfast.load_checkpoint(tmp_path, model=blank)
+    rankless.load_checkpoint(tmp_path, model=blank)
     for tensor in (blank.first, blank.second):
         assert_equal(inner_tensors(tensor), inner_tensors(Tied(3).first))
 
@@ -102,15 +102,15 @@ OTHER = {
 @pytest.mark.parametrize("kind", OTHER)
 def test_another_kind_of_tensor_is_refused_by_name(kind: str, strict: bool, tmp_path: Path) -> None:
     make, message = OTHER[kind]
-    holdfast.save_checkpoint(tmp_path, "s", one(make_scaled(4, 4)))
+    rankless.save_checkpoint(tmp_path, "s", one(make_scaled(4, 4)))
     with pytest.raises(MismatchError, match=message):
-        holdfast.load_checkpoint(tmp_path, model=one(make()), strict=strict)
+        rankless.load_checkpoint(tmp_path, model=one(make()), strict=strict)
 
 
 def test_a_plain_tensor_is_not_loaded_into_a_subclass(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", one(torch.zeros(4, 4)))
+    rankless.save_checkpoint(tmp_path, "s", one(torch.zeros(4, 4)))
     with pytest.raises(MismatchError, match="weight: a plain tensor in the checkpoint, a BlockScaled here"):
-        holdfast.load_checkpoint(tmp_path, model=one(make_scaled(4, 4)))
+        rankless.load_checkpoint(tmp_path, model=one(make_scaled(4, 4)))
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -136,7 +136,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_what_cannot_be_stored_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     make, error, message = UNSUPPORTED[kind]
     with pytest.raises(error, match=message):
-        holdfast.save_checkpoint(tmp_path, "s", make())
+        rankless.save_checkpoint(tmp_path, "s", make())
     assert not list(tmp_path.iterdir())
 
 
@@ -153,8 +153,8 @@ def reshard_all(path: Path, shapes: list[tuple[int, int]], seed: int | None) -> 
     """Save with a seed, or load without one and save what was loaded."""
     state = {f"{rows}x{columns}": shard_rows(make_scaled(rows, columns, seed=seed), rows) for rows, columns in shapes}
     if seed is None:
-        holdfast.load_checkpoint(path.parent / "1", model=state)
-    holdfast.save_checkpoint(path, "s", state)
+        rankless.load_checkpoint(path.parent / "1", model=state)
+    rankless.save_checkpoint(path, "s", state)
 
 
 #: Rows and columns; a block has 4 elements. On two and three ranks every shard has whole blocks, and two rows or more.
@@ -165,14 +165,14 @@ SHAPES = [(4, 4), (5, 4), (6, 8), (7, 12), (11, 4), (12, 2), (24, 1), (100, 4), 
 def test_rows_are_divided_with_their_blocks(ranks: Ranks, size: int, tmp_path: Path) -> None:
     shapes = [shape for shape in SHAPES if -(-shape[0] // size) * (size - 1) < shape[0] - 1]
     whole = {f"{rows}x{columns}": make_scaled(rows, columns) for rows, columns in shapes}
-    holdfast.save_checkpoint(tmp_path / "1", "s", whole)
+    rankless.save_checkpoint(tmp_path / "1", "s", whole)
     expected = read_state_files(tmp_path / "1/s")
     ranks(size, reshard_all, tmp_path / "sharded", shapes, 0)
     ranks(size, reshard_all, tmp_path / "loaded", shapes, None)
     for name in ("sharded", "loaded"):
         assert read_state_files(tmp_path / name / "s") == expected, name
     blank = {f"{rows}x{columns}": make_scaled(rows, columns, seed=None) for rows, columns in shapes}
-    holdfast.load_checkpoint(tmp_path / "sharded", model=blank)
+    rankless.load_checkpoint(tmp_path / "sharded", model=blank)
     for name, tensor in blank.items():
         assert_equal(inner_tensors(tensor), inner_tensors(whole[name]))
 
@@ -187,12 +187,12 @@ def save_replicas(path: Path, layout: str) -> None:
             whole[2 * mesh.get_local_rank(1) :][:2], mesh, [Replicate(), Shard(0)], run_check=False
         ),
     }
-    holdfast.save_checkpoint(path, "s", {"w": tensors[layout]()})
+    rankless.save_checkpoint(path, "s", {"w": tensors[layout]()})
 
 
 @pytest.mark.parametrize(("layout", "size"), [("plain", 2), ("replicated", 2), ("hsdp", 4)])
 def test_replicas_are_stored_once(ranks: Ranks, layout: str, size: int, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "whole", "s", {"w": make_scaled(4, 4)})
+    rankless.save_checkpoint(tmp_path / "whole", "s", {"w": make_scaled(4, 4)})
     ranks(size, save_replicas, tmp_path / layout, layout)
     assert read_state_files(tmp_path / layout / "s") == read_state_files(tmp_path / "whole/s")
 
@@ -209,7 +209,7 @@ def save_unsupported(path: Path, kind: str) -> None:
     local, placement, shape = kinds[kind]
     stride = (shape[1], 1)
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
-    holdfast.save_checkpoint(path, "s", {"w": tensor})
+    rankless.save_checkpoint(path, "s", {"w": tensor})
 
 
 @pytest.mark.parametrize(

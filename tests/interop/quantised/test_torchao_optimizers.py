@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
-from holdfast.errors import OptimizerMismatchError, StateError, UnsupportedTensorError
+import rankless
+from rankless.errors import OptimizerMismatchError, StateError, UnsupportedTensorError
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.interop.quantised.runs import (
@@ -51,21 +51,21 @@ def uninterrupted(kind: str, dtype: torch.dtype = torch.float32) -> tuple[dict[s
 def save(path: Path, kind: str, sharded: bool, **options: Any) -> None:
     run = start(kind, sharded=sharded, **options)
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(path, "s", *run)
+    rankless.save_checkpoint(path, "s", *run)
 
 
 def resume(path: Path, kind: str, sharded: bool, **options: Any) -> dict[str, torch.Tensor]:
     """Load into a model and an optimizer that have not stepped, and go on."""
     run = start(kind, sharded=sharded, **options)
-    holdfast.load_checkpoint(path, model=run[0], optimizer=run[1])
+    rankless.load_checkpoint(path, model=run[0], optimizer=run[1])
     train_steps(run, 3, 5)
     return trained_tensors(run)
 
 
 def save_again(path: Path, other: Path, kind: str) -> None:
     run = start(kind, sharded=True)
-    holdfast.load_checkpoint(path, model=run[0], optimizer=run[1])
-    holdfast.save_checkpoint(other, "s", *run)
+    rankless.load_checkpoint(path, model=run[0], optimizer=run[1])
+    rankless.save_checkpoint(other, "s", *run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,7 +73,7 @@ def save_again(path: Path, other: Path, kind: str) -> None:
 def test_a_run_resumes_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save(tmp_path, kind, sharded=False, dtype=dtype)
     run = start(kind, dtype=dtype)
-    holdfast.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
+    rankless.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
     train_steps(run, 3, 5)
     parameters, states = uninterrupted(kind, dtype)
     assert_equal_bits(trained_tensors(run), parameters)
@@ -101,8 +101,8 @@ def test_files_do_not_depend_on_the_ranks_and_every_number_of_ranks_resumes(
 def test_the_inner_tensors_are_stored_under_names_of_their_own(tmp_path: Path) -> None:
     run = start("AdamW8bit")
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(tmp_path, "s", *run)
-    checkpoint = holdfast.open(tmp_path)
+    rankless.save_checkpoint(tmp_path, "s", *run)
+    checkpoint = rankless.open(tmp_path)
     state = run[1].state[run[0][0].weight]["exp_avg"]
     for inner in ("codes", "scale", "qmap"):
         assert torch.equal(checkpoint[f"optimizer/0.weight/exp_avg.{inner}"], getattr(state, inner))
@@ -113,7 +113,7 @@ def test_an_optimizer_that_has_stepped_is_filled_in_place(tmp_path: Path) -> Non
     run = start("AdamW8bit")
     train_steps(run, 7, 8)
     before = run[1].state[run[0][0].weight]["exp_avg"]
-    holdfast.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
+    rankless.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
     assert run[1].state[run[0][0].weight]["exp_avg"] is before
     train_steps(run, 3, 5)
     assert_equal_bits(state_tensors(run), uninterrupted("AdamW8bit")[1])
@@ -122,11 +122,11 @@ def test_an_optimizer_that_has_stepped_is_filled_in_place(tmp_path: Path) -> Non
 def test_it_is_saved_and_loaded_alone(tmp_path: Path) -> None:
     run = start("AdamW4bit")
     train_steps(run, 0, 3)
-    holdfast.save_optimizer(run[1], tmp_path / "optimizer.safetensors", model=run[0])
-    holdfast.save_checkpoint(tmp_path, "s", optimizer=run[1])
+    rankless.save_optimizer(run[1], tmp_path / "optimizer.safetensors", model=run[0])
+    rankless.save_checkpoint(tmp_path, "s", optimizer=run[1])
     for load in (
-        lambda other: holdfast.load_optimizer(other[1], tmp_path / "optimizer.safetensors", model=other[0]),
-        lambda other: holdfast.load_checkpoint(tmp_path, optimizer=other[1]),
+        lambda other: rankless.load_optimizer(other[1], tmp_path / "optimizer.safetensors", model=other[0]),
+        lambda other: rankless.load_checkpoint(tmp_path, optimizer=other[1]),
     ):
         other = start("AdamW4bit")
         load(other)
@@ -137,9 +137,9 @@ def test_it_is_saved_and_loaded_alone(tmp_path: Path) -> None:
 def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(staging: str, tmp_path: Path) -> None:
     run = start("AdamW8bit")
     train_steps(run, 0, 3)
-    holdfast.save_checkpoint(tmp_path, "s", *run, async_save=True, staging=staging)
+    rankless.save_checkpoint(tmp_path, "s", *run, async_save=True, staging=staging)
     train_steps(run, 3, 5)
-    holdfast.finalize()
+    rankless.finalize()
     save(tmp_path / "now", "AdamW8bit", sharded=False)
     assert read_state_files(tmp_path / "s") == read_state_files(tmp_path / "now/s")
 
@@ -163,7 +163,7 @@ def test_another_block_size_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, "AdamW8bit", sharded=False)
     run = start_run(functools.partial(make, "AdamW8bit", block_size=128))
     with pytest.raises(OptimizerMismatchError, match=r"'0\.weight/exp_avg\.scale'"):
-        holdfast.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
+        rankless.load_checkpoint(tmp_path, model=run[0], optimizer=run[1])
 
 
 def step_sharded_columns(path: Path, fsdp: bool) -> None:
@@ -177,7 +177,7 @@ def step_sharded_columns(path: Path, fsdp: bool) -> None:
         parameter.grad = torch.ones_like(parameter)
     with torch.compiler.set_stance("force_eager"):
         run[1].step()
-    holdfast.save_checkpoint(path, "s", *run)
+    rankless.save_checkpoint(path, "s", *run)
 
 
 @pytest.mark.parametrize(("fsdp", "size"), [(False, 2), (True, 4)])

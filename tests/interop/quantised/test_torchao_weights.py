@@ -12,8 +12,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-import holdfast
-from holdfast.errors import MismatchError
+import rankless
+from rankless.errors import MismatchError
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.interop.quantised.runs import assert_equal_bits, flat_tensors
@@ -47,8 +47,8 @@ def quantized_model(kind: str, seed: int = 0) -> nn.Module:
 @pytest.mark.parametrize("kind", [*CONFIGS, "NF4"])
 def test_weights_are_restored_exactly(kind: str, tmp_path: Path) -> None:
     model, blank = quantized_model(kind), quantized_model(kind, seed=1)
-    holdfast.save_checkpoint(tmp_path, "s", model)
-    holdfast.load_checkpoint(tmp_path, model=blank)
+    rankless.save_checkpoint(tmp_path, "s", model)
+    rankless.load_checkpoint(tmp_path, model=blank)
     for name, parameter in model.named_parameters():
         assert_equal_bits(flat_tensors(name, blank.get_parameter(name)), flat_tensors(name, parameter))
     if kind != "NF4":
@@ -57,9 +57,9 @@ def test_weights_are_restored_exactly(kind: str, tmp_path: Path) -> None:
 
 
 def test_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", quantized_model("Int8WeightOnlyConfig"))
+    rankless.save_checkpoint(tmp_path, "s", quantized_model("Int8WeightOnlyConfig"))
     with pytest.raises(MismatchError, match=r"0\.weight: context .*act_quant_kwargs"):
-        holdfast.load_checkpoint(tmp_path, model=quantized_model("Int8DynamicActivationInt8WeightConfig"))
+        rankless.load_checkpoint(tmp_path, model=quantized_model("Int8DynamicActivationInt8WeightConfig"))
 
 
 def shard_weights(kind: str, seed: int) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def shard_weights(kind: str, seed: int) -> dict[str, Any]:
 def save_sharded(path: Path, kind: str, seed: int) -> None:
     state = shard_weights(kind, seed)
     if seed:
-        holdfast.load_checkpoint(path.parent / "1", model=state)
-    holdfast.save_checkpoint(path, "s", state)
+        rankless.load_checkpoint(path.parent / "1", model=state)
+    rankless.save_checkpoint(path, "s", state)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_weights_sharded_by_rows_are_stored_like_whole_ones(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "1", "s", quantized_model(kind).state_dict())
+    rankless.save_checkpoint(tmp_path / "1", "s", quantized_model(kind).state_dict())
     ranks(2, save_sharded, tmp_path / "2", kind, 0)
     ranks(3, save_sharded, tmp_path / "3", kind, 1)
     for size in (2, 3):

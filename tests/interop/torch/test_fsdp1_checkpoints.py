@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
-from holdfast.errors import OptimizerMismatchError
+import rankless
+from rankless.errors import OptimizerMismatchError
 from tests.helpers.fsdp1 import gather_optimizer_state, gather_state_dict, make_nested, make_net, train_model
 from tests.helpers.pool import Ranks
 
@@ -28,7 +28,7 @@ def save(path: str, *, orig: bool) -> Flat:
     model = make_nested(use_orig_params=orig)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train_model(model, optimizer)
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     return gathered(model, optimizer)
 
 
@@ -37,7 +37,7 @@ def load(path: str, *, orig: bool, stepped: bool) -> Flat:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     if stepped:
         train_model(model, optimizer, 1)
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
     actual = gathered(model, optimizer)
     train_model(model, optimizer, 1)  # goes on
@@ -49,7 +49,7 @@ def load_fsdp2(path: str) -> Flat:
     fully_shard(model.body)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     actual = {f"model/{name}": getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
     for p, states in optimizer.state.items():
@@ -105,7 +105,7 @@ def refused(path: str) -> str:
     model = make_nested(use_orig_params=False)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(OptimizerMismatchError) as raised:
-        holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+        rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     return str(raised.value)
 
 
@@ -126,5 +126,5 @@ def test_states_that_a_flat_parameter_cannot_keep_apart_are_refused(
     optimizer = torch.optim.AdamW(model.parameters())
     train_model(model, optimizer)
     spoil(optimizer.state[model.scale])
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     assert all(words in message for message in ranks(2, refused, str(tmp_path)))

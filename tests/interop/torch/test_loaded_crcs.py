@@ -15,9 +15,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.serialization import set_crc32_options
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError
-from holdfast.storage.direct_io import BufferedReader
+import rankless
+from rankless.errors import CorruptCheckpointError
+from rankless.storage.direct_io import BufferedReader
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.pool import Ranks
 
@@ -64,7 +64,7 @@ def moment_bytes() -> bytes:
 
 def load(path: Path, **options: Any) -> torch.nn.Module:
     model = make_model(9)
-    holdfast.load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False, **options)
+    rankless.load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False, **options)
     return model
 
 
@@ -95,7 +95,7 @@ def test_files_without_crcs_are_loaded(tmp_path: Path, kind: str) -> None:
 def test_what_is_not_loaded_is_not_compared(tmp_path: Path) -> None:
     file = save(tmp_path / "x.pt")
     flip(file, moment_bytes())
-    holdfast.load_checkpoint(file, model=make_model(9), rng=False)
+    rankless.load_checkpoint(file, model=make_model(9), rng=False)
 
 
 def test_a_small_part_of_a_storage_is_loaded_without_the_rest(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_small_part_of_a_storage_is_loaded_without_the_rest(tmp_path: Path) ->
     torch.save({"model": {"w": whole[3]}}, tmp_path / "x.pt")
     flip(tmp_path / "x.pt", whole[50].numpy().tobytes())
     model = torch.nn.ParameterDict({"w": torch.zeros(1000)})
-    holdfast.load_checkpoint(tmp_path / "x.pt", model=model, rng=False)
+    rankless.load_checkpoint(tmp_path / "x.pt", model=model, rng=False)
     assert torch.equal(model["w"], whole[3])
 
 
@@ -111,10 +111,10 @@ def test_most_of_a_storage_is_compared_with_the_rest(tmp_path: Path) -> None:
     whole = torch.rand(100, 1000)
     torch.save({"model": {"w": whole[:95]}}, tmp_path / "x.pt")
     model = torch.nn.ParameterDict({"w": torch.zeros(95, 1000)})
-    holdfast.load_checkpoint(tmp_path / "x.pt", model=model, rng=False)
+    rankless.load_checkpoint(tmp_path / "x.pt", model=model, rng=False)
     flip(tmp_path / "x.pt", whole[50].numpy().tobytes())
     with pytest.raises(CorruptCheckpointError, match="CRC-32"):
-        holdfast.load_checkpoint(tmp_path / "x.pt", model=model, rng=False)
+        rankless.load_checkpoint(tmp_path / "x.pt", model=model, rng=False)
 
 
 def test_nothing_is_read_twice(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_a_moment_of_deepspeed(tmp_path: Path, stage: int) -> None:
     write_zero(tmp_path, save)
     model = torch.nn.Sequential(torch.nn.Linear(300, 40))
     arguments: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": False}
-    holdfast.load_checkpoint(tmp_path, **arguments)
+    rankless.load_checkpoint(tmp_path, **arguments)
     moment = save.states["exp_avg"]["0.weight"].reshape(-1)
     flip(next(tmp_path.glob("*/zero_pp_rank_1_*optim*")), moment[5000:5010].numpy().tobytes())
     with pytest.raises(CorruptCheckpointError, match=r"zero_pp_rank_1_.*CRC-32"):
-        holdfast.load_checkpoint(tmp_path, **arguments)
+        rankless.load_checkpoint(tmp_path, **arguments)
 
 
 def load_shards(path: Path) -> str:
@@ -151,7 +151,7 @@ def load_shards(path: Path) -> str:
         fully_shard(child)
     fully_shard(model)
     try:
-        holdfast.load_checkpoint(path, model=model, rng=False, share_reads="auto")
+        rankless.load_checkpoint(path, model=model, rng=False, share_reads="auto")
     except CorruptCheckpointError as error:
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Tests that failures of torch 2.13's state dicts and checkpoints do not occur in holdfast."""
+"""Tests that failures of torch 2.13's state dicts and checkpoints do not occur in rankless."""
 
 import json
 import struct
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 
 
 def test_empty_dicts_int_keys_and_tuples_come_back(tmp_path: Path) -> None:
     """DCP drops empty dicts, makes text of integer keys, and loads nothing into them."""
     content = {"empty": {}, "by step": {5: 3, 10: torch.tensor([1.0])}, "pair": (1, torch.tensor(2))}
-    holdfast.save_checkpoint(tmp_path, "s", user_content=content)
-    actual = holdfast.load_checkpoint(tmp_path)
+    rankless.save_checkpoint(tmp_path, "s", user_content=content)
+    actual = rankless.load_checkpoint(tmp_path)
     assert actual["empty"] == {}
     assert list(actual["by step"]) == [5, 10]
     assert type(actual["pair"]) is tuple
@@ -28,17 +28,17 @@ def test_empty_dicts_int_keys_and_tuples_come_back(tmp_path: Path) -> None:
 def test_names_with_dots_do_not_collide_with_trees(tmp_path: Path) -> None:
     """DCP raises for these, as both flatten to ``a.b``."""
     content = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
-    holdfast.save_checkpoint(tmp_path, "s", user_content=content)
-    actual = holdfast.load_checkpoint(tmp_path)
+    rankless.save_checkpoint(tmp_path, "s", user_content=content)
+    actual = rankless.load_checkpoint(tmp_path)
     assert (int(actual["a.b"]), int(actual["a"]["b"])) == (1, 2)
 
 
 def test_an_optimizer_without_state_keeps_its_groups(tmp_path: Path) -> None:
     """Flattened optimizer state dicts lose SGD without momentum: there is nothing but groups."""
     model = nn.Linear(2, 2)
-    holdfast.save_checkpoint(tmp_path, "s", model, torch.optim.SGD(model.parameters(), lr=0.25))
+    rankless.save_checkpoint(tmp_path, "s", model, torch.optim.SGD(model.parameters(), lr=0.25))
     optimizer = torch.optim.SGD(model.parameters(), lr=9)
-    holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert not optimizer.state
 
@@ -50,8 +50,8 @@ def test_a_fresh_optimizer_is_not_stepped(tmp_path: Path) -> None:
     steps: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: steps.append(1))
     before = model.weight.detach().clone()
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
-    holdfast.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     assert not steps
     assert not optimizer.state
     assert model.weight.grad is None
@@ -64,17 +64,17 @@ def test_float32_moments_of_bfloat16_parameters_are_not_cast(tmp_path: Path) -> 
     optimizer = torch.optim.AdamW(model.parameters())
     moment = torch.tensor([[1 + 2**-20, 0.1], [0.2, 0.3]])
     optimizer.state[model.weight] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment * 3}
-    holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer)
     fresh = torch.optim.AdamW(model.parameters())
-    holdfast.load_checkpoint(tmp_path, model=model, optimizer=fresh)
+    rankless.load_checkpoint(tmp_path, model=model, optimizer=fresh)
     assert torch.equal(fresh.state[model.weight]["exp_avg"], moment)
     assert fresh.state[model.weight]["exp_avg"].dtype == torch.float32
 
 
 def own_values(path: str) -> Any:
     rank = dist.get_rank()
-    holdfast.save_checkpoint(path, "s", per_rank_content={"seen": rank, "noise": torch.full((2,), float(rank))})
-    return holdfast.restore(path).per_rank_content
+    rankless.save_checkpoint(path, "s", per_rank_content={"seen": rank, "noise": torch.full((2,), float(rank))})
+    return rankless.restore(path).per_rank_content
 
 
 def test_values_of_each_rank_are_kept_apart(ranks: Ranks, tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def frozen_and_unused(path: str) -> Any:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     fresh = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    holdfast.load_checkpoint(path, model=model, optimizer=fresh)
+    rankless.load_checkpoint(path, model=model, optimizer=fresh)
     assert len(optimizer.state) == 3
     return [p in fresh.state for p in model.parameters()], [p in optimizer.state for p in model.parameters()]
 
@@ -112,9 +112,9 @@ def without_a_piece(path: str) -> float:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    holdfast.save_checkpoint(path, "s", model, optimizer)
+    rankless.save_checkpoint(path, "s", model, optimizer)
     fresh = torch.optim.AdamW(model.parameters())
-    holdfast.load_checkpoint(path, model=model, optimizer=fresh)
+    rankless.load_checkpoint(path, model=model, optimizer=fresh)
     return sum(state["exp_avg"].sum().item() for state in fresh.state.values())
 
 
@@ -132,7 +132,7 @@ def metadata_bytes(folder: Path) -> int:
         if file.suffix == ".safetensors":
             raw = file.read_bytes()
             size = struct.unpack("<Q", raw[:8])[0]
-            crcs = json.loads(raw[8 : 8 + size])["__metadata__"]["holdfast.crc64nvme"]
+            crcs = json.loads(raw[8 : 8 + size])["__metadata__"]["rankless.crc64nvme"]
             total += 8 + size - len(crcs)
         elif file.is_file():
             total += file.stat().st_size
@@ -146,7 +146,7 @@ def many(path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         optimizer.state[p] = {"step": torch.ones(()), "exp_avg": p.detach().clone(), "exp_avg_sq": p.detach().clone()}
-    holdfast.save_checkpoint(path, "s", model, optimizer, rng=False, max_shard_size=20_000)
+    rankless.save_checkpoint(path, "s", model, optimizer, rng=False, max_shard_size=20_000)
 
 
 def test_metadata_takes_a_few_hundred_bytes_for_each_tensor_whatever_the_world_size(

@@ -1,4 +1,4 @@
-"""Tests that holdfast reads from ``torch.save`` files what ``torch.load`` does, bit for bit, without torch's help."""
+"""Tests that rankless reads from ``torch.save`` files what ``torch.load`` does, bit for bit, without torch's help."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.errors import (
+import rankless
+from rankless.cli.main import app
+from rankless.errors import (
     FormatError,
     InvalidArgumentError,
     MismatchError,
     OptimizerMismatchError,
     UnsupportedValueError,
 )
-from holdfast.state.tensors import DTYPES
+from rankless.state.tensors import DTYPES
 from tests.helpers.commands import assert_needs_no_torch, run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.fingerprint import fingerprint
@@ -67,7 +67,7 @@ def test_every_tensor_is_what_torch_reads(tmp_path: Path, state: dict[str, torch
     if options and any(t.dtype in FEW for t in state.values()):
         options = {}  # torch writes these dtypes in its newer files only
     file = save_tree(tmp_path, state, **options)
-    opened = holdfast.open(file)
+    opened = rankless.open(file)
     expected = torch.load(file, weights_only=True)
     assert {*opened.keys(), *further(opened)} == {f"model/{name}" for name in expected}
     for name, tensor in expected.items():
@@ -81,7 +81,7 @@ def test_every_tensor_is_what_torch_reads(tmp_path: Path, state: dict[str, torch
 FEW = {dtype for name, dtype in DTYPES.items() if name.startswith(("F8", "U16", "U32", "U64"))}
 
 
-def further(opened: holdfast.Checkpoint) -> list[str]:
+def further(opened: rankless.Checkpoint) -> list[str]:
     return [f"{group}/{alias}" for group, names in opened._reader.tied.items() for alias in names]
 
 
@@ -104,7 +104,7 @@ values = st.recursive(
 @settings(max_examples=200)
 def test_values_come_back_as_they_were(tmp_path: Path, tree: Any, protocol: int) -> None:
     file = save_tree(tmp_path, {"values": [tree]}, pickle_protocol=protocol)
-    content = holdfast.open(file).values["user_content"]["values"]
+    content = rankless.open(file).values["user_content"]["values"]
     assert fingerprint(content) == fingerprint(torch.load(file, weights_only=False)["values"])
 
 
@@ -112,7 +112,7 @@ def test_values_come_back_as_they_were(tmp_path: Path, tree: Any, protocol: int)
 def test_tied_weights_are_one_tensor_with_two_names(tmp_path: Path, options: Any) -> None:
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
-    opened = holdfast.open(save_tree(tmp_path, model.state_dict(), **options))
+    opened = rankless.open(save_tree(tmp_path, model.state_dict(), **options))
     assert opened.keys() == ["model/embed.weight"]
     assert equal_bits(opened["model/head.weight"], model["embed"].weight)
 
@@ -137,7 +137,7 @@ def test_extra_state_and_attributes_of_tensors(tmp_path: Path) -> None:
     model, other = Marked(), Marked()
     file = save_tree(tmp_path, {"model": dict(model.state_dict(keep_vars=True)), "epoch": 3})
     torch.nn.init.zeros_(other.weight)
-    assert holdfast.load_checkpoint(file, model=other) == {"epoch": 3}
+    assert rankless.load_checkpoint(file, model=other) == {"epoch": 3}
     assert equal_bits(other.weight, model.weight)
     assert equal_bits(other.column, model.column)
     assert other.restored == {"version": 3, "scale": torch.tensor(2.5)}
@@ -169,14 +169,14 @@ UNREADABLE = {
 def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Path, kind: str, options: Any) -> None:
     tree = {"model": {"a": torch.arange(3.0), "layers.b": UNREADABLE[kind](), "c": torch.ones(2, dtype=torch.int8)}}
     file = save_tree(tmp_path, tree, **options)
-    opened = holdfast.open(file)
+    opened = rankless.open(file)
     assert equal_bits(opened["model/a"], tree["model"]["a"])
     assert equal_bits(opened["model/c"], tree["model"]["c"])
     named = rf"{file}.*layers\.b.*{kind[:5]}"
     for ask in (
         lambda: opened["model/layers.b"],
-        lambda: holdfast.load_checkpoint(file, model={"a": torch.empty(3), "c": torch.empty(2, dtype=torch.int8)}),
-        lambda: holdfast.convert(file, tmp_path / "out", to="safetensors"),
+        lambda: rankless.load_checkpoint(file, model={"a": torch.empty(3), "c": torch.empty(2, dtype=torch.int8)}),
+        lambda: rankless.convert(file, tmp_path / "out", to="safetensors"),
     ):
         with pytest.raises(FormatError, match=named):
             ask()
@@ -190,17 +190,17 @@ def test_a_tensor_in_values_that_cannot_be_read_keeps_nobody_from_the_model(
 ) -> None:
     model, other = make_net(), make_net()
     file = save_tree(tmp_path, {"model": model.state_dict(), "epoch": 3, "quantized": UNREADABLE["quantized"]()})
-    content = holdfast.load_checkpoint(file, model=other)
+    content = rankless.load_checkpoint(file, model=other)
     assert content["epoch"] == 3
     assert "is quantized" in repr(content["quantized"])
     assert "user_content value quantized is quantized" in caplog.text
     assert all(equal_bits(other.state_dict()[name], value) for name, value in model.state_dict().items())
     with pytest.raises(FormatError, match="user_content value 'quantized' is quantized"):
-        _ = holdfast.open(file).values
+        _ = rankless.open(file).values
     with pytest.raises(FormatError, match="user_content value 'quantized' is quantized"):
-        holdfast.convert(file, tmp_path / "out", to="native")
+        rankless.convert(file, tmp_path / "out", to="native")
     with pytest.raises(UnsupportedValueError, match=r"user_content\.quantized"):
-        holdfast.save_checkpoint(tmp_path / "run", "s", user_content=content)
+        rankless.save_checkpoint(tmp_path / "run", "s", user_content=content)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -221,7 +221,7 @@ def test_a_tensor_of_another_device_is_read_all_the_same(tmp_path: Path) -> None
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     entries["some/data.pkl"] = entries["some/data.pkl"].replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:7")
-    assert equal_bits(holdfast.open(write_archive(tmp_path / "x.pt", entries))["model/w"], torch.arange(3.0))
+    assert equal_bits(rankless.open(write_archive(tmp_path / "x.pt", entries))["model/w"], torch.arange(3.0))
 
 
 class Elsewhere:
@@ -238,16 +238,16 @@ class Elsewhere:
 @pytest.mark.parametrize("by", ["_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor"])
 def test_tensors_of_devices_without_storages(tmp_path: Path, by: str) -> None:
     tensor = torch.arange(12.0).reshape(3, 4)
-    opened = holdfast.open(save_tree(tmp_path, {"model": {"w": Elsewhere(tensor, by=by)}}))
+    opened = rankless.open(save_tree(tmp_path, {"model": {"w": Elsewhere(tensor, by=by)}}))
     assert equal_bits(opened["model/w"], tensor)
     assert equal_bits(opened.read("model/w", 5, 7), tensor.flatten()[5:7])
 
 
 def test_a_range_of_a_large_tensor_reads_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.storage.direct_io import BufferedReader
+    from rankless.storage.direct_io import BufferedReader
 
     big = torch.arange(8 * 2**20, dtype=torch.int32)
-    opened = holdfast.open(save_tree(tmp_path, {"model": {"w": big, "v": torch.ones(1)}}))
+    opened = rankless.open(save_tree(tmp_path, {"model": {"w": big, "v": torch.ones(1)}}))
     sizes, plain = [], BufferedReader.read
     monkeypatch.setattr(
         BufferedReader, "read", lambda self, at, into: (sizes.append(len(into)), plain(self, at, into))[1]
@@ -303,7 +303,7 @@ def test_a_run_resumes_from_what_people_save(
     other = make_net()
     again = make_optimizer(other)
     schedule = torch.optim.lr_scheduler.StepLR(again, 5)
-    restored = holdfast.restore(file, model=other, optimizer=again, scheduler=schedule)
+    restored = rankless.restore(file, model=other, optimizer=again, scheduler=schedule)
     assert "epoch" in str(restored.user_content)
     assert not restored.verified
     for number in range(3, 6):
@@ -319,28 +319,28 @@ def test_parts_that_are_not_found_by_themselves_are_named_by_keys(tmp_path: Path
     with torch.no_grad():
         critic[0].weight.zero_()
     file = save_tree(tmp_path, {"nets": {"g": generator.state_dict(), "d": critic.state_dict()}, "model": {"x": 1}})
-    assert set(holdfast.open(file)._reader.groups) == {"model"}
-    checkpoint = holdfast.open(file, keys={"model/gen": "nets.g", "model/critic": "nets.d"})
+    assert set(rankless.open(file)._reader.groups) == {"model"}
+    checkpoint = rankless.open(file, keys={"model/gen": "nets.g", "model/critic": "nets.d"})
     assert equal_bits(checkpoint["model/critic/0.weight"], critic[0].weight)
     other = make_net()
-    holdfast.load_checkpoint(file, model=other, keys={"model": "nets.d"})
+    rankless.load_checkpoint(file, model=other, keys={"model": "nets.d"})
     assert not other[0].weight.any()
     with pytest.raises(InvalidArgumentError, match=r"nets\.x.*nets, model"):
-        holdfast.load_checkpoint(file, model=other, keys={"model": "nets.x"})
+        rankless.load_checkpoint(file, model=other, keys={"model": "nets.x"})
 
 
 def test_several_models_are_told_apart_by_their_names_and_asked_for(tmp_path: Path) -> None:
     generator, critic = make_net(), make_net()
     file = save_tree(tmp_path, {"G": generator.state_dict(), "D": critic.state_dict(), "epoch": 1})
-    holdfast.load_checkpoint(file, model={"G": make_net(), "D": make_net()})
+    rankless.load_checkpoint(file, model={"G": make_net(), "D": make_net()})
     with pytest.raises(MismatchError, match=r"model/D, model/G.*keys=\{'model': 'D'\}"):
-        holdfast.load_checkpoint(file, model=make_net())
+        rankless.load_checkpoint(file, model=make_net())
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_wrappers_names_are_taken_off(tmp_path: Path, prefix: str) -> None:
     state = {prefix + name: tensor for name, tensor in make_net().state_dict().items()}
-    assert set(holdfast.open(save_tree(tmp_path, state)).keys()) == {
+    assert set(rankless.open(save_tree(tmp_path, state)).keys()) == {
         f"model/{name}" for name in make_net().state_dict()
     }
 
@@ -354,7 +354,7 @@ def test_an_optimizer_with_names_needs_no_numbers(tmp_path: Path) -> None:
     file = save_tree(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     other = make_net()
     backwards = torch.optim.AdamW(list(other.parameters())[::-1])
-    holdfast.load_checkpoint(file, model=other, optimizer=backwards)
+    rankless.load_checkpoint(file, model=other, optimizer=backwards)
     assert equal_bits(backwards.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
@@ -363,12 +363,12 @@ def test_an_optimizer_whose_parameters_come_in_another_order_is_refused(tmp_path
     file = save_tree(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     other = make_net()
     with pytest.raises(OptimizerMismatchError, match=r"groups|in the order"):
-        holdfast.load_checkpoint(file, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+        rankless.load_checkpoint(file, model=other, optimizer=torch.optim.AdamW(other.parameters()))
     turned = torch.optim.AdamW(
         [{"params": list(group["params"])[::-1]} for group in make_optimizer(other).param_groups]
     )
     with pytest.raises(OptimizerMismatchError, match="in the order in which it was saved"):
-        holdfast.load_checkpoint(file, model=other, optimizer=turned)
+        rankless.load_checkpoint(file, model=other, optimizer=turned)
     assert not turned.state
 
 
@@ -376,7 +376,7 @@ def test_what_has_no_model_is_all_values(tmp_path: Path) -> None:
     for number, tree in enumerate([torch.ones(2), [torch.ones(2), 1], 5, {"a": 1}, {}, [], collections.Counter("a")]):
         file = tmp_path / f"{number}.pt"
         torch.save(tree, file)
-        content = holdfast.open(file).values.get("user_content", {})
+        content = rankless.open(file).values.get("user_content", {})
         assert fingerprint(content) == fingerprint(tree), tree
 
 

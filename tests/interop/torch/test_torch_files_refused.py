@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, UnsafePickleError
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError, RanklessError, UnsafePickleError
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.equality import equal_bits
 from tests.helpers.torch_files import LEGACY_OPTIONS, SAVE_OPTIONS, make_net, save_tree, write_archive
@@ -29,8 +29,8 @@ def entries(tmp_path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def assert_refused(file: Path, *kinds: type[HoldfastError], match: str | None = None) -> None:
-    with limit_memory(), pytest.raises(kinds or HoldfastError, match=match) as caught:
+def assert_refused(file: Path, *kinds: type[RanklessError], match: str | None = None) -> None:
+    with limit_memory(), pytest.raises(kinds or RanklessError, match=match) as caught:
         read_checkpoint(file)
     assert str(file) in str(caught.value)
 
@@ -44,7 +44,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(
     file = save_tree(tmp_path, {"model": {"w": torch.ones(1)}, "evil": UNSAFE_OBJECTS[kind]}, **options)
     assert_refused(file, UnsafePickleError)
     with pytest.raises(UnsafePickleError, match=str(file)):
-        holdfast.load_checkpoint(file, model=torch.nn.Linear(1, 1))
+        rankless.load_checkpoint(file, model=torch.nn.Linear(1, 1))
     assert [item.name for item in tmp_path.iterdir()] == [file.name]
 
 
@@ -151,7 +151,7 @@ def test_absurd_tensors(tmp_path: Path, kind: str) -> None:
 
 def test_the_tensor_of_which_these_are_variants_is_read(tmp_path: Path) -> None:
     file = write_archive(tmp_path / "x.pt", pickled(b"}X\x01\0\0\0w" + tensor((2,), (1,)) + b"s"))
-    assert equal_bits(holdfast.open(file)["model/w"], torch.zeros(2))
+    assert equal_bits(rankless.open(file)["model/w"], torch.zeros(2))
 
 
 def doubled(levels: int) -> bytes:
@@ -181,8 +181,8 @@ def test_numbers_in_the_directory(tmp_path: Path, field: int) -> None:
     file.write_bytes(raw)
     with limit_memory():
         try:
-            assert equal_bits(holdfast.open(file)["model/w"], torch.arange(6.0))
-        except HoldfastError as error:
+            assert equal_bits(rankless.open(file)["model/w"], torch.arange(6.0))
+        except RanklessError as error:
             assert str(file) in str(error)
 
 
@@ -196,11 +196,11 @@ def test_any_change_is_read_or_refused_by_an_error_of_ours(tmp_path: Path, data:
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(raw)
     try:
-        opened = holdfast.open(file)
+        opened = rankless.open(file)
         for name in opened:
             assert math.prod(opened[name].shape) < 1000
         assert opened.values is not None
-    except HoldfastError as error:
+    except RanklessError as error:
         assert str(file) in str(error)
 
 
@@ -219,7 +219,7 @@ def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
         file = save_tree(tmp_path, {"w": torch.arange(6.0)})
     finally:
         torch.serialization.set_crc32_options(True)
-    assert equal_bits(holdfast.open(file)["model/w"], torch.arange(6.0))
+    assert equal_bits(rankless.open(file)["model/w"], torch.arange(6.0))
 
 
 def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.conversion.torch_names_hash import names_hash
-from holdfast.errors import UnsupportedValueError
-from holdfast.formats.torchfile.pickler import TORCH, StorageRef, pickle_tree
-from holdfast.formats.torchfile.zip_writer import NAMES, ZipFrame
-from holdfast.ondisk.files import TensorInfo
-from holdfast.state.tensors import NAMES as DTYPES
+from rankless.conversion.torch_names_hash import names_hash
+from rankless.errors import UnsupportedValueError
+from rankless.formats.torchfile.pickler import TORCH, StorageRef, pickle_tree
+from rankless.formats.torchfile.zip_writer import NAMES, ZipFrame
+from rankless.ondisk.files import TensorInfo
+from rankless.state.tensors import NAMES as DTYPES
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 TENSORS = st.builds(

@@ -1,4 +1,4 @@
-"""Tests of ``holdfast.accelerate.Accelerator``: runs resume as Accelerate's own, and on another number of ranks."""
+"""Tests of ``rankless.accelerate.Accelerator``: runs resume as Accelerate's own, and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from accelerate.utils import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.accelerate import Accelerator
-from holdfast.errors import InvalidArgumentError, MismatchError, NoCheckpointError
+import rankless
+from rankless.accelerate import Accelerator
+from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -72,9 +72,9 @@ def train(path: str, epochs: int, resume: bool = False, options: dict[str, Any] 
                 parts["optimizer"].zero_grad()
             parts["counter"].count += 1
             saved = accelerator.save_state()
-        holdfast.finalize()  # end_training would also destroy the group of these ranks
+        rankless.finalize()  # end_training would also destroy the group of these ranks
         assert saved == f"{path}/checkpoints/checkpoint_{epochs - 1}"
-        weights = holdfast.open(saved)
+        weights = rankless.open(saved)
         return [number for name, tensor in weights.items() if "model/" in name for number in tensor.flatten().tolist()]
 
 
@@ -87,7 +87,7 @@ def test_a_run_resumes_on_any_number_of_ranks(
     ranks(before, train, str(tmp_path / "run"), 2, False, options)
     resumed = ranks(after, train, str(tmp_path / "run"), 4, True, options)[0]
     torch.testing.assert_close(torch.tensor(resumed), torch.tensor(whole))
-    kept = [info.tag for info in holdfast.list_checkpoints(tmp_path / "run/checkpoints")]
+    kept = [info.tag for info in rankless.list_checkpoints(tmp_path / "run/checkpoints")]
     assert kept == ["checkpoint_2", "checkpoint_3"]
 
 
@@ -139,7 +139,7 @@ def test_several_models_optimizers_and_schedulers(tmp_path: Path) -> None:
         accelerator.backward(model(torch.ones(1, model.in_features)).sum())
         optimizer.step()
     accelerator.save_state(str(tmp_path / "one"))
-    assert {name.split("/")[0] + "/" + name.split("/")[1] for name in holdfast.open(tmp_path / "one")} == {
+    assert {name.split("/")[0] + "/" + name.split("/")[1] for name in rankless.open(tmp_path / "one")} == {
         *("model/0", "model/1", "optimizer/0", "optimizer/1"),
     }
     before = [model.weight.detach().clone() for model in models]
@@ -155,7 +155,7 @@ def test_a_directory_that_exists_is_replaced(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         nn.init.constant_(model.weight, value)
         accelerator.save_state(str(tmp_path / "one"))
-    assert holdfast.open(tmp_path / "one")["model/weight"].unique().item() == 2.0
+    assert rankless.open(tmp_path / "one")["model/weight"].unique().item() == 2.0
     assert list_names(tmp_path) == ["one"]
 
 
@@ -234,7 +234,7 @@ def test_a_run_resumes_from_an_object_store(ranks: Ranks, tmp_path: Path) -> Non
         ranks(2, train_in_store, endpoint, 2, False)
         resumed = ranks(1, train_in_store, endpoint, 3, True)[0]
         run = fake.store_at(endpoint).path(f"{BUCKET}/run/checkpoints")
-        assert [info.tag for info in holdfast.list_checkpoints(run)] == ["checkpoint_1", "checkpoint_2"]
+        assert [info.tag for info in rankless.list_checkpoints(run)] == ["checkpoint_1", "checkpoint_2"]
     torch.testing.assert_close(torch.tensor(resumed), torch.tensor(whole))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 
 transformers.logging.set_verbosity_error()
@@ -89,7 +89,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def save(path: str, layout: str, build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    holdfast.save_model(wrapped(built(build, dtype), layout), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(wrapped(built(build, dtype), layout), path, shard=True, size_per_shard=0.004)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -113,7 +113,7 @@ def test_from_pretrained_opens_what_save_model_writes(
 
 def load(path: str, layout: str, build: Callable[[], nn.Module], dtype: torch.dtype) -> torch.Tensor:
     model = wrapped(built(build, dtype, seed=7), layout)
-    holdfast.load_model(model, path)
+    rankless.load_model(model, path)
     return logits(whole(model, build, dtype))
 
 
@@ -132,9 +132,9 @@ def test_load_model_takes_what_save_pretrained_writes(
 @pytest.mark.parametrize("build", BUILDS)
 def test_so_it_does_with_files_of_torch_save(ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     expected = built(build, torch.float32)
-    holdfast.save_model(expected, tmp_path / "m", shard=True, size_per_shard=0.004, use_safetensors=False)
+    rankless.save_model(expected, tmp_path / "m", shard=True, size_per_shard=0.004, use_safetensors=False)
     loaded = type(expected).from_pretrained(tmp_path / "m")
     assert torch.equal(logits(loaded.eval()), logits(expected))
     other = built(build, torch.float32, seed=7)
-    holdfast.load_model(other, tmp_path / "m")
+    rankless.load_model(other, tmp_path / "m")
     assert torch.equal(logits(other), logits(expected))

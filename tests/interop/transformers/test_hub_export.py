@@ -17,16 +17,16 @@ import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, models
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CheckpointReplacedError,
-    HoldfastError,
     InvalidArgumentError,
     NoCheckpointError,
+    RanklessError,
     TagExistsError,
     UnsafeNameError,
 )
-from holdfast.state.model.hf_config import set_config_dtype
+from rankless.state.model.hf_config import set_config_dtype
 from tests.helpers.commands import invoke, run_command
 from tests.helpers.pool import Ranks
 
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         model = build_model()
         model.lm_head.weight.data += step
-        holdfast.save_checkpoint(tmp_path / "run", f"step_{step}", model, step=step, metrics={"val_loss": 0.5 * step})
+        rankless.save_checkpoint(tmp_path / "run", f"step_{step}", model, step=step, metrics={"val_loss": 0.5 * step})
     return tmp_path / "run"
 
 
@@ -65,7 +65,7 @@ def test_the_folder_has_what_push_to_hub_uploads(run: Path, tmp_path: Path) -> N
     model, tokenizer = build_model(), build_tokenizer()
     model.save_pretrained(tmp_path / "expected")
     tokenizer.save_pretrained(tmp_path / "expected")
-    folder = holdfast.export_model(run, tmp_path / "my-model", tokenizer=tokenizer, license="apache-2.0")
+    folder = rankless.export_model(run, tmp_path / "my-model", tokenizer=tokenizer, license="apache-2.0")
     assert names(folder) == names(tmp_path / "expected") | {"README.md"}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight + 2)
@@ -75,19 +75,19 @@ def test_the_folder_has_what_push_to_hub_uploads(run: Path, tmp_path: Path) -> N
 
 
 def test_the_card_names_the_checkpoint(run: Path, tmp_path: Path) -> None:
-    folder = holdfast.export_model(run, tmp_path / "my-model", tag=holdfast.best("val_loss"), license="mit")
+    folder = rankless.export_model(run, tmp_path / "my-model", tag=rankless.best("val_loss"), license="mit")
     card = huggingface_hub.ModelCard.load(folder / "README.md")
     assert card.data.to_dict() == {"library_name": "transformers", "license": "mit"}
-    opened = holdfast.open(run, "step_1")
+    opened = rankless.open(run, "step_1")
     for expected in ("# my-model", "step_1", "| val_loss | 0.5 |", opened.identity.id, "of F32"):
         assert expected in card.text
     assert str(tmp_path) not in card.content
 
 
 def test_names_in_a_card_cannot_break_its_table_or_its_head(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", build_model(), step=1, metrics={"a|b\n# <script>": 1.0})
+    rankless.save_checkpoint(tmp_path / "run", "s", build_model(), step=1, metrics={"a|b\n# <script>": 1.0})
     hostile = 'x"\n---\nlicense: mit'
-    folder = holdfast.export_model(tmp_path / "run", tmp_path / "out", base_model=hostile)
+    folder = rankless.export_model(tmp_path / "run", tmp_path / "out", base_model=hostile)
     card = huggingface_hub.ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
     assert card.data.to_dict().get("license") is None
     assert "| a\\|b # &lt;script> | 1 |" in card.text
@@ -95,7 +95,7 @@ def test_names_in_a_card_cannot_break_its_table_or_its_head(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_ranks_write_the_same_folder(ranks: Ranks, run: Path, tmp_path: Path, size: int) -> None:
-    alone = holdfast.export_model(run, tmp_path / "one/model", dtype="bfloat16", max_shard_size="1KB")
+    alone = rankless.export_model(run, tmp_path / "one/model", dtype="bfloat16", max_shard_size="1KB")
     ranks(size, export, str(run), str(tmp_path / "several/model"))
     assert names(alone) == names(tmp_path / "several/model")
     for name in names(alone):
@@ -104,13 +104,13 @@ def test_several_ranks_write_the_same_folder(ranks: Ranks, run: Path, tmp_path: 
 
 
 def export(run: str, folder: str) -> None:
-    holdfast.export_model(run, folder, dtype="bfloat16", max_shard_size="1KB")
+    rankless.export_model(run, folder, dtype="bfloat16", max_shard_size="1KB")
 
 
 @pytest.mark.parametrize("to", ["hf", "native"])
 def test_a_cast_model_is_loaded_in_its_dtype(run: Path, tmp_path: Path, to: str) -> None:
     """transformers takes the dtype from the configuration, not from the file."""
-    folder = holdfast.convert(run, tmp_path / "out", to=to, dtype="bfloat16")
+    folder = rankless.convert(run, tmp_path / "out", to=to, dtype="bfloat16")
     folder = folder if to == "hf" else folder / "model"
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
@@ -129,20 +129,20 @@ def test_only_dtypes_of_weights_change_in_a_configuration() -> None:
 
 
 def test_a_model_of_ones_own_needs_a_configuration(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", torch.nn.Linear(2, 2))
+    rankless.save_checkpoint(tmp_path / "run", "s", torch.nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="has no config.json"):
-        holdfast.export_model(tmp_path / "run", tmp_path / "without")
+        rankless.export_model(tmp_path / "run", tmp_path / "without")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mine"}))
     for number, given in enumerate([config, tmp_path, transformers.GPT2Config()]):
-        folder = holdfast.export_model(tmp_path / "run", tmp_path / f"with{number}", config=given)
+        folder = rankless.export_model(tmp_path / "run", tmp_path / f"with{number}", config=given)
         assert (folder / "config.json").exists()
 
 
 def test_a_configuration_that_is_passed_replaces_the_checkpoints(run: Path, tmp_path: Path) -> None:
     config = build_model().config
     config.task_specific_params = {"mine": 1}
-    folder = holdfast.export_model(run, tmp_path / "out", config=config)
+    folder = rankless.export_model(run, tmp_path / "out", config=config)
     assert transformers.AutoConfig.from_pretrained(folder).task_specific_params == {"mine": 1}
 
 
@@ -150,8 +150,8 @@ def test_of_a_model_with_adapters_the_adapters_are_exported(tmp_path: Path) -> N
     model = build_model()
     model.name_or_path = model.config._name_or_path = "org/base-model"
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False))
-    holdfast.save_checkpoint(tmp_path / "run", "s", adapted)
-    folder = holdfast.export_model(tmp_path / "run", tmp_path / "adapter", tokenizer=build_tokenizer())
+    rankless.save_checkpoint(tmp_path / "run", "s", adapted)
+    folder = rankless.export_model(tmp_path / "run", tmp_path / "adapter", tokenizer=build_tokenizer())
     adapted.save_pretrained(tmp_path / "expected")
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= names(folder)
     data = huggingface_hub.ModelCard.load(folder / "README.md").data.to_dict()
@@ -160,7 +160,7 @@ def test_of_a_model_with_adapters_the_adapters_are_exported(tmp_path: Path) -> N
     for name, tensor in peft.get_peft_model_state_dict(adapted).items():
         assert torch.equal(peft.get_peft_model_state_dict(loaded)[name], tensor)
     with pytest.raises(InvalidArgumentError, match="dtype"):
-        holdfast.export_model(tmp_path / "run", tmp_path / "other", dtype="bfloat16")
+        rankless.export_model(tmp_path / "run", tmp_path / "other", dtype="bfloat16")
 
 
 def test_wrong_arguments_are_refused_and_leave_nothing(run: Path, tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_wrong_arguments_are_refused_and_leave_nothing(run: Path, tmp_path: Path
     ]
     for options in wrong:
         with pytest.raises(InvalidArgumentError):
-            holdfast.export_model(run, tmp_path / "out", **options)
+            rankless.export_model(run, tmp_path / "out", **options)
     with pytest.raises(NoCheckpointError):
-        holdfast.export_model(run, tmp_path / "out", tag="step_9")
+        rankless.export_model(run, tmp_path / "out", tag="step_9")
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     with pytest.raises(TagExistsError):
-        holdfast.export_model(run, tmp_path / "out")
+        rankless.export_model(run, tmp_path / "out")
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_shows_a_warning_as_one_line(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", torch.nn.Linear(2, 2))
+    rankless.save_checkpoint(tmp_path / "run", "s", torch.nn.Linear(2, 2))
     done = run_command("export", str(tmp_path / "run"), "--to", str(tmp_path / "out"))
     assert done.returncode == 0
     assert done.stderr.startswith(f"warning: {tmp_path}/run/s has no config.json")
@@ -202,14 +202,14 @@ def test_the_command_shows_a_warning_as_one_line(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_an_alias_after_the_path_of_a_run(run: Path, tmp_path: Path) -> None:
-    holdfast.set_alias(run, "production", "step_1")
+    rankless.set_alias(run, "production", "step_1")
     invoke("export", run / "production", "--to", tmp_path / "out")
     assert "| checkpoint | step_1 |" in (tmp_path / "out/README.md").read_text()
     assert "no difference" in invoke("diff", run / "production", run / "step_1").output
 
 
 @pytest.mark.parametrize("name", ["config.json", "vocab.txt", "tokenizer_config.json"])
-@pytest.mark.parametrize("export", [holdfast.export_model, partial(holdfast.convert, to="hf")])
+@pytest.mark.parametrize("export", [rankless.export_model, partial(rankless.convert, to="hf")])
 def test_a_link_out_of_the_source_is_refused(tmp_path: Path, export: Any, name: str) -> None:
     build_model().save_pretrained(tmp_path / "source")
     (tmp_path / "secret").write_text("{}")
@@ -223,7 +223,7 @@ def test_a_link_out_of_the_source_is_refused(tmp_path: Path, export: Any, name: 
 def test_files_that_a_checkpoint_does_not_name_are_not_exported(run: Path, tmp_path: Path) -> None:
     for folder in (run / "step_2", run / "step_2/model"):
         (folder / "tokenizer_config.json").write_text('{"secret": 1}')
-    assert "tokenizer_config.json" not in names(holdfast.export_model(run, tmp_path / "out"))
+    assert "tokenizer_config.json" not in names(rankless.export_model(run, tmp_path / "out"))
 
 
 def test_of_the_folder_of_a_tokenizer_only_its_files_are_taken(run: Path, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_of_the_folder_of_a_tokenizer_only_its_files_are_taken(run: Path, tmp_pa
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("secret")
     os.mkfifo(folder / "tokenizer.model")
-    out = holdfast.export_model(run, tmp_path / "out", tokenizer=folder)
+    out = rankless.export_model(run, tmp_path / "out", tokenizer=folder)
     assert names(out) == expected | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert transformers.GenerationConfig.from_pretrained(out).max_new_tokens == 7
 
@@ -245,7 +245,7 @@ def test_a_tokenizer_with_several_templates_is_exported_whole(run: Path, tmp_pat
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     for number, given in enumerate([tokenizer, tmp_path / "tokenizer"]):
-        out = holdfast.export_model(run, tmp_path / f"out{number}", tokenizer=given)
+        out = rankless.export_model(run, tmp_path / f"out{number}", tokenizer=given)
         assert transformers.AutoTokenizer.from_pretrained(out).chat_template == {"default": "a", "tool_use": "b"}
 
 
@@ -259,8 +259,8 @@ def export_differently(run: str, folder: str, argument: str, card: str) -> tuple
     }[argument]
     if argument == "folder" and is_second:
         folder += "2"
-    with pytest.raises(HoldfastError) as caught:
-        holdfast.export_model(run, folder, **options)
+    with pytest.raises(RanklessError) as caught:
+        rankless.export_model(run, folder, **options)
     return str(caught.value), time.monotonic() - started
 
 
@@ -278,8 +278,8 @@ def test_a_listener_that_raises_changes_nothing(run: Path, tmp_path: Path) -> No
     def fail(event: object) -> None:
         raise ValueError(event)
 
-    assert holdfast.export_model(run, tmp_path / "out", on_event=fail).exists()
-    assert holdfast.convert(run, tmp_path / "converted", to="native", on_event=fail).exists()
+    assert rankless.export_model(run, tmp_path / "out", on_event=fail).exists()
+    assert rankless.convert(run, tmp_path / "converted", to="native", on_event=fail).exists()
 
 
 @pytest.mark.parametrize(
@@ -290,8 +290,8 @@ def test_a_hostile_adapter_config_is_an_error_of_ours(tmp_path: Path, content: b
     adapted.save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter/adapter_config.json").write_bytes(content)
     try:
-        holdfast.export_model(tmp_path / "adapter", tmp_path / "out")
-    except HoldfastError:
+        rankless.export_model(tmp_path / "adapter", tmp_path / "out")
+    except RanklessError:
         assert not (tmp_path / "out").exists()
 
 
@@ -307,10 +307,10 @@ def test_a_source_that_is_replaced_meanwhile_is_not_exported_with_the_old_card(r
     class Tokenizer:
         def save_pretrained(self, folder: str) -> None:
             Path(folder, "tokenizer.json").write_text("{}")
-            holdfast.save_checkpoint(run, "step_2", build_model(), step=3, overwrite=True)
+            rankless.save_checkpoint(run, "step_2", build_model(), step=3, overwrite=True)
 
     with pytest.raises(CheckpointReplacedError):
-        holdfast.export_model(run, tmp_path / "out", tag="step_2", tokenizer=Tokenizer())
+        rankless.export_model(run, tmp_path / "out", tag="step_2", tokenizer=Tokenizer())
     assert not (tmp_path / "out").exists()
 
 
@@ -318,4 +318,4 @@ def test_a_fifo_is_refused(run: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for argument in ("card", "config"):
         with pytest.raises(InvalidArgumentError, match="is not a file"):
-            holdfast.export_model(run, tmp_path / "out", **{argument: tmp_path / "fifo"})
+            rankless.export_model(run, tmp_path / "out", **{argument: tmp_path / "fifo"})

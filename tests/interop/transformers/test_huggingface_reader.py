@@ -14,13 +14,13 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import holdfast
-from holdfast.errors import (
+import rankless
+from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
-    HoldfastError,
     MismatchError,
     NoCheckpointError,
+    RanklessError,
     UnsafeNameError,
 )
 
@@ -64,8 +64,8 @@ def folder(written: Path, request: pytest.FixtureRequest) -> Path:
 def test_an_index_that_names_nothing_is_checked_as_nothing(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "optimizer.safetensors.index.json").write_text('{"weight_map": {}}')
-    assert torch.equal(holdfast.open(tmp_path)["model/w"], torch.ones(2))
-    assert [part.problem for part in holdfast.open(tmp_path).verify()] == [None]
+    assert torch.equal(rankless.open(tmp_path)["model/w"], torch.ones(2))
+    assert [part.problem for part in rankless.open(tmp_path).verify()] == [None]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_every_tensor_is_what_the_safetensors_library_reads(folder: Path) -> None:
     expected = weights(folder)
-    opened = holdfast.open(folder)
+    opened = rankless.open(folder)
     assert opened.format == "huggingface"
     assert opened.keys() == sorted(f"model/{name}" for name in expected)
     for name, tensor in expected.items():
@@ -94,7 +94,7 @@ def test_the_folders_are_of_one_file_and_of_several(written: Path) -> None:
 def test_a_model_is_filled_from_the_folder(folder: Path) -> None:
     torch.manual_seed(7)
     model = BUILDERS[folder.parent.name]()
-    restored = holdfast.restore(folder, model=model)
+    restored = rankless.restore(folder, model=model)
     expected = weights(folder)
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
@@ -105,13 +105,13 @@ def test_a_model_is_filled_from_the_folder(folder: Path) -> None:
 
 def test_any_part_of_a_tensor_is_read(folder: Path) -> None:
     name, tensor = next((name, tensor) for name, tensor in weights(folder).items() if tensor.ndim == 2)
-    opened = holdfast.open(folder)
+    opened = rankless.open(folder)
     assert torch.equal(opened.read(f"model/{name}", 5, 37), tensor.flatten()[5:37])
     assert opened.info(f"model/{name}").shape == tuple(tensor.shape)
 
 
 def test_there_are_no_values_and_verifying_says_what_is_there(folder: Path) -> None:
-    opened = holdfast.open(folder)
+    opened = rankless.open(folder)
     assert opened.values == {}
     actual = list(opened.verify())
     assert [item.problem for item in actual] == [None] * len(actual)
@@ -122,12 +122,12 @@ def test_there_are_no_values_and_verifying_says_what_is_there(folder: Path) -> N
 def test_one_file_by_itself_is_a_checkpoint(written: Path) -> None:
     file = written / "llama/one/model.safetensors"
     with safe_open(file, "pt") as theirs:
-        assert holdfast.open(file).keys() == sorted(f"model/{name}" for name in theirs.keys())  # noqa: SIM118
+        assert rankless.open(file).keys() == sorted(f"model/{name}" for name in theirs.keys())  # noqa: SIM118
 
 
 def test_a_model_of_another_architecture_is_a_mismatch_that_names_tensors(written: Path) -> None:
     with pytest.raises(MismatchError, match="wpe"):
-        holdfast.restore(written / "llama/one", model=gpt2())
+        rankless.restore(written / "llama/one", model=gpt2())
 
 
 def cached(written: Path, cache: Path, kind: str) -> Path:
@@ -146,12 +146,12 @@ def cached(written: Path, cache: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["one", "several"])
 def test_a_snapshot_in_the_hubs_cache_is_read_through_its_links(written: Path, tmp_path: Path, kind: str) -> None:
     snapshot = cached(written, tmp_path, kind)
-    opened = holdfast.open(snapshot)
+    opened = rankless.open(snapshot)
     expected = weights(written / "llama" / kind)
     assert opened.keys() == sorted(f"model/{name}" for name in expected)
     assert all(torch.equal(opened[f"model/{name}"], tensor) for name, tensor in expected.items())
     model = llama()
-    holdfast.restore(snapshot, model=model)
+    rankless.restore(snapshot, model=model)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
 
 
@@ -169,7 +169,7 @@ def test_a_link_in_a_snapshot_that_leads_elsewhere_is_refused(written: Path, tmp
     (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
     link_out(snapshot, "model.safetensors", tmp_path / target)
     with pytest.raises(UnsafeNameError, match=str(snapshot / "model.safetensors")):
-        holdfast.open(snapshot)
+        rankless.open(snapshot)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00002-of-", INDEX])
@@ -178,14 +178,14 @@ def test_a_link_out_of_a_plain_folder_is_refused(written: Path, tmp_path: Path, 
     (file,) = folder.glob(f"{name}*" if name.endswith("-") else name)
     link_out(folder, file.name, tmp_path / "blob")
     with pytest.raises(UnsafeNameError, match=str(file)):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 def test_a_link_that_stays_in_a_plain_folder_is_fine(written: Path, tmp_path: Path) -> None:
     folder = copied(written, tmp_path, "one")
     (folder / "model.safetensors").rename(folder / "weights")
     (folder / "model.safetensors").symlink_to("weights")
-    assert len(holdfast.open(folder)) == len(weights(written / "llama/one"))
+    assert len(rankless.open(folder)) == len(weights(written / "llama/one"))
 
 
 def copied(written: Path, tmp_path: Path, kind: str) -> Path:
@@ -212,7 +212,7 @@ def first(table: dict) -> str:
 def test_an_index_that_names_a_file_elsewhere_is_refused(written: Path, tmp_path: Path, name: str) -> None:
     folder = edited(written, tmp_path, lambda table: table["weight_map"].update({first(table): name}))
     with pytest.raises(UnsafeNameError, match=INDEX):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(written: Path, tmp_path
 )
 def test_an_index_that_is_none_is_damage_that_names_a_file(written: Path, tmp_path: Path, edit) -> None:
     folder = edited(written, tmp_path, edit)
-    for call in (holdfast.open, lambda path: holdfast.load_checkpoint(path, model=llama())):
+    for call in (rankless.open, lambda path: rankless.load_checkpoint(path, model=llama())):
         with pytest.raises((CorruptCheckpointError, FormatError), match=str(folder)):
             call(folder)
 
@@ -246,11 +246,11 @@ def test_an_index_that_says_a_tensor_is_where_it_is_not_is_damage(written: Path,
         table["weight_map"][first(table)] = next(file for file in files if file != table["weight_map"][first(table)])
 
     folder = edited(written, tmp_path, move)
-    problems = [check.problem for check in holdfast.open(folder).verify() if check.problem]
+    problems = [check.problem for check in rankless.open(folder).verify() if check.problem]
     assert len(problems) == 1
     assert str(folder / INDEX) in problems[0]
     with pytest.raises(CorruptCheckpointError, match=str(folder / INDEX)):
-        holdfast.restore(folder, model=llama())
+        rankless.restore(folder, model=llama())
 
 
 def test_a_tensor_in_two_files_is_damage(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_tensor_in_two_files_is_damage(tmp_path: Path) -> None:
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     (tmp_path / INDEX).write_text('{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}')
     with pytest.raises(CorruptCheckpointError, match="same name"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
 
 
 def test_a_shard_that_is_cut_short_is_named(written: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_shard_that_is_cut_short_is_named(written: Path, tmp_path: Path) -> No
     shard = min(folder.glob("*.safetensors"))
     os.truncate(shard, shard.stat().st_size - 1)
     with pytest.raises(CorruptCheckpointError, match=str(shard)):
-        holdfast.open(folder)
+        rankless.open(folder)
 
 
 @pytest.mark.parametrize("kind", ["folder", "FIFO"])
@@ -276,27 +276,27 @@ def test_a_shard_that_is_no_file_is_refused(written: Path, tmp_path: Path, kind:
     shard = min(folder.glob("*.safetensors"))
     shard.unlink()
     shard.mkdir() if kind == "folder" else os.mkfifo(shard)
-    with pytest.raises(HoldfastError, match=str(shard)):
-        holdfast.open(folder)
+    with pytest.raises(RanklessError, match=str(shard)):
+        rankless.open(folder)
 
 
 def test_what_is_no_checkpoint_is_called_so(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match=str(tmp_path)):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)
     with pytest.raises(NoCheckpointError, match="absent"):
-        holdfast.open(tmp_path / "absent")
+        rankless.open(tmp_path / "absent")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(FormatError, match=r"notes\.txt"):
-        holdfast.open(tmp_path / "notes.txt")
+        rankless.open(tmp_path / "notes.txt")
     (tmp_path / "empty.safetensors").write_bytes(b"")
     with pytest.raises(CorruptCheckpointError, match=r"empty\.safetensors"):
-        holdfast.open(tmp_path / "empty.safetensors")
+        rankless.open(tmp_path / "empty.safetensors")
 
 
 def test_the_model_folder_of_a_checkpoint_is_read_as_any_other_and_verified(tmp_path: Path) -> None:
     model = llama()
-    holdfast.save_checkpoint(tmp_path, "s", model, max_shard_size="8KB")
+    rankless.save_checkpoint(tmp_path, "s", model, max_shard_size="8KB")
     other = llama()
-    restored = holdfast.restore(tmp_path / "s/model", model=other)
+    restored = rankless.restore(tmp_path / "s/model", model=other)
     assert restored.verified
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

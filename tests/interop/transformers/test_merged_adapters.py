@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, TagExistsError
+import rankless
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, TagExistsError
 from tests.helpers.commands import invoke
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -31,15 +31,15 @@ KINDS = ["lora", "lora of embeddings", "lora with whole modules", "lora with tok
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_merged_weights_are_those_of_peft(tmp_path: Path, kind: str) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", make_peft(kind))
-    assert holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged") == tmp_path / "merged"
+    rankless.save_checkpoint(tmp_path / "run", "s", make_peft(kind))
+    assert rankless.merge_adapters(tmp_path / "run", tmp_path / "merged") == tmp_path / "merged"
     assert same(opened(tmp_path / "merged"), make_peft(kind).merge_and_unload().state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_model_in_memory_is_saved_like_any_other(tmp_path: Path, kind: str) -> None:
     merged = make_peft(kind).merge_and_unload()
-    holdfast.save_model(merged, tmp_path, shard=True)
+    rankless.save_model(merged, tmp_path, shard=True)
     assert same(opened(tmp_path), merged.state_dict())
 
 
@@ -51,13 +51,13 @@ def test_the_dtype_of_the_base_model_is_kept(tmp_path: Path) -> None:
 
     model = make()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.bfloat16}
-    holdfast.save_checkpoint(tmp_path / "run", "s", model)
-    holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged")
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.merge_adapters(tmp_path / "run", tmp_path / "merged")
     assert same(opened(tmp_path / "merged"), make().merge_and_unload().state_dict())
 
 
 def save(path: Path, layout: str) -> None:
-    holdfast.save_checkpoint(path, "s", LAYOUTS[layout](make_peft("lora")))
+    rankless.save_checkpoint(path, "s", LAYOUTS[layout](make_peft("lora")))
 
 
 def test_the_command_merges_a_checkpoint_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -71,14 +71,14 @@ def test_adapters_are_merged_from_and_into_an_object_store(tmp_path: Path) -> No
     with fake.connected():
         path = fake.store_at("http://fake").path(f"{BUCKET}/out")
         for folder in (tmp_path, path):
-            holdfast.save_checkpoint(folder / "run", "s", make_peft("lora"))
-            assert holdfast.merge_adapters(folder / "run", folder / "merged", max_shard_size=5000) == folder / "merged"
+            rankless.save_checkpoint(folder / "run", "s", make_peft("lora"))
+            assert rankless.merge_adapters(folder / "run", folder / "merged", max_shard_size=5000) == folder / "merged"
         for info in path.store.list_objects(path / "merged"):
             copy = tmp_path / "copy" / info.path.name
             copy.parent.mkdir(exist_ok=True)
             copy.write_bytes(path.store.read_small(info.path))
         with pytest.raises(TagExistsError, match="exists already"):
-            holdfast.merge_adapters(path / "run", path / "merged")
+            rankless.merge_adapters(path / "run", path / "merged")
     expected = {file.name: file.read_bytes() for file in (tmp_path / "merged").iterdir()}
     assert {file.name: file.read_bytes() for file in (tmp_path / "copy").iterdir()} == expected
     assert same(opened(tmp_path / "copy"), make_peft("lora").merge_and_unload().state_dict())
@@ -86,7 +86,7 @@ def test_adapters_are_merged_from_and_into_an_object_store(tmp_path: Path) -> No
 
 def merge(path: Path) -> str:
     with pytest.raises(InvalidArgumentError) as caught:
-        holdfast.merge_adapters(path / "run", path / "merged")
+        rankless.merge_adapters(path / "run", path / "merged")
     return str(caught.value)
 
 
@@ -97,20 +97,20 @@ def test_several_ranks_do_not_merge(ranks: Ranks, tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(TagExistsError, match="there"):
-        holdfast.merge_adapters(tmp_path / "run", tmp_path / "there")
-    holdfast.save_checkpoint(tmp_path / "a", "s", make_base())
-    holdfast.save_checkpoint(tmp_path / "b", "s", make_peft("lora"), adapter_only=True)
+        rankless.merge_adapters(tmp_path / "run", tmp_path / "there")
+    rankless.save_checkpoint(tmp_path / "a", "s", make_base())
+    rankless.save_checkpoint(tmp_path / "b", "s", make_peft("lora"), adapter_only=True)
     for run in ("a", "b"):
         with pytest.raises(InvalidArgumentError, match=rf"{run}/s is not .*with its base model"):
-            holdfast.merge_adapters(tmp_path / run, tmp_path / "merged")
-    holdfast.save_checkpoint(tmp_path / "c", "s", make_peft("prompt tuning"))
+            rankless.merge_adapters(tmp_path / run, tmp_path / "merged")
+    rankless.save_checkpoint(tmp_path / "c", "s", make_peft("prompt tuning"))
     with pytest.raises(InvalidArgumentError, match=r"^PROMPT_TUNING trains prompts"):
-        holdfast.merge_adapters(tmp_path / "c", tmp_path / "merged")
+        rankless.merge_adapters(tmp_path / "c", tmp_path / "merged")
     model = make_peft("lora")
     model.add_adapter("other", lora())
-    holdfast.save_checkpoint(tmp_path / "d", "s", model)
+    rankless.save_checkpoint(tmp_path / "d", "s", model)
     with pytest.raises(InvalidArgumentError, match="adapter, adapter/other"):
-        holdfast.merge_adapters(tmp_path / "d", tmp_path / "merged")
+        rankless.merge_adapters(tmp_path / "d", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
@@ -128,8 +128,8 @@ def test_adapters_that_compute_tensors_from_the_base_model(tmp_path: Path, kind:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
-    holdfast.save_checkpoint(tmp_path / "run", "s", model)
-    holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged")
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.merge_adapters(tmp_path / "run", tmp_path / "merged")
     expected = model.merge_and_unload().state_dict()
     merged = opened(tmp_path / "merged")
     assert merged.keys() == expected.keys()
@@ -137,19 +137,19 @@ def test_adapters_that_compute_tensors_from_the_base_model(tmp_path: Path, kind:
 
 
 def test_a_corrupt_configuration_is_found(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path / "run", "s", make_peft("lora"))
+    rankless.save_checkpoint(tmp_path / "run", "s", make_peft("lora"))
     for name in ("adapter_config.json", "base/config.json"):
         file = tmp_path / "run/s/adapter" / name
         right = file.read_bytes()
         file.write_bytes(right.replace(b"4", b"8", 1))
         with pytest.raises(CorruptCheckpointError, match=name):
-            holdfast.merge_adapters(tmp_path / "run/s", tmp_path / "merged")
+            rankless.merge_adapters(tmp_path / "run/s", tmp_path / "merged")
         file.write_bytes(right)
 
 
 def test_adapters_that_transformers_put_in_are_not_merged(tmp_path: Path) -> None:
     model = make_base()
     model.add_adapter(lora(init_lora_weights=False))
-    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
     with pytest.raises(InvalidArgumentError, match=r"by transformers.*merge"):
-        holdfast.merge_adapters(tmp_path / "run", tmp_path / "merged")
+        rankless.merge_adapters(tmp_path / "run", tmp_path / "merged")

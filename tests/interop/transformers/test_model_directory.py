@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
+import rankless
 from tests.helpers.pool import Ranks
 
 transformers.logging.set_verbosity_error()
@@ -50,7 +50,7 @@ def same(model: torch.nn.Module, other: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("size", ["5GB", "4KB"])
 def test_from_pretrained_opens_the_folder_as_it_lies(tmp_path: Path, build, size: str) -> None:
     model = build()
-    holdfast.save_checkpoint(tmp_path, "s", model, max_shard_size=size)
+    rankless.save_checkpoint(tmp_path, "s", model, max_shard_size=size)
     files = list((tmp_path / "s/model").glob("*.safetensors"))
     assert (len(files) == 1) == (size == "5GB")
     actual, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s/model", output_loading_info=True)
@@ -65,7 +65,7 @@ def save_sharded(path: str, build) -> None:
     for layer in [m for m in model.modules() if type(m).__name__ in {"LlamaDecoderLayer", "GPT2Block"}]:
         fully_shard(layer)
     fully_shard(model)
-    holdfast.save_checkpoint(path, "s", model)
+    rankless.save_checkpoint(path, "s", model)
 
 
 @pytest.mark.parametrize("build", CAUSAL)
@@ -74,7 +74,7 @@ def test_so_it_does_when_ranks_have_sharded_the_model(ranks: Ranks, tmp_path: Pa
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s/model")
     assert type(loaded) is type(build())
     assert same(loaded, build())
-    holdfast.save_checkpoint(tmp_path / "plain", "s", build())
+    rankless.save_checkpoint(tmp_path / "plain", "s", build())
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / "s/model" / file).read_bytes() == (tmp_path / "plain/s/model" / file).read_bytes()
 
@@ -82,7 +82,7 @@ def test_so_it_does_when_ranks_have_sharded_the_model(ranks: Ranks, tmp_path: Pa
 @pytest.mark.parametrize("build", [gpt2, t5])
 def test_tied_weights_are_stored_once_under_the_name_transformers_keeps(tmp_path: Path, build) -> None:
     model = build()
-    holdfast.save_checkpoint(tmp_path, "s", model)
+    rankless.save_checkpoint(tmp_path, "s", model)
     model.save_pretrained(tmp_path / "theirs")
     ours = load_file(tmp_path / "s/model/model.safetensors")
     theirs = load_file(tmp_path / "theirs/model.safetensors")
@@ -92,7 +92,7 @@ def test_tied_weights_are_stored_once_under_the_name_transformers_keeps(tmp_path
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert same(model, other)
     assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
 
@@ -106,7 +106,7 @@ def test_a_folder_of_save_pretrained_loads(tmp_path: Path, build, size: str) -> 
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    result = holdfast.restore(tmp_path / "theirs", model=other)
+    result = rankless.restore(tmp_path / "theirs", model=other)
     assert same(model, other)
     assert not result.verified
     assert result.user_content is None
@@ -118,7 +118,7 @@ def load_sharded(path: str) -> bool:
         for parameter in model.parameters():
             parameter.zero_()
     fully_shard(model)
-    holdfast.load_checkpoint(path, model=model)
+    rankless.load_checkpoint(path, model=model)
     expected = llama().state_dict()
     return all(torch.equal(value.full_tensor(), expected[name]) for name, value in model.state_dict().items())
 
@@ -129,15 +129,15 @@ def test_their_folder_loads_into_shards(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_our_model_folder_loads_by_itself_and_is_verified(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", gpt2())
+    rankless.save_checkpoint(tmp_path, "s", gpt2())
     other = gpt2()
     torch.nn.init.zeros_(other.transformer.wte.weight)
-    assert holdfast.restore(tmp_path / "s/model", model=other).verified
+    assert rankless.restore(tmp_path / "s/model", model=other).verified
     assert same(other, gpt2())
 
 
 def test_a_model_with_a_config_of_its_own_is_saved(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.config = {"lock": threading.Lock()}  # type: ignore[assignment]
-    holdfast.save_checkpoint(tmp_path, "s", model)
+    rankless.save_checkpoint(tmp_path, "s", model)
     assert not (tmp_path / "s/model/config.json").exists()

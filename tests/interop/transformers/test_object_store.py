@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import NoCheckpointError
-from holdfast.storage.object_path import ObjectPath
-from holdfast.storage.s3.store import S3
-from holdfast.transformers import Trainer
+import rankless
+from rankless.errors import NoCheckpointError
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.s3.store import S3
+from rankless.transformers import Trainer
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -42,7 +42,7 @@ def test_a_run_resumes_in_another_folder_on_another_number_of_ranks(
 ) -> None:
     whole = ranks(1, train, tmp_path / "whole", 6)[0]
     ranks(2, run, endpoint, tmp_path / "first", 3)
-    assert holdfast.open(place(endpoint)).step == 3
+    assert rankless.open(place(endpoint)).step == 3
     results = ranks(1, run, endpoint, tmp_path / "second", 6, True)
     assert results[0]["tags"] == ["checkpoint-3", "checkpoint-6"]
     assert results[0]["losses"] == pytest.approx(whole["losses"], rel=1e-4)
@@ -85,12 +85,12 @@ def _train_with_evaluation(endpoint: str, path: Path, options: dict[str, Any]) -
         trainer.train()
         loaded = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         best = str(trainer.state.best_model_checkpoint)
-        holdfast.restore(place(endpoint), best.rpartition("/")[2], trainer.model)
+        rankless.restore(place(endpoint), best.rpartition("/")[2], trainer.model)
         assert all(torch.equal(loaded[name], value) for name, value in trainer.model.state_dict().items())
-        return {"best": best, "tags": [info.tag for info in holdfast.list_checkpoints(place(endpoint))]}
+        return {"best": best, "tags": [info.tag for info in rankless.list_checkpoints(place(endpoint))]}
 
 
 def test_an_empty_run_is_no_run_to_resume(ranks: Ranks, endpoint: str, tmp_path: Path) -> None:
     (error,) = ranks.outcomes(1, run, endpoint, tmp_path, 3, True)
     assert isinstance(error, NoCheckpointError)
-    assert "no checkpoint of holdfast in s3://bucket/run" in str(error)
+    assert "no checkpoint of rankless in s3://bucket/run" in str(error)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-import holdfast
-from holdfast.errors import InvalidArgumentError
+import rankless
+from rankless.errors import InvalidArgumentError
 from tests.helpers.pool import Ranks
 from tests.helpers.trainer_runs import Numbers, launch
 from tests.helpers.trainer_runs import make_model as base_model
@@ -70,14 +70,14 @@ def cannot_be_opened(folder: Path) -> bool:
 @pytest.mark.parametrize("build", [*ADAPTED, Wrapper])
 def test_the_configuration_of_another_model_is_not_written(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     model = build()
-    holdfast.save_checkpoint(tmp_path / "run", "s", model)
-    holdfast.save_model(model, tmp_path / "part", shard=True)
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.save_model(model, tmp_path / "part", shard=True)
     assert cannot_be_opened(tmp_path / "run/s/model")
     assert cannot_be_opened(tmp_path / "part")
     other = build()
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
-    holdfast.load_checkpoint(tmp_path / "run", model=other)
+    rankless.load_checkpoint(tmp_path / "run", model=other)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -88,22 +88,22 @@ def test_it_is_not_converted_into_a_hugging_face_folder(
 ) -> None:
     """Nor one that was saved with the configuration of the base model beside it."""
     model = build()
-    holdfast.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
     if old:
         base_model().config.save_pretrained(tmp_path / "run/s/model")
     with pytest.raises(InvalidArgumentError, match="PEFT adapters"):
-        holdfast.convert(tmp_path / "run", tmp_path / "hf", to="hf")
+        rankless.convert(tmp_path / "run", tmp_path / "hf", to="hf")
     assert not (tmp_path / "hf").exists()
-    holdfast.convert(tmp_path / "run", tmp_path / "again/s", to="native")
+    rankless.convert(tmp_path / "run", tmp_path / "again/s", to="native")
     assert cannot_be_opened(tmp_path / "again/s/model")
-    file = holdfast.convert(tmp_path / "run", tmp_path / "all.safetensors", to="safetensors")
+    file = rankless.convert(tmp_path / "run", tmp_path / "all.safetensors", to="safetensors")
     actual, state = load_file(file), model.state_dict()
     assert {state[name].data_ptr() for name in actual} == {value.data_ptr() for value in state.values()}
     assert all(torch.equal(value, state[name]) for name, value in actual.items())
 
 
 def trainer(path: Path, steps: int, options: dict[str, Any]) -> Any:
-    from holdfast.transformers import Trainer
+    from rankless.transformers import Trainer
 
     arguments = transformers.TrainingArguments(
         output_dir=str(path),
@@ -137,7 +137,7 @@ def trained(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         for part in ("torch", "transformers", "accelerate", "peft"):
             warnings.filterwarnings("ignore", module=part)
         run = trainer(path, steps, dict(options))
-        run.train(resume_from_checkpoint=holdfast.has_checkpoint(path))
+        run.train(resume_from_checkpoint=rankless.has_checkpoint(path))
     return {
         "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
         "weights": {name: value.clone() for name, value in whole_weights(run.model_wrapped).items()},
@@ -236,7 +236,7 @@ def test_frozen_parameters_in_files_of_their_own_are_shared(ranks: Ranks, tmp_pa
 
 
 def test_a_model_without_adapters_is_not_saved_as_one(tmp_path: Path) -> None:
-    from holdfast.transformers import Trainer
+    from rankless.transformers import Trainer
 
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1, save_steps=1
@@ -246,7 +246,7 @@ def test_a_model_without_adapters_is_not_saved_as_one(tmp_path: Path) -> None:
 
 
 def test_output_dir_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.transformers import Trainer
+    from rankless.transformers import Trainer
 
     monkeypatch.chdir(tmp_path)
     arguments = transformers.TrainingArguments(output_dir="s3://bucket/run", report_to=[], use_cpu=True)

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 
-import holdfast
+import rankless
 from tests.helpers import peft_training
 from tests.helpers.peft_models import make_base, make_peft
 
@@ -41,5 +41,5 @@ def test_it_resumes_on_other_numbers_of_ranks(tmp_path: Path, content: str) -> N
         assert losses == pytest.approx(whole[:steps], rel=1e-4)
     opened = peft.PeftModel.from_pretrained(make_base(), tmp_path / "run/checkpoint-6/adapter").state_dict()
     model = make_peft("lora")
-    holdfast.load_checkpoint(tmp_path / "run", model=model)
+    rankless.load_checkpoint(tmp_path / "run", model=model)
     assert all(torch.equal(value, opened[name]) for name, value in model.state_dict().items())

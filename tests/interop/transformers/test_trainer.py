@@ -1,4 +1,4 @@
-"""Tests transformers' Trainer and Accelerate with holdfast checkpoints against uninterrupted runs."""
+"""Tests transformers' Trainer and Accelerate with rankless checkpoints against uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import holdfast
-from holdfast.errors import InvalidArgumentError
-from holdfast.transformers import CheckpointMixin, Trainer
+import rankless
+from rankless.errors import InvalidArgumentError
+from rankless.transformers import CheckpointMixin, Trainer
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 from tests.helpers.trainer_runs import Numbers, launch, make_arguments, make_model, train, train_with_accelerate
@@ -36,7 +36,7 @@ def test_a_run_resumes_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path) ->
 def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
     whole = ranks(1, train, tmp_path / "whole", 6)[0]
     ranks(before, train, tmp_path / "run", 3)
-    saved = holdfast.open(tmp_path / "run")
+    saved = rankless.open(tmp_path / "run")
     results = ranks(after, train, tmp_path / "run", 6, True)
     assert results[0]["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     # The gradients of keys' biases are rounding errors, which Adam makes steps of.
@@ -46,7 +46,7 @@ def test_it_resumes_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, bef
     state = transformers.TrainerState.load_from_json(str(tmp_path / "run/checkpoint-6/trainer_state.json"))
     logged = state.log_history[-1]
     metrics = {"loss": logged["loss"], "grad_norm": logged["grad_norm"], "learning_rate": logged["learning_rate"]}
-    assert holdfast.open(tmp_path / "run").metrics == pytest.approx(metrics)
+    assert rankless.open(tmp_path / "run").metrics == pytest.approx(metrics)
     assert (state.global_step, len(state.log_history)) == (6, 6)
 
 
@@ -99,7 +99,7 @@ def test_arguments_mean_what_they_mean(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(1, _train, tmp_path / "a", 12, asynchronous)[0]["tags"] == ["checkpoint-9", "checkpoint-12"]
     only = ranks(1, _train, tmp_path / "b", 3, {"save_only_model": True})[0]
     assert only["tags"] == ["checkpoint-3"]
-    assert not [name for name in holdfast.open(tmp_path / "b") if name.startswith("optimizer")]
+    assert not [name for name in rankless.open(tmp_path / "b") if name.startswith("optimizer")]
 
 
 def test_a_checkpoint_of_transformers_own_is_left_to_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_accelerate_wraps_is_saved_as_what_it_is(ranks: Ranks, tmp_path: Pa
     plain = torch.nn.Linear(6, 6)
     optimizer = torch.optim.AdamW(plain.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    holdfast.load_checkpoint(tmp_path, None, plain, optimizer, scheduler)
+    rankless.load_checkpoint(tmp_path, None, plain, optimizer, scheduler)
     assert same(dict(plain.state_dict()), weights)
     assert optimizer.state[plain.weight]["step"] == 3
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < 0.1
@@ -143,14 +143,14 @@ class Counting(transformers.Trainer):
 
 
 class MixedCounting(CheckpointMixin, Counting):
-    """The same, with checkpoints of holdfast."""
+    """The same, with checkpoints of rankless."""
 
 
 def _count(path: Path, steps: int, name: str = "count.txt") -> int:
     with launch():
         trainer = MixedCounting(make_model(), make_arguments(path, 1, steps), train_dataset=Numbers())
         trainer.name = name
-        trainer.train(resume_from_checkpoint=holdfast.has_checkpoint(path))
+        trainer.train(resume_from_checkpoint=rankless.has_checkpoint(path))
         return trainer.count
 
 
@@ -192,7 +192,7 @@ def _train_until_signal(path: Path) -> None:
 def test_a_checkpoint_at_a_signal_resumes_as_if_nothing_had_happened(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(2, train, tmp_path / "whole", 8, False, 0.1)[0]
     ranks(2, _train_until_signal, tmp_path / "run")
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
     resumed = ranks(2, train, tmp_path / "run", 8, True, 0.1)[0]
     assert resumed["losses"] == whole["losses"]
     assert same(resumed["weights"], whole["weights"])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from holdfast.compat.deepspeed import load_checkpoint, save_checkpoint
-from holdfast.errors import HoldfastError
+from rankless.compat.deepspeed import load_checkpoint, save_checkpoint
+from rankless.errors import RanklessError
 from tests.peers.deepspeed.engines import full_state, make_engine, plain_values, train
 
 
@@ -32,9 +32,9 @@ def run(spec: dict[str, Any]) -> None:
         assert path is not None
         record["client_state"] = {key: client[key] for key in spec.get("client_state", {})}
         note(engine, record, out, "loaded")
-    if "holdfast_load" in spec:
+    if "rankless_load" in spec:
         with warnings.catch_warnings(record=True) as caught:
-            path, client = load_checkpoint(engine, spec["holdfast_load"], **spec.get("load_options", {}))
+            path, client = load_checkpoint(engine, spec["rankless_load"], **spec.get("load_options", {}))
         record["client_state"] = client
         record["warnings"] = [str(item.message) for item in caught if "not all that was asked for" in str(item.message)]
         note(engine, record, out, "loaded")
@@ -44,8 +44,8 @@ def run(spec: dict[str, Any]) -> None:
         note(engine, record, out, f"trained{number}")
         if number < len(spec.get("saves", [])):
             engine.save_checkpoint(spec["saves"][number], client_state=spec.get("client_state", {}))
-        if number < len(spec.get("holdfast_saves", [])):
-            saves.append(start_save(engine, spec, spec["holdfast_saves"][number]))
+        if number < len(spec.get("rankless_saves", [])):
+            saves.append(start_save(engine, spec, spec["rankless_saves"][number]))
     for save in saves:
         save.wait()
     if "refused_save" in spec:
@@ -56,7 +56,7 @@ def run(spec: dict[str, Any]) -> None:
 
 
 def start_save(engine: Any, spec: dict[str, Any], path: str) -> Any:
-    """Save with holdfast, and return the handle. Only a save in the background goes on."""
+    """Save with rankless, and return the handle. Only a save in the background goes on."""
     options = {"client_state": spec.get("client_state", {}), **spec.get("save_options", {})}
     handle = save_checkpoint(engine, path, **options)
     if not options.get("async_save"):
@@ -72,7 +72,7 @@ def is_refused(engine: Any, spec: dict[str, Any]) -> bool:
     try:
         saved = engine.module if spec.get("pass_module") else engine
         save_checkpoint(saved, spec["refused_save"], client_state=spec.get("client_state", {}))
-    except HoldfastError as error:
+    except RanklessError as error:
         return type(error).__name__ == kind and message in str(error)
     return False
 

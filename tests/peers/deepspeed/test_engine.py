@@ -1,4 +1,4 @@
-"""Tests of ``holdfast.compat.deepspeed``: engines are saved and resumed with other ranks, and another stage of ZeRO.
+"""Tests of ``rankless.compat.deepspeed``: engines are saved and resumed with other ranks, and another stage of ZeRO.
 
 The oracle is the run that saved: its state as DeepSpeed's functions return it, and what it became two steps later.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
+import rankless
 from tests.helpers.equality import equal_bits
 from tests.peers.deepspeed.equality import differing, differing_values
 from tests.peers.deepspeed.launch import Record, run_job
@@ -39,7 +39,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             dtype,
             wide=request.param,
             steps=[[0, 3], [3, 5]],
-            holdfast_saves=[str(folder / f"{stage}{dtype}")],
+            rankless_saves=[str(folder / f"{stage}{dtype}")],
             client_state={"epoch": 3, "best": torch.tensor(2.5).item()},
         )
         for stage, dtype in CASES
@@ -52,7 +52,7 @@ def test_another_stage_resumes_on_another_number_of_ranks(saved: Any, tmp_path: 
     ranks = RANKS[wide]
     cases = [(source, dtype, target) for dtype in DTYPES for source, target in MOVES]
     specs = [
-        spec_of(target, dtype, wide=wide, seed=9, holdfast_load=str(folder / f"{source}{dtype}"), steps=[[3, 5]])
+        spec_of(target, dtype, wide=wide, seed=9, rankless_load=str(folder / f"{source}{dtype}"), steps=[[3, 5]])
         for source, dtype, target in cases
     ]
     for (source, dtype, target), resumed in zip(cases, run_job(ranks, tmp_path, specs), strict=True):
@@ -92,7 +92,7 @@ def test_files_depend_on_the_state_alone(saved: Any, tmp_path: Path, dtype: str)
     for ranks in (1, 3):
         again = [str(tmp_path / f"{ranks}{stage}") for stage in STAGES]
         specs = [
-            spec_of(stage, dtype, wide=wide, seed=9, holdfast_load=str(origin), steps=[[3, 3]], holdfast_saves=[path])
+            spec_of(stage, dtype, wide=wide, seed=9, rankless_load=str(origin), steps=[[3, 3]], rankless_saves=[path])
             | {"client_state": {"epoch": 3, "best": 2.5}}
             for stage, path in zip(STAGES, again, strict=True)
         ]
@@ -112,7 +112,7 @@ def test_jobs_without_deepspeed_load_the_model_and_the_optimizer(saved: Any) -> 
         {"params": [parameter for parameter in trained if parameter.ndim <= 1]},
     ]
     optimizer = torch.optim.AdamW(groups)
-    content = holdfast.load_checkpoint(folder / "3fp32", model=net, optimizer=optimizer, rng=False)
+    content = rankless.load_checkpoint(folder / "3fp32", model=net, optimizer=optimizer, rng=False)
     state = records[3, "fp32"].state("trained0")
     assert content["global_steps"] == 3
     for name, parameter in net.named_parameters():
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_deepspeed_itself_is_loaded_without_a_conversion(saved: 
     ]
     records = run_job(2, tmp_path / "first", first)
     second = [
-        spec_of(target, dtype, wide=wide, seed=9, holdfast_load=str(tmp_path / f"ds{source}{dtype}"))
+        spec_of(target, dtype, wide=wide, seed=9, rankless_load=str(tmp_path / f"ds{source}{dtype}"))
         for source, dtype, target in cases
     ]
     for case, record, resumed in zip(cases, records, run_job(3, tmp_path / "second", second), strict=True):

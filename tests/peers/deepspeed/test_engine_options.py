@@ -36,18 +36,18 @@ def test_where_parameters_are_makes_no_difference(tmp_path: Path) -> None:
     first, second, third = [], [], []
     for number, (stage, dtype, options) in enumerate(OPTIONS.values()):
         save, again = str(tmp_path / f"first{number}"), str(tmp_path / f"second{number}")
-        first.append({"stage": stage, "dtype": dtype, "options": options, "steps": [[0, 3]], "holdfast_saves": [save]})
+        first.append({"stage": stage, "dtype": dtype, "options": options, "steps": [[0, 3]], "rankless_saves": [save]})
         second.append(
             {
                 "stage": 3 if stage < 3 else 2,
                 "dtype": dtype,
                 "seed": 9,
-                "holdfast_load": save,
+                "rankless_load": save,
                 "steps": [[3, 3]],
-                "holdfast_saves": [again],
+                "rankless_saves": [again],
             }
         )
-        third.append({"stage": stage, "dtype": dtype, "options": options, "seed": 8, "holdfast_load": again})
+        third.append({"stage": stage, "dtype": dtype, "options": options, "seed": 8, "rankless_load": again})
     records = run_job(2, tmp_path / "a", first)
     plain, back = run_job(3, tmp_path / "b", second), run_job(1, tmp_path / "c", third)
     for label, record, between, last in zip(OPTIONS, records, plain, back, strict=True):
@@ -61,8 +61,8 @@ def test_a_fused_optimizer_of_fp16_resumes_on_another_number_of_ranks(tmp_path: 
     """DeepSpeed keeps it in FP16_Optimizer, with one flat tensor for each group."""
     save = str(tmp_path / "save")
     spec = {"stage": 0, "dtype": "fp16", "options": {"optimizer": "FusedAdam", "wide": True}}
-    (record,) = run_job(2, tmp_path / "a", [{**spec, "steps": [[0, 3], [3, 5]], "holdfast_saves": [save]}])
-    (resumed,) = run_job(4, tmp_path / "b", [{**spec, "seed": 9, "holdfast_load": save, "steps": [[3, 5]]}])
+    (record,) = run_job(2, tmp_path / "a", [{**spec, "steps": [[0, 3], [3, 5]], "rankless_saves": [save]}])
+    (resumed,) = run_job(4, tmp_path / "b", [{**spec, "seed": 9, "rankless_load": save, "steps": [[3, 5]]}])
     assert differing(record.state("trained0"), resumed.state("loaded")) == []
     assert differing_values(record, resumed, ("trained0", "loaded")) == {}
     assert differing(record.state("trained1"), resumed.state("trained0")) == []
@@ -75,8 +75,8 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
     for number, (stage, dtype) in enumerate(cases):
         save, engine = str(tmp_path / f"save{number}"), {"stage": stage, "dtype": dtype, "options": {"wide": True}}
         options = {"async_save": True}
-        first.append({**engine, "steps": [[0, 3], [3, 5]], "holdfast_saves": [save], "save_options": options})
-        second.append({**engine, "seed": 9, "holdfast_load": save, "steps": [[3, 5]]})
+        first.append({**engine, "steps": [[0, 3], [3, 5]], "rankless_saves": [save], "save_options": options})
+        second.append({**engine, "seed": 9, "rankless_load": save, "steps": [[3, 5]]})
     for case, record, resumed in zip(
         cases, run_job(2, tmp_path / "a", first), run_job(4, tmp_path / "b", second), strict=True
     ):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError
 from tests.peers.deepspeed.launch import run_job
 
 #: The stage, the dtype and the configuration of the model of each run.
@@ -39,7 +39,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_whole_parameters_and_moments(runs: Path, number: int) -> None:
     saved = runs / f"run{number}"
     ranks = [load_file(f"{saved}.rank{rank}.safetensors") for rank in range(2)]
-    opened: Any = holdfast.open(saved)
+    opened: Any = rankless.open(saved)
     names = [name.removeprefix("whole/") for name in ranks[0] if name.startswith("whole/")]
     assert len(names) > 15
     for name in names:
@@ -59,8 +59,8 @@ def test_whole_parameters_and_moments(runs: Path, number: int) -> None:
 def test_without_zero_the_model_is_read(runs: Path) -> None:
     whole = load_file(f"{runs / 'run3'}.rank0.safetensors")
     with pytest.raises(FormatError, match="optimizer=skip"):
-        holdfast.open(runs / "run3")
-    opened: Any = holdfast.open(runs / "run3", keys={"optimizer": "skip"})
+        rankless.open(runs / "run3")
+    opened: Any = rankless.open(runs / "run3", keys={"optimizer": "skip"})
     for name, tensor in whole.items():
         if name.startswith("whole/"):
             assert torch.equal(opened[f"model/{name.removeprefix('whole/')}"], tensor), name
@@ -71,4 +71,4 @@ def test_one_rank_is_no_model(runs: Path, tmp_path: Path) -> None:
         if "mp_rank_00" in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(CorruptCheckpointError, match="1 of 2 model-parallel ranks"):
-        holdfast.open(tmp_path)
+        rankless.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests that DeepSpeed loads the universal checkpoints that holdfast writes, and trains on as if never interrupted.
+"""Tests that DeepSpeed loads the universal checkpoints that rankless writes, and trains on as if never interrupted.
 
 The oracle is the run of DeepSpeed that saved: its state, and what it became two steps later.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import holdfast
+import rankless
 from tests.peers.deepspeed.equality import differing, differing_values
 from tests.peers.deepspeed.launch import Record, run_job
 
@@ -43,7 +43,7 @@ def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     records = run_job(2, folder / "job", specs)
     for number in range(len(SOURCES)):
         with pytest.warns(UserWarning, match="does not restore frozen parameters and buffers"):
-            holdfast.convert(folder / f"ds{number}", folder / f"universal{number}", to="deepspeed-universal")
+            rankless.convert(folder / f"ds{number}", folder / f"universal{number}", to="deepspeed-universal")
     return request.param, folder, records
 
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import serialization
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import holdfast
+import rankless
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import CONFIGS, build_model, fuse_tensors
 from tests.helpers.megatron_models import VOCAB
@@ -38,7 +38,7 @@ def test_weights_of_a_model_of_transformers(ranks: Ranks, tmp_path: Path, family
     with torch.no_grad():
         logits = model(TOKENS).logits
     save_oracle(tmp_path / "oracle", {"weights": model.state_dict()}, logits)
-    out = holdfast.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
+    out = rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron")
     results = ranks(tp_size, load_weights, str(out), str(tmp_path / "oracle"), tp_size)
     assert all(count > 20 and not wrong for count, wrong in results), results
 
@@ -109,7 +109,7 @@ def test_a_training_goes_on(ranks: Ranks, tmp_path: Path, family: str, layout: t
     """Masters, moments, steps and settings are those of the source, and the next step is that of torch's AdamW."""
     model = build_model(family)
     optimizer = train(model, 3)
-    holdfast.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer, step=700)
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer, step=700)
     kinds = {"weights": {name: tensor.clone() for name, tensor in model.named_parameters()}}
     kinds |= {state: {k: v.clone() for k, v in states_of(model, optimizer, state).items()} for state in STATES}
     set_gradients(model, 3)
@@ -118,7 +118,7 @@ def test_a_training_goes_on(ranks: Ranks, tmp_path: Path, family: str, layout: t
     kinds["next"] = dict(model.named_parameters())
     save_oracle(tmp_path / "oracle", kinds, padded=64)
     size, tp_size, dtype = layout
-    out = holdfast.convert(
+    out = rankless.convert(
         tmp_path / "run", tmp_path / "out", to="megatron", dtype=dtype, vocab_divisible_by=32, consumed_samples=2800
     )
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "700"
@@ -173,7 +173,7 @@ def check_common(loaded: gpt_on_cpu.Loaded) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoints_in_every_form_become_loadable(fixtures: Path, ranks: Ranks, tmp_path: Path, name: str) -> None:
     """megatron-core reads each tensor of what older and other forms were converted to, as the training had it."""
-    out = holdfast.convert(fixtures / name / "ckpt", tmp_path / "out", to="megatron")
+    out = rankless.convert(fixtures / name / "ckpt", tmp_path / "out", to="megatron")
     [(count, wrong)] = ranks(1, load_plain, str(out), str(fixtures / name / "oracle.safetensors"))
     assert count >= 40
     assert not wrong
@@ -202,11 +202,11 @@ def test_experts_over_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """With expert parallelism the experts have an optimizer of their own, whose groups the checkpoint has."""
     model = build_model("mixtral")
     optimizer = train(model, 3)
-    holdfast.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer, step=700)
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer=optimizer, step=700)
     kinds = {"weights": dict(model.named_parameters())}
     kinds |= {state: states_of(model, optimizer, state) for state in STATES}
     save_oracle(tmp_path / "oracle", kinds)
-    out = holdfast.convert(tmp_path / "run", tmp_path / "out", to="megatron", expert_parallel=True)
+    out = rankless.convert(tmp_path / "run", tmp_path / "out", to="megatron", expert_parallel=True)
     results = ranks(2, load_experts, str(out), str(tmp_path / "oracle"))
     assert not any(wrong for _, wrong in results), results
     assert sum(count for count, _ in results) >= 40

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import rankless
 from tests.helpers.training import train_run
 from tests.helpers.user_content import USER_CONTENT
 
@@ -18,7 +18,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cli") / "run"
     run = train_run("plain")
     for step in (1, 2, 3):
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             path,
             f"step_{step}",
             run.model,

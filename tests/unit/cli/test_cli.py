@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.cli.format_values import format_lines
-from holdfast.cli.show.modules import summarize_modules
-from holdfast.inspection.brief_text import format_brief
-from holdfast.observe.units import format_size
-from holdfast.ondisk.files import TensorInfo
+import rankless
+from rankless.cli.format_values import format_lines
+from rankless.cli.show.modules import summarize_modules
+from rankless.inspection.brief_text import format_brief
+from rankless.observe.units import format_size
+from rankless.ondisk.files import TensorInfo
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.run_directories import list_names
 
@@ -63,11 +63,11 @@ class TestCalls:
         assert list(tmp_path.iterdir()) == []
 
     def test_version(self) -> None:
-        assert invoke("--version").stdout == f"holdfast {holdfast.__version__}\n"
+        assert invoke("--version").stdout == f"rankless {rankless.__version__}\n"
 
     def test_as_a_module_in_a_pipe_without_torch_and_without_colour(self, made: Path) -> None:
         """``ls`` and ``show`` answer at once: they do not import torch."""
-        command = [sys.executable, "-X", "importtime", "-m", "holdfast"]
+        command = [sys.executable, "-X", "importtime", "-m", "rankless"]
         for name in ("ls", "show"):
             done = subprocess.run([*command, name, str(made)], capture_output=True, text=True, check=True)
             assert "step_3" in done.stdout
@@ -78,7 +78,7 @@ class TestCalls:
         many = {f"a.rather.long.name.{i}": torch.zeros(1) for i in range(3000)}  # more than a pipe takes
         save_file(many, tmp_path / "model.safetensors")
         for more in ("--all", "--json"):
-            command = f"{sys.executable} -m holdfast show {tmp_path} {more} | head -c 4; echo ${{PIPESTATUS[0]}}"
+            command = f"{sys.executable} -m rankless show {tmp_path} {more} | head -c 4; echo ${{PIPESTATUS[0]}}"
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
             assert re.fullmatch(r'(path|{"pa)141\n', done.stdout)  # what cat, grep and git give there
             assert done.stderr == ""
@@ -89,7 +89,7 @@ class TestCalls:
         args = args.replace("RUN", str(made)).replace("OUT", str(tmp_path / "out"))
         for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
             shutil.rmtree(tmp_path / "out", ignore_errors=True)
-            command = f"{sys.executable} -W always -m holdfast {args} {closed}"
+            command = f"{sys.executable} -W always -m rankless {args} {closed}"
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
             assert (done.returncode, done.stderr) == (0, "")
             assert bool(done.stdout) == (">&-" not in closed.split())
@@ -98,7 +98,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("args", ["ls", "show", "ls --json"])
     def test_what_cannot_be_written_is_exit_1(self, made: Path, args: str) -> None:
-        command = f"{sys.executable} -m holdfast {args} {made} > /dev/full"
+        command = f"{sys.executable} -m rankless {args} {made} > /dev/full"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
@@ -106,7 +106,7 @@ class TestCalls:
 class TestProgress:
     SCRIPT = """
 import sys, time
-from holdfast.observe.terminal import show_progress
+from rankless.observe.terminal import show_progress
 with show_progress("verifying a", 4_000_000_000) as done:
     for _ in range(3):
         time.sleep(float(sys.argv[1]))

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
+import rankless
+from rankless.cli.main import app
 
 FORMATS = {
     "native": "run/step_1",
@@ -42,10 +42,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("formats")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
-    holdfast.save_checkpoint(path / "run", "step_1", model, user_content={"step": 1}, step=1)
+    rankless.save_checkpoint(path / "run", "step_1", model, user_content={"step": 1}, step=1)
     for to, name in FORMATS.items():
         if to not in {"native", "dcp"}:
-            holdfast.convert(path / "run", path / name, to=to)
+            rankless.convert(path / "run", path / name, to=to)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp", no_dist=True)
@@ -89,7 +89,7 @@ class TestOnEveryFormat:
             assert (report["equal"], report["compared"]) == (True, 4)
         else:
             assert Path(report["path"]).exists()
-            assert holdfast.open(report["path"])["model/0.weight"].shape == (30, 40)
+            assert rankless.open(report["path"])["model/0.weight"].shape == (30, 40)
 
     def test_cut_off_it_is_told_in_two_lines_and_nothing_is_left(
         self, made: Path, tmp_path: Path, kind: str, command: str

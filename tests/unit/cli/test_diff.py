@@ -1,4 +1,4 @@
-"""Tests that the output of ``holdfast diff`` agrees with a comparison of the tensors in plain Python."""
+"""Tests that the output of ``rankless diff`` agrees with a comparison of the tensors in plain Python."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.inspection import tensor_differences as abreast
-from holdfast.inspection import tensor_slices
-from holdfast.inspection.distances import measure_change
-from holdfast.state.tensors import DTYPES
+import rankless
+from rankless.cli.main import app
+from rankless.inspection import tensor_differences as abreast
+from rankless.inspection import tensor_slices
+from rankless.inspection.distances import measure_change
+from rankless.state.tensors import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.pool import Ranks
 from tests.helpers.training import train_run
@@ -42,9 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("diff")
     run = train_run("plain")
     for tag in ("a", "same"):
-        holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler, USER_CONTENT, step=3)
+        rankless.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler, USER_CONTENT, step=3)
     run.step(3)
-    holdfast.save_checkpoint(path, "later", run.model, run.optimizer, run.scheduler, {**USER_CONTENT, "total_steps": 4})
+    rankless.save_checkpoint(path, "later", run.model, run.optimizer, run.scheduler, {**USER_CONTENT, "total_steps": 4})
     return path
 
 
@@ -114,15 +114,15 @@ class TestAmounts:
     def test_large_integers_next_to_each_other_are_one_apart(self, tmp_path: Path) -> None:
         """As 64-bit floats they would be the same."""
         tensors = {"a": torch.tensor([2**62]), "b": torch.tensor([-(2**63)])}
-        holdfast.save_checkpoint(tmp_path, "a", tensors)
-        holdfast.save_checkpoint(tmp_path, "b", {"a": torch.tensor([2**62 + 1]), "b": torch.tensor([2**63 - 1])})
+        rankless.save_checkpoint(tmp_path, "a", tensors)
+        rankless.save_checkpoint(tmp_path, "b", {"a": torch.tensor([2**62 + 1]), "b": torch.tensor([2**63 - 1])})
         left, other = call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
         assert (left["differing"], left["max_abs"]) == (1, 1.0)
         assert other["max_abs"] == float(2**64 - 1)
 
     def test_booleans_and_complex_numbers(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"b": torch.tensor([True, False]), "c": torch.tensor([3 + 4j, 1j])})
-        holdfast.save_checkpoint(tmp_path, "b", {"b": torch.tensor([True, True]), "c": torch.tensor([0j, 1j])})
+        rankless.save_checkpoint(tmp_path, "a", {"b": torch.tensor([True, False]), "c": torch.tensor([3 + 4j, 1j])})
+        rankless.save_checkpoint(tmp_path, "b", {"b": torch.tensor([True, True]), "c": torch.tensor([0j, 1j])})
         actual = {entry["name"]: entry for entry in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]}
         assert [actual["model/b"][key] for key in ("differing", "max_abs", "max_rel")] == [1, 1.0, 1.0]
         assert [actual["model/c"][key] for key in ("differing", "max_abs", "max_rel")] == [1, 5.0, 1.0]
@@ -142,7 +142,7 @@ class TestTensors:
     ) -> None:
         monkeypatch.setattr(tensor_slices, "SLICE", slices[0])
         monkeypatch.setattr(abreast, "_SLICES", slices[1])
-        left, right = holdfast.open(made / "a"), holdfast.open(made / "later")
+        left, right = rankless.open(made / "a"), rankless.open(made / "later")
         expected = {name: by_hand(left[name], right[name]) for name in left}
         report = call_json(made / "a", made / "later", code=1)
         seen = {entry["name"]: (entry["differing"], entry["max_abs"], entry["max_rel"]) for entry in report["tensors"]}
@@ -151,10 +151,10 @@ class TestTensors:
         assert seen == {name: pytest.approx(value, rel=1e-12) for name, value in expected.items() if value[0]}
 
     def test_those_of_one_side_and_of_other_shapes(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             tmp_path, "a", {"x": torch.zeros(2), "y": torch.zeros(2, 3), "z": torch.zeros(0)}, rng=False
         )
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             tmp_path, "b", {"w": torch.zeros(2), "y": torch.zeros(6), "z": torch.zeros(0)}, rng=False
         )
         report = call_json(tmp_path / "a", tmp_path / "b", code=1)
@@ -171,7 +171,7 @@ class TestTensors:
         changes = {"a": 0.1, "b": 3.0, "c": 0.0, "d": 0.5}
         for step, scale in ((1, 0.0), (2, 1.0)):
             model = {name: torch.tensor([1.0 + scale * change]) for name, change in changes.items()}
-            holdfast.save_checkpoint(tmp_path, f"s{step}", model, step=step, rng=False)
+            rankless.save_checkpoint(tmp_path, f"s{step}", model, step=step, rng=False)
         lines = call(tmp_path / "s1", tmp_path / "s2", code=1).stdout.splitlines()
         assert lines[0] == "3 of 4 tensors differ: model by at most 3; step 1 to 2"
         assert [line.split()[0] for line in lines[2:5]] == ["model/b", "model/d", "model/a"]
@@ -181,8 +181,8 @@ class TestTensors:
         for tag, value, lr in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 1.0, 2)):
             content = {"lr": lr, "batch": lr}
             model = {"w": torch.tensor([value]), "v": torch.tensor([0.0])}
-            holdfast.save_checkpoint(tmp_path, tag, model, user_content=content, rng=False)
-            holdfast.save_checkpoint(tmp_path, f"{tag}1", {"w": model["w"]}, user_content={"lr": lr}, rng=False)
+            rankless.save_checkpoint(tmp_path, tag, model, user_content=content, rng=False)
+            rankless.save_checkpoint(tmp_path, f"{tag}1", {"w": model["w"]}, user_content={"lr": lr}, rng=False)
         ends = [("a", "b"), ("a1", "b1"), ("a1", "c1")]
         said = [call(tmp_path / left, tmp_path / other, code=1).stdout.splitlines()[0] for left, other in ends]
         assert said == [
@@ -192,9 +192,9 @@ class TestTensors:
         ]
 
     def test_another_dtype_is_a_difference_even_of_the_same_numbers(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.tensor([1.0, 2.0])})
-        holdfast.save_checkpoint(tmp_path, "b", {"w": torch.tensor([1.0, 2.5]).bfloat16()})
-        holdfast.save_checkpoint(tmp_path, "c", {"w": torch.tensor([1.0, 2.0]).double()})
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.tensor([1.0, 2.0])})
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.tensor([1.0, 2.5]).bfloat16()})
+        rankless.save_checkpoint(tmp_path, "c", {"w": torch.tensor([1.0, 2.0]).double()})
         (entry,) = call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
         assert (entry["differing"], entry["max_abs"], entry["max_rel"]) == (1, 0.5, 0.2)
         assert call_json(tmp_path / "a", tmp_path / "c", code=1)["tensors"][0]["differing"] == 0
@@ -202,9 +202,9 @@ class TestTensors:
 
     def test_a_tied_name_is_compared_with_the_tensor_of_that_name(self, tmp_path: Path) -> None:
         shared = torch.ones(3)
-        holdfast.save_checkpoint(tmp_path, "a", {"embed": shared, "head": shared}, rng=False)
-        holdfast.save_checkpoint(tmp_path, "b", {"embed": torch.ones(3), "head": torch.zeros(3)}, rng=False)
-        holdfast.save_checkpoint(tmp_path, "c", {"embed": shared, "head": shared}, rng=False)
+        rankless.save_checkpoint(tmp_path, "a", {"embed": shared, "head": shared}, rng=False)
+        rankless.save_checkpoint(tmp_path, "b", {"embed": torch.ones(3), "head": torch.zeros(3)}, rng=False)
+        rankless.save_checkpoint(tmp_path, "c", {"embed": shared, "head": shared}, rng=False)
         assert [entry["name"] for entry in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]] == [
             "model/head"
         ]
@@ -213,7 +213,7 @@ class TestTensors:
     @pytest.mark.parametrize("to", ["torch", "lightning", "hf", "safetensors", "native"])
     def test_other_formats_are_compared_bit_for_bit(self, made: Path, tmp_path: Path, to: str) -> None:
         other = tmp_path / {"torch": "x.pt", "lightning": "x.ckpt", "safetensors": "x.safetensors"}.get(to, "x")
-        holdfast.convert(made / "a", other, to=to)
+        rankless.convert(made / "a", other, to=to)
         assert call_json(made / "a", other, "model/*")["equal"] is True
         report = call_json(made / "later", other, "model/*", code=1)["tensors"]
         expected = call_json(made / "later", made / "a", "model/*", code=1)["tensors"]
@@ -244,9 +244,9 @@ class TestValues:
         assert not {path for path in actual if path.startswith(("user_content.best", "user_content.ema"))}
 
     def test_kinds_of_numbers_zeros_and_lengths_count(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", user_content={"n": 1, "z": 0.0, "l": [1, 2], "t": True, "x": math.nan})
+        rankless.save_checkpoint(tmp_path, "a", user_content={"n": 1, "z": 0.0, "l": [1, 2], "t": True, "x": math.nan})
         other = {"n": 1.0, "z": -0.0, "l": [1, 2, 3], "x": math.nan, "new": None}
-        holdfast.save_checkpoint(tmp_path, "b", user_content=other)
+        rankless.save_checkpoint(tmp_path, "b", user_content=other)
         report = call_json(tmp_path / "a", tmp_path / "b", code=1)["values"]
         assert report == [
             {"path": "user_content.n", "a": 1, "b": 1.0},
@@ -260,7 +260,7 @@ class TestValues:
         model = torch.nn.Linear(2, 2)
         for tag, number in (("a", 0.5), ("b", 0.25)):
             optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(number))
-            holdfast.save_checkpoint(tmp_path, tag, model, optimizer, user_content={"ema": torch.full((3,), number)})
+            rankless.save_checkpoint(tmp_path, tag, model, optimizer, user_content={"ema": torch.full((3,), number)})
         actual = {
             entry["name"]: entry["max_abs"] for entry in call_json(tmp_path / "a", tmp_path / "b", code=1)["tensors"]
         }
@@ -276,4 +276,4 @@ class TestValues:
 
 def _save(path: Path, tag: str) -> None:
     run = train_run("fsdp")
-    holdfast.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler)
+    rankless.save_checkpoint(path, tag, run.model, run.optimizer, run.scheduler)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-import holdfast
-from holdfast.cli.commands import COMMANDS
-from holdfast.cli.completion import DTYPES, FORMATS
-from holdfast.conversion.pipeline import TARGETS
-from holdfast.conversion.tensor_filter import FLOATING
-from holdfast.formats.registry import NXD
-from holdfast.state.tensors import DTYPES as TORCH
+import rankless
+from rankless.cli.commands import COMMANDS
+from rankless.cli.completion import DTYPES, FORMATS
+from rankless.conversion.pipeline import TARGETS
+from rankless.conversion.tensor_filter import FLOATING
+from rankless.formats.registry import NXD
+from rankless.state.tensors import DTYPES as TORCH
 
-HOLDFAST = [sys.executable, "-m", "holdfast"]
-IMPORTS = [sys.executable, "-X", "importtime", "-m", "holdfast"]
+RANKLESS = [sys.executable, "-m", "rankless"]
+IMPORTS = [sys.executable, "-X", "importtime", "-m", "rankless"]
 
 
 def on_a_terminal(*arguments: str) -> tuple[str, str]:
@@ -70,9 +70,9 @@ def test_in_a_pipe_help_is_plain(arguments: list[str]) -> None:
 
 def completed(*words: str) -> list[str]:
     """What bash would offer for the last word."""
-    env = {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["holdfast", *words])}
+    env = {"_RANKLESS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["rankless", *words])}
     env |= {"COMP_CWORD": str(len(words))}
-    script = "from holdfast.cli.main import main; main()"
+    script = "from rankless.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", script],
         env={**os.environ, **env},
@@ -96,7 +96,7 @@ def test_what_is_offered_is_all_there_is() -> None:
 
 def test_the_checkpoints_of_a_run_are_completed(tmp_path: Path) -> None:
     for step in (1, 2):
-        holdfast.save_checkpoint(tmp_path / "run", f"step_{step}", nn.Linear(1, 1), step=step)
+        rankless.save_checkpoint(tmp_path / "run", f"step_{step}", nn.Linear(1, 1), step=step)
     (tmp_path / "run/.hidden").mkdir()
     expected = [f"{tmp_path}/run/step_{step}" for step in (2, 1)]
     for command in ("show", "verify", "diff", "convert", "consolidate"):

@@ -1,4 +1,4 @@
-"""Tests ``holdfast ls``: its output agrees with the files, and its exit codes with its output."""
+"""Tests ``rankless ls``: its output agrees with the files, and its exit codes with its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
+import rankless
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file
 from tests.helpers.fake_s3 import FakeS3
@@ -119,10 +119,10 @@ class TestLs:
         assert "unfinished" in invoke("ls", tmp_path, "--all", code=1).stdout
 
     def test_a_checkpoint_is_not_a_run(self, made: Path) -> None:
-        assert "holdfast show" in invoke("ls", made / "step_1", code=2).stderr
+        assert "rankless show" in invoke("ls", made / "step_1", code=2).stderr
 
     def test_columns_appear_if_they_tell_checkpoints_apart(self, tmp_path: Path, ranks: Ranks) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, metrics={"loss": 1.0})
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, metrics={"loss": 1.0})
         assert invoke("ls", tmp_path).stdout.split("\n")[0].split() == [
             "tag",
             "step",
@@ -133,7 +133,7 @@ class TestLs:
             "metrics",
         ]
         ranks(2, save_on_ranks, str(tmp_path))
-        holdfast.set_alias(tmp_path, "good", "a")
+        rankless.set_alias(tmp_path, "good", "a")
         lines = [line.split() for line in invoke("ls", tmp_path, "--best", "loss").stdout.splitlines()]
         assert lines[0] == ["tag", "alias", "step", "saved", "age", "ranks", "run", "size", "status", "metrics"]
         assert [line.count("2") for line in lines] == [0, 0, 1]
@@ -144,7 +144,7 @@ class TestLs:
     @pytest.mark.parametrize(("option", "best"), [("loss", "b"), ("loss:min", "b"), ("loss:max", "a")])
     def test_marks_the_best(self, tmp_path: Path, option: str, best: str | None) -> None:
         for tag, loss in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
-            holdfast.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, metrics={"loss": loss})
+            rankless.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)}, metrics={"loss": loss})
         assert invoke_json("ls", tmp_path, "--best", option)["best"] == best
         marked = [
             line.split()[0] for line in invoke("ls", tmp_path, "--best", option).stdout.splitlines() if "best" in line
@@ -157,12 +157,12 @@ class TestLs:
             assert "there are: bleu, val_loss" in invoke("ls", made, "--best", metric, code=2).stderr
 
     def test_watching_shows_new_checkpoints(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)})
-        command = [sys.executable, "-u", "-m", "holdfast", "ls", str(tmp_path), "--watch"]
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)})
+        command = [sys.executable, "-u", "-m", "rankless", "ls", str(tmp_path), "--watch"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert [process.stdout.readline().split()[0] for _ in range(2)] == ["tag", "a"]
-            holdfast.save_checkpoint(tmp_path, "b", {"w": torch.ones(2)})
+            rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(2)})
             while not process.stdout.readline().startswith("b "):
                 pass
             process.send_signal(signal.SIGINT)
@@ -171,7 +171,7 @@ class TestLs:
 
 
 def save_on_ranks(path: str) -> None:
-    holdfast.save_checkpoint(path, "b", {"w": torch.ones(2)}, metrics={"loss": 2.0})
+    rankless.save_checkpoint(path, "b", {"w": torch.ones(2)}, metrics={"loss": 2.0})
 
 
 class TestRunInAnObjectStore:
@@ -179,7 +179,7 @@ class TestRunInAnObjectStore:
         fake, number = FakeS3(), 40
         with fake.connected():
             path = fake.store_at("http://fake").path("bucket/run")
-            run = holdfast.RunDirectory(path)
+            run = rankless.RunDirectory(path)
             for step in range(number):
                 run.save(f"step_{step}", {"w": torch.ones(1)}, step=step)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

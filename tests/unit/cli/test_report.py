@@ -1,4 +1,4 @@
-"""Tests ``holdfast report``: which page it writes, and what it refuses."""
+"""Tests ``rankless report``: which page it writes, and what it refuses."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import StorageError
-from holdfast.report import run_report
+import rankless
+from rankless.errors import StorageError
+from rankless.report import run_report
 from tests.helpers.commands import invoke, run_command
 
 
@@ -26,7 +26,7 @@ def read_data(page: Path) -> Any:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "run"
     for step in (1, 2):
-        holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step)
+        rankless.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Tests ``holdfast show``: its output agrees with the files, and its exit codes with its output."""
+"""Tests ``rankless show``: its output agrees with the files, and its exit codes with its output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.observe.units import format_size
+import rankless
+from rankless.observe.units import format_size
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.file_contents import size_on_disk, stored
 from tests.helpers.user_content import USER_CONTENT
@@ -28,7 +28,7 @@ class TestShow:
         assert {f["path"]: f["bytes"] for f in report["files"]} == {
             str(f): f.stat().st_size for f in (made / "step_2").rglob("*") if f.is_file() and f.name != "manifest.json"
         }
-        assert (report["format"], report["tag"], report["step"], report["sequence"]) == ("holdfast", "step_2", 2, 2)
+        assert (report["format"], report["tag"], report["step"], report["sequence"]) == ("rankless", "step_2", 2, 2)
         assert (report["world_size"], report["metrics"]) == (1, {"val_loss": 0.5, "bleu": None})
 
     def test_json_keeps_the_values_and_describes_tensors_in_them(self, made: Path) -> None:
@@ -46,7 +46,7 @@ class TestShow:
 
     def test_long_values_end_where_people_stop_reading(self, tmp_path: Path) -> None:
         content = {f"setting_{i}": i for i in range(500)}
-        holdfast.save_checkpoint(tmp_path, "a", user_content=content)
+        rankless.save_checkpoint(tmp_path, "a", user_content=content)
         text = invoke("show", tmp_path).stdout
         assert "setting_29 " in text
         assert "setting_30 " not in text
@@ -55,8 +55,8 @@ class TestShow:
 
     def test_a_range_longer_than_a_list_can_be(self, tmp_path: Path) -> None:
         long = range(10**60)
-        holdfast.save_checkpoint(tmp_path, "a", user_content={"r": long, "s": range(5)}, rng=False)
-        holdfast.save_checkpoint(tmp_path, "b", user_content={"r": range(1, 10**60), "s": range(5)}, rng=False)
+        rankless.save_checkpoint(tmp_path, "a", user_content={"r": long, "s": range(5)}, rng=False)
+        rankless.save_checkpoint(tmp_path, "b", user_content={"r": range(1, 10**60), "s": range(5)}, rng=False)
         text = invoke("show", tmp_path / "a").stdout
         assert re.search(r"^  r +range\(0, 10{10,}\.\.\.0{10,}\)$", text, re.MULTILINE)
         assert re.search(r"^  s +range\(0, 5\)$", text, re.MULTILINE)
@@ -111,7 +111,7 @@ class TestShow:
 
     def test_names_are_whole_in_a_pipe_and_cut_in_the_middle_where_columns_are_few(self, tmp_path: Path) -> None:
         name = "model.layers.10." + "deeply." * 12 + "nested.weight"
-        holdfast.save_checkpoint(tmp_path, "a", {name: torch.zeros(2, 3), "b": torch.zeros(1)})
+        rankless.save_checkpoint(tmp_path, "a", {name: torch.zeros(2, 3), "b": torch.zeros(1)})
         assert f"model/{name}  F32" in invoke("show", tmp_path).stdout
         narrow = invoke("show", tmp_path, columns=80).stdout.splitlines()
         assert max(len(row) for row in narrow if not row.startswith("path ")) == 80  # a path is for copying
@@ -120,19 +120,19 @@ class TestShow:
         )
 
     def test_long_versions_go_on_in_the_next_row(self, tmp_path: Path) -> None:
-        with mock.patch("holdfast.save.build_manifest.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
-            holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)})
+        with mock.patch("rankless.save.build_manifest.__version__", "0.12.1.dev189+g8ad40ae10.d20261121"):
+            rankless.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)})
         rows = invoke("show", tmp_path, columns=80).stdout.splitlines()
-        assert any(re.match(r"with +holdfast 0\.12\.1\.dev189\+g8ad40ae10\.d20261121, torch ", row) for row in rows)
+        assert any(re.match(r"with +rankless 0\.12\.1\.dev189\+g8ad40ae10\.d20261121, torch ", row) for row in rows)
         assert any(re.match(r" +Python \d", row) for row in rows)
         assert max(len(row) for row in rows if not row.startswith("path ")) <= 80
 
     def test_layer_2_comes_before_layer_10(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {f"{n}.w": torch.zeros(1) for n in (10, 9, 2)})
+        rankless.save_checkpoint(tmp_path, "a", {f"{n}.w": torch.zeros(1) for n in (10, 9, 2)})
         assert [t["name"] for t in invoke_json("show", tmp_path)["tensors"]] == ["model/2.w", "model/9.w", "model/10.w"]
 
     def test_nothing_in_a_checkpoint_can_steer_the_terminal(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"w\x1b[2J": torch.zeros(1)}, user_content=USER_CONTENT)
+        rankless.save_checkpoint(tmp_path, "a", {"w\x1b[2J": torch.zeros(1)}, user_content=USER_CONTENT)
         text = invoke("show", tmp_path).stdout
         assert "\x1b" not in text
         assert "w\\x1b[2J" in text
@@ -142,7 +142,7 @@ class TestShow:
         """They are kept inside the values, as several ranks may have them."""
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
-        holdfast.save_checkpoint(tmp_path, "s", model, optimizer)
+        rankless.save_checkpoint(tmp_path, "s", model, optimizer)
         (group,) = invoke_json("show", tmp_path)["values"]["optimizer"]["groups"]
         assert group["settings"]["lr"] == {"kind": "tensor", "dtype": "F32", "shape": []}
 

@@ -1,4 +1,4 @@
-"""Tests ``holdfast stats``: it shows the statistics of ``holdfast.compute_statistics``."""
+"""Tests ``rankless stats``: it shows the statistics of ``rankless.compute_statistics``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
+import rankless
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import flip_tensor_bit
 
 
 def test_shows_each_tensor_in_a_line(tmp_path: Path) -> None:
     model = {"layers.10.w": torch.tensor([-1.0, 0.0, 3.0, 0.0]), "layers.2.w": torch.tensor([1.0, math.nan, -math.inf])}
-    holdfast.save_checkpoint(tmp_path, "a", model, rng=False)
+    rankless.save_checkpoint(tmp_path, "a", model, rng=False)
     lines = invoke("stats", tmp_path).stdout.splitlines()
     assert lines[0].split() == ["tensor", "dtype", "min", "max", "mean", "std", "norm", "zeros", "NaN", "inf"]
     assert lines[1].split() == ["model/layers.2.w", "F32", "1", "1", "1", "0", "1", "1", "1"]
@@ -24,13 +24,13 @@ def test_shows_each_tensor_in_a_line(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_elements_has_no_numbers(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(0)}, rng=False)
+    rankless.save_checkpoint(tmp_path, "a", {"w": torch.zeros(0)}, rng=False)
     assert invoke("stats", tmp_path).stdout.splitlines()[1].split() == ["model/w", "F32", "0"]
 
 
 def test_for_programs(made: Path) -> None:
     report = invoke_json("stats", made, "--tag", "step_2")
-    expected = holdfast.compute_statistics(made / "step_2").tensors
+    expected = rankless.compute_statistics(made / "step_2").tensors
     assert report["path"] == str(made / "step_2")
     assert [entry["name"] for entry in report["tensors"]] == list(expected)
     shapes = {entry["name"]: entry["shape"] for entry in invoke_json("show", made)["tensors"]}
@@ -43,7 +43,7 @@ def test_for_programs(made: Path) -> None:
 
 
 def test_the_histogram_has_the_bounds_of_its_buckets(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {"w": torch.tensor([-3.0, 0.0, 0.75, 1e9])}, rng=False)
+    rankless.save_checkpoint(tmp_path, "a", {"w": torch.tensor([-3.0, 0.0, 0.75, 1e9])}, rng=False)
     (entry,) = invoke_json("stats", tmp_path)["tensors"]
     assert entry["histogram"] == [[-4.0, -2.0, 1], [0.0, 0.0, 1], [0.5, 1.0, 1], [32768.0, None, 1]]
 
@@ -62,5 +62,5 @@ def test_corruption_is_an_error(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "<b>"])
 def test_hostile_names_are_text(tmp_path: Path, name: str) -> None:
-    holdfast.save_checkpoint(tmp_path, "a", {name: torch.ones(2)}, rng=False)
+    rankless.save_checkpoint(tmp_path, "a", {name: torch.ones(2)}, rng=False)
     assert "\x1b" not in invoke("stats", tmp_path).stdout

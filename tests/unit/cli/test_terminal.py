@@ -12,30 +12,30 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.commands import COMMANDS
+import rankless
+from rankless.cli.commands import COMMANDS
 from tests.helpers.terminal import Terminal
 
 #: Calls the commands whose arguments are given as JSON, one after the other, each under a line with its exit code.
 CALLS = """
 import json, sys
-from holdfast.cli.main import app
+from rankless.cli.main import app
 for args in json.loads(sys.argv[1]):
-    code = app(args, prog_name="holdfast", standalone_mode=False) or 0
+    code = app(args, prog_name="rankless", standalone_mode=False) or 0
     print("\\nexit", code, flush=True)
 """
 
 #: Converts, 0.4 s for each chunk of 4 MiB.
 SLOWLY = """
 import sys, time
-from holdfast.engine.io import write
+from rankless.engine.io import write
 quick = write._write_chunk
 def slow(*args):
     time.sleep(0.4)
     return quick(*args)
 write._write_chunk = slow
-from holdfast.cli.entry import main
-sys.argv[0] = "holdfast"
+from rankless.cli.entry import main
+sys.argv[0] = "rankless"
 main()
 """
 
@@ -53,7 +53,7 @@ class Finder:
                     raise ImportError("cannot load module more than once per process") from None
                 raise
 sys.meta_path.insert(0, Finder())
-from holdfast.cli.entry import main
+from rankless.cli.entry import main
 main()
 """
 
@@ -66,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors = {name: torch.full((2, 3), float(step)), "body.bias": torch.zeros(1)}
         content = {"arguments": {"data": "/data/" + "x" * 90, "step": step}}
         metrics = {f"metric_{i}": 0.1 for i in range(12)}
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             path / "run", f"step_{step}", tensors, user_content=content, step=step, metrics=metrics
         )
     (path / "empty").mkdir()
@@ -110,21 +110,21 @@ class TestOnATerminal:
             lines = [line for line in text.splitlines() if str(made) not in line]
             assert max(map(len, lines), default=0) <= 80, max(lines, key=len)
         for (text, _), name in zip(actual[-len(COMMANDS) :], COMMANDS, strict=True):
-            assert f"Example: holdfast {name} " in re.sub(r"\s+", " ", text)
-            assert "Usage: holdfast" in text
+            assert f"Example: rankless {name} " in re.sub(r"\s+", " ", text)
+            assert "Usage: rankless" in text
 
-    @pytest.mark.parametrize("module", ["typer", "holdfast.cli.verify", "rich.progress", "numpy", "torch.nn"])
+    @pytest.mark.parametrize("module", ["typer", "rankless.cli.verify", "rich.progress", "numpy", "torch.nn"])
     @pytest.mark.parametrize("swallowed", [False, True])
     def test_ctrl_c_while_modules_are_imported(self, tmp_path: Path, module: str, swallowed: bool) -> None:
         """Also in modules that make another error of it, as compiled ones do."""
-        holdfast.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)}, rng=False)
+        rankless.save_checkpoint(tmp_path, "a", {"w": torch.zeros(1)}, rng=False)
         script = INTERRUPTED_IMPORT.replace("MODULE", module).replace("SWALLOWED", str(swallowed))
         command = [sys.executable, "-c", script, "verify", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
     def test_a_bar_and_ctrl_c_is_one_word_exit_130_and_nothing_left_behind(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "big", {"w": torch.zeros(100 * 2**20, dtype=torch.uint8)}, rng=False)
+        rankless.save_checkpoint(tmp_path, "big", {"w": torch.zeros(100 * 2**20, dtype=torch.uint8)}, rng=False)
         (tmp_path / "out").mkdir()
         terminal = Terminal("-c", SLOWLY, "convert", str(tmp_path / "big"), str(tmp_path / "out/new"), "--to", "native")
         while not re.search(r"converting big .*\d\.\d/\d+\.\d MB +\d+\.\d MB/s +0:00:0\d", terminal.text):
@@ -140,10 +140,10 @@ class TestOnATerminal:
 LOGGING = """
 import logging, sys, time
 import torch
-import holdfast
-from holdfast.engine.io import write
+import rankless
+from rankless.engine.io import write
 logging.basicConfig(level=logging.WARNING)
-logging.getLogger("holdfast").setLevel(logging.INFO)
+logging.getLogger("rankless").setLevel(logging.INFO)
 own = logging.getLogger("mine")
 own.propagate = False
 own.addHandler(logging.StreamHandler(sys.stdout))
@@ -154,14 +154,14 @@ def slow(*args):
     return quick(*args)
 write._write_chunk = slow
 def listen(event):
-    if isinstance(event, holdfast.Progress) and event.done > event.total * 0.6 and not told:
+    if isinstance(event, rankless.Progress) and event.done > event.total * 0.6 and not told:
         told.append(event)
         own.info("MINE half of it")
         logging.getLogger("other").warning("OTHER half of it")
         print("PRINTED half of it", flush=True)
 told = []
 model = {"w": torch.zeros(60 * 2**20, dtype=torch.uint8)}
-holdfast.save_checkpoint(sys.argv[1], "step_1", model, rng=False, on_event=listen)
+rankless.save_checkpoint(sys.argv[1], "step_1", model, rng=False, on_event=listen)
 logging.getLogger("other").warning("END")
 """
 
@@ -192,7 +192,7 @@ class TestLogLinesBesideTheBar:
         assert re.search(r"saving step_1 .*MB/s", terminal.text)
         seen = [line.rstrip() for line in screen(terminal.raw) if line.strip()]
         saved = (
-            r"INFO:holdfast:saved .*/step_1: 62\.9 MB in [\d.]+ s \([\d.]+ MB/s\), of which the caller waited [\d.]+ s"
+            r"INFO:rankless:saved .*/step_1: 62\.9 MB in [\d.]+ s \([\d.]+ MB/s\), of which the caller waited [\d.]+ s"
         )
         assert seen[:3] == ["MINE half of it", "WARNING:other:OTHER half of it", "PRINTED half of it"]
         assert re.fullmatch(saved, seen[3])
@@ -215,13 +215,13 @@ class Slow:
         if name == "torch":
             time.sleep(1.5)
 sys.meta_path.insert(0, Slow())
-from holdfast.cli.entry import main
+from rankless.cli.entry import main
 main()
 """
 
 UNKNOWN = """
 import time
-from holdfast.observe.terminal import progress_bar
+from rankless.observe.terminal import progress_bar
 with progress_bar("converting a") as show:
     time.sleep(1.3)
     show(0, 5000)
@@ -233,7 +233,7 @@ class TestTheBarOfTinyWork:
     @pytest.mark.parametrize("command", ["verify", "diff"])
     def test_there_is_none_while_torch_is_imported(self, tmp_path: Path, command: str) -> None:
         for tag in ("a", "b"):
-            holdfast.save_checkpoint(tmp_path, tag, {"w": torch.full((1,), ord(tag))}, rng=False)
+            rankless.save_checkpoint(tmp_path, tag, {"w": torch.full((1,), ord(tag))}, rng=False)
         paths = [str(tmp_path / tag) for tag in ("a", "b")]
         terminal = Terminal("-c", SLOW_IMPORT, command, *(paths if command == "diff" else paths[:1]))
         assert terminal.end() == (1 if command == "diff" else 0)
@@ -250,21 +250,21 @@ class TestTheBarOfTinyWork:
 
 class TestHelp:
     def test_the_list_of_commands_says_what_each_says_itself(self) -> None:
-        from holdfast.cli.commands import LazyCommands
+        from rankless.cli.commands import LazyCommands
 
         for name, command in LazyCommands().items():
             assert command.name == name
-            assert f"holdfast {name} " in command.epilog
+            assert f"rankless {name} " in command.epilog
             assert COMMANDS[name].summary.endswith(".")
 
     def test_help_and_completion_import_nothing_heavy(self) -> None:
         """They answer in a tenth of a second: rich alone takes half of that, and msgspec, awscrt and torch the rest."""
-        heavy = r"\| +(torch|numpy|rich|msgspec|awscrt|holdfast\.formats)$"
+        heavy = r"\| +(torch|numpy|rich|msgspec|awscrt|rankless\.formats)$"
         for args, env in (
             (["--help"], {}),
-            ([], {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast con", "COMP_CWORD": "1"}),
+            ([], {"_RANKLESS_COMPLETE": "complete_bash", "COMP_WORDS": "rankless con", "COMP_CWORD": "1"}),
         ):
-            command = [sys.executable, "-X", "importtime", "-m", "holdfast", *args]
+            command = [sys.executable, "-X", "importtime", "-m", "rankless", *args]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | env)
             assert "consolidate" in done.stdout
             if not env:
@@ -272,6 +272,6 @@ class TestHelp:
             assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 
     def test_a_mistyped_command_is_guessed(self) -> None:
-        done = subprocess.run([sys.executable, "-m", "holdfast", "shwo"], capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-m", "rankless", "shwo"], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert "Did you mean 'show'?" in done.stderr

@@ -1,4 +1,4 @@
-"""Tests of ``holdfast top``: on a terminal until Ctrl-C, in a pipe, with each of its lines."""
+"""Tests of ``rankless top``: on a terminal until Ctrl-C, in a pipe, with each of its lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.top import usual_interval
-from holdfast.run.scan import CheckpointInfo
+import rankless
+from rankless.cli.top import usual_interval
+from rankless.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -26,7 +26,7 @@ from tests.helpers.terminal import Terminal
 
 
 def save(run: Any, *steps: int, **options: Any) -> None:
-    directory = holdfast.RunDirectory(run, **options)
+    directory = rankless.RunDirectory(run, **options)
     for step in steps:
         directory.save(f"step_{step}", {"w": torch.ones(1000)}, step=step)
 
@@ -34,7 +34,7 @@ def save(run: Any, *steps: int, **options: Any) -> None:
 @contextmanager
 def watching(*arguments: object) -> Iterator[Terminal]:
     """The command on a terminal, which Ctrl-C ends."""
-    terminal = Terminal("-m", "holdfast", "top", *map(str, arguments))
+    terminal = Terminal("-m", "rankless", "top", *map(str, arguments))
     yield terminal
     terminal.type(b"\x03")
     assert terminal.end() == 130
@@ -48,7 +48,7 @@ def read_until(terminal: Terminal, text: str) -> None:
 
 def first_view(*arguments: object, until: str = "latest") -> str:
     """What the command prints first into a pipe, up to the line with a text."""
-    command = [sys.executable, "-u", "-m", "holdfast", "top", *map(str, arguments)]
+    command = [sys.executable, "-u", "-m", "rankless", "top", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline()]
@@ -84,7 +84,7 @@ def test_a_run_that_disappears_ends_the_view(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     for command in (["top"], ["ls", "--watch"]):
         save(tmp_path / "run", 2)
-        terminal = Terminal("-m", "holdfast", *command, str(tmp_path / "run"))
+        terminal = Terminal("-m", "rankless", *command, str(tmp_path / "run"))
         read_until(terminal, "complete (latest)")
         shutil.rmtree(tmp_path / "run")
         assert terminal.end() == 2
@@ -100,9 +100,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_each_line_says_what_is_there(tmp_path: Path) -> None:
     save(tmp_path, *range(1, 6), keep=3)
-    holdfast.set_alias(tmp_path, "production", "step_3")
+    rankless.set_alias(tmp_path, "production", "step_3")
     (tmp_path / ".step_6.0123456789abcdef.fedcba9876543210.partial").mkdir()
-    with holdfast.pin(tmp_path, "step_4"):
+    with rankless.pin(tmp_path, "step_4"):
         view = first_view(tmp_path)
     assert str(tmp_path).startswith(field(view, "run").removesuffix("…"))  # as wide as the terminal
     assert re.fullmatch(r"step_5, \d+s ago", field(view, "last save"))
@@ -110,7 +110,7 @@ def test_each_line_says_what_is_there(tmp_path: Path) -> None:
     assert re.fullmatch(r"step_6, \d+ B, changed \d+s ago|step_6, .* kB, changed \d+s ago", field(view, "unfinished"))
     found = re.fullmatch(r"(\S+ \S+) free, for ([\d,]+) more checkpoints of (\S+ \S+)", field(view, "disk"))
     assert found is not None
-    nbytes = holdfast.list_checkpoints(tmp_path)[-1].nbytes
+    nbytes = rankless.list_checkpoints(tmp_path)[-1].nbytes
     assert int(found[2].replace(",", "")) == pytest.approx(shutil.disk_usage(tmp_path).free // nbytes, rel=0.2)
 
 
@@ -150,7 +150,7 @@ def test_a_corrupt_journal_breaks_no_view(tmp_path: Path, seconds: str) -> None:
 
 def test_the_local_tier_of_the_host_is_shown(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
-    local = holdfast.LocalTier(tmp_path / "tier", drain_every=10**6, copies=0)
+    local = rankless.LocalTier(tmp_path / "tier", drain_every=10**6, copies=0)
     save(tmp_path / "run", 2, local=local)
     view = first_view(tmp_path / "run", "--local", tmp_path / "tier", until="in the tier only")
     here = view.partition("in the local tier ")[2].splitlines()

@@ -1,4 +1,4 @@
-"""Tests ``holdfast verify``: it names all corruption and nothing else."""
+"""Tests ``rankless verify``: it names all corruption and nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.observe.units import format_size
+import rankless
+from rankless.observe.units import format_size
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file, flip_tensor_bit
 from tests.helpers.file_contents import stored
@@ -76,7 +76,7 @@ class TestVerify:
         assert (actual["status"], actual["tensors"], actual["checksummed"], actual["bytes"]) == ("unchecked", 1, 0, 20)
 
     def test_says_how_much_has_no_checksums(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {"ours": torch.zeros(2)})
+        rankless.save_checkpoint(tmp_path, "a", {"ours": torch.zeros(2)})
         model = tmp_path / "a/model"
         save_file({"theirs": torch.zeros(3)}, model / "b.safetensors")
         weight_map = {"ours": "model.safetensors", "theirs": "b.safetensors"}
@@ -84,7 +84,7 @@ class TestVerify:
         assert "1 of 2 tensors has no checksums: only its structure" in invoke("verify", model).stdout
 
     def test_lists_no_more_problems_than_a_screen_takes(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path, "a", {f"w{i}": torch.zeros(1) for i in range(30)})
+        rankless.save_checkpoint(tmp_path, "a", {f"w{i}": torch.zeros(1) for i in range(30)})
         for i in range(30):
             flip_tensor_bit(tmp_path / "a/model/model.safetensors", f"w{i}")
         assert "and 10 more problems; --json" in invoke("verify", tmp_path, code=1).stdout

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.integrity import block_sums
-from holdfast.engine.integrity.block_sums import BlockSums, sum_fragments, trust_ranges
-from holdfast.engine.integrity.fragments import FragmentTable
-from holdfast.engine.plan.tensor_ranges import TensorRanges
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.block_crcs import crc64
+from rankless.engine.integrity import block_sums
+from rankless.engine.integrity.block_sums import BlockSums, sum_fragments, trust_ranges
+from rankless.engine.integrity.fragments import FragmentTable
+from rankless.engine.plan.tensor_ranges import TensorRanges
+from rankless.ondisk import block_crcs
+from rankless.ondisk.block_crcs import crc64
 
 #: A block of the tests, in bytes.
 BLOCK = 64

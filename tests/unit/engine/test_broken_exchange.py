@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from holdfast.engine.io import read_shared, write_stripes
-from holdfast.engine.io.requests import Fragments
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.placements import PlacementLayout
-from holdfast.errors import CorruptCheckpointError, PeerFailedError, StorageError
-from holdfast.ondisk import block_crcs
-from holdfast.storage.direct_io import BufferedReader, DirectWriter
+from rankless.engine.io import read_shared, write_stripes
+from rankless.engine.io.requests import Fragments
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.placements import PlacementLayout
+from rankless.errors import CorruptCheckpointError, PeerFailedError, StorageError
+from rankless.ondisk import block_crcs
+from rankless.storage.direct_io import BufferedReader, DirectWriter
 from tests.helpers.simulated_io import (
     COLUMNS,
     SimulatedLoad,
@@ -156,4 +156,4 @@ def test_a_rank_whose_exchange_fails_raises_and_leaves_no_thread(tmp_path: Path)
 
     for work in (save, load):
         assert {type(outcome.error) for outcome in run_ranks(4, work)} == {PeerFailedError}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rankless")]

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.io import cell_exchange
-from holdfast.engine.plan.transfers import CellTransfer, tabulate_transfers
-from holdfast.storage.memory import Bytes
+from rankless.engine.io import cell_exchange
+from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
+from rankless.storage.memory import Bytes
 
 
 @st.composite

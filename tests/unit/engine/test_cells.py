@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.plan import cells, partition, stripes
-from holdfast.engine.plan.file_ranges import FileRange, count_bytes
-from holdfast.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
-from holdfast.engine.plan.routes import OwnedStripe
-from holdfast.engine.plan.save_plan import SavePlan, plan_save
-from holdfast.engine.plan.transfers import CellTransfer, cut_out
+from rankless.engine.plan import cells, partition, stripes
+from rankless.engine.plan.file_ranges import FileRange, count_bytes
+from rankless.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
+from rankless.engine.plan.routes import OwnedStripe
+from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.transfers import CellTransfer, cut_out
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes as bytes_of
 

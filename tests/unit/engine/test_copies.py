@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.io import copy_exchange, strided_bytes
-from holdfast.engine.io.copy_exchange import CopyExchange
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan import copy_plan
-from holdfast.engine.plan.copy_plan import CopyPlan, CopyRun, plan_copy, take_runs
-from holdfast.engine.plan.placements import PlacementLayout, Replicated, Sharded
-from holdfast.errors import RankFailedError, StateError
-from holdfast.storage.memory import Bytes
+from rankless.engine.io import copy_exchange, strided_bytes
+from rankless.engine.io.copy_exchange import CopyExchange
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan import copy_plan
+from rankless.engine.plan.copy_plan import CopyPlan, CopyRun, plan_copy, take_runs
+from rankless.engine.plan.placements import PlacementLayout, Replicated, Sharded
+from rankless.errors import RankFailedError, StateError
+from rankless.storage.memory import Bytes
 from tests.helpers.simulated_io import place_tensor
 from tests.helpers.simulated_jobs import Job, Key, jobs, make_job, make_mesh, named_tensors
 from tests.helpers.tensors import random_tensor, tensor_bytes

@@ -14,17 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.io import read, requests, write
-from holdfast.engine.io.read_order import WINDOW, rotate_by_rank
-from holdfast.engine.io.requests import merge_fragments
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan import file_ranges
-from holdfast.engine.plan.file_ranges import FileRange, IoChunk, alternate_files, file_chunks, tensor_chunks
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.block_crcs import Fragment, crc64
-from holdfast.process.worker_threads import run_in_threads
-from holdfast.storage.direct_io import SECTOR_BYTES
-from holdfast.storage.memory import BufferPool
+from rankless.engine.io import read, requests, write
+from rankless.engine.io.read_order import WINDOW, rotate_by_rank
+from rankless.engine.io.requests import merge_fragments
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan import file_ranges
+from rankless.engine.plan.file_ranges import FileRange, IoChunk, alternate_files, file_chunks, tensor_chunks
+from rankless.ondisk import block_crcs
+from rankless.ondisk.block_crcs import Fragment, crc64
+from rankless.process.worker_threads import run_in_threads
+from rankless.storage.direct_io import SECTOR_BYTES
+from rankless.storage.memory import BufferPool
 
 #: Sizes that make the same shapes with few bytes.
 CHUNK, BLOCK = 64, 256

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.engine.integrity import fragments as fold
-from holdfast.engine.integrity.crc_combine import extend_crcs
-from holdfast.engine.integrity.fragments import FragmentTable, decode_fragments, encode_fragments
-from holdfast.engine.io import requests
-from holdfast.engine.io.requests import Fragments
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.block_crcs import Fragment, crc64
+from rankless.engine.integrity import fragments as fold
+from rankless.engine.integrity.crc_combine import extend_crcs
+from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, encode_fragments
+from rankless.engine.io import requests
+from rankless.engine.io.requests import Fragments
+from rankless.ondisk import block_crcs
+from rankless.ondisk.block_crcs import Fragment, crc64
 
 BLOCK = 64
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from holdfast.engine.plan.cells import CellGrain
-from holdfast.engine.plan.held_cells import CellLayout, HeldBytes, plan_transfers
-from holdfast.ondisk.files import DataFile, TensorInfo, pack_files
+from rankless.engine.plan.cells import CellGrain
+from rankless.engine.plan.held_cells import CellLayout, HeldBytes, plan_transfers
+from rankless.ondisk.files import DataFile, TensorInfo, pack_files
 
 GRAIN = CellGrain(64, is_dealt=True)
 

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
 
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.host_map import HostAgreement, HostMap
-from holdfast.engine.comm.host_vote_channel import HostVoteChannel
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.engine.comm.vote import RankFailure, VoteOutcome, VoteRound
-from holdfast.engine.comm.vote_channel import VoteChannel
-from holdfast.storage import host_board
-from holdfast.storage.host_board import HostBoard
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.host_map import HostAgreement, HostMap
+from rankless.engine.comm.host_vote_channel import HostVoteChannel
+from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.vote import RankFailure, VoteOutcome, VoteRound
+from rankless.engine.comm.vote_channel import VoteChannel
+from rankless.storage import host_board
+from rankless.storage.host_board import HostBoard
 
 
 @pytest.fixture(scope="module", autouse=True)

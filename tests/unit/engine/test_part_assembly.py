@@ -11,14 +11,14 @@ from awscrt.checksums import crc64nvme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.io import part_assembly
-from holdfast.engine.io.cell_exchange import ReceivedRun
-from holdfast.engine.io.part_assembly import PartAssembly
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan import file_ranges
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import StateError
-from holdfast.storage.body import Body
+from rankless.engine.io import part_assembly
+from rankless.engine.io.cell_exchange import ReceivedRun
+from rankless.engine.io.part_assembly import PartAssembly
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan import file_ranges
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.errors import StateError
+from rankless.storage.body import Body
 
 START = 1000
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.integrity.crc_gather import bucket_of, bucket_size
-from holdfast.engine.integrity.fragments import FragmentTable, decode_fragments, merge_adjacent_fragments
-from holdfast.engine.integrity.fragments import encode_fragments as encode
-from holdfast.engine.io.requests import Fragments
-from holdfast.engine.plan import cells, partition, stripes
-from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.placements import MeshShape, Placement, Replicated, Sharded
-from holdfast.engine.plan.routes import OwnedStripe
-from holdfast.engine.plan.save_plan import SavePlan, plan_save
-from holdfast.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.block_crcs import Fragment, crc64
+from rankless.engine.integrity.crc_gather import bucket_of, bucket_size
+from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, merge_adjacent_fragments
+from rankless.engine.integrity.fragments import encode_fragments as encode
+from rankless.engine.io.requests import Fragments
+from rankless.engine.plan import cells, partition, stripes
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.placements import MeshShape, Placement, Replicated, Sharded
+from rankless.engine.plan.routes import OwnedStripe
+from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.ondisk import block_crcs
+from rankless.ondisk.block_crcs import Fragment, crc64
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes
 

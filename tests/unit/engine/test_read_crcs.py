@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.integrity import file_checksums, read_crcs
-from holdfast.engine.integrity.file_checksums import find_corrupt_ranges
-from holdfast.engine.integrity.read_crcs import HashingReaderPool, Piece, ReadCrcs, decode_pieces
-from holdfast.engine.plan.file_ranges import CHUNK
-from holdfast.ondisk.block_crcs import crc64
-from holdfast.ondisk.range_checksums import RangeChecksum
-from holdfast.storage.direct_io import BufferedReader
-from holdfast.storage.reader_pool import ReaderPool
+from rankless.engine.integrity import file_checksums, read_crcs
+from rankless.engine.integrity.file_checksums import find_corrupt_ranges
+from rankless.engine.integrity.read_crcs import HashingReaderPool, Piece, ReadCrcs, decode_pieces
+from rankless.engine.plan.file_ranges import CHUNK
+from rankless.ondisk.block_crcs import crc64
+from rankless.ondisk.range_checksums import RangeChecksum
+from rankless.storage.direct_io import BufferedReader
+from rankless.storage.reader_pool import ReaderPool
 
 SIZE = 60
 

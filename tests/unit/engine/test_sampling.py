@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.integrity import sampling
-from holdfast.engine.integrity.replicas import crc_of_ranges
-from holdfast.engine.integrity.sampling import BUDGET, SAMPLE, SampledRange, sample_everything, sample_some
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.save_plan import ReplicatedShard
-from holdfast.ondisk.block_crcs import crc64
+from rankless.engine.integrity import sampling
+from rankless.engine.integrity.replicas import crc_of_ranges
+from rankless.engine.integrity.sampling import BUDGET, SAMPLE, SampledRange, sample_everything, sample_some
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.save_plan import ReplicatedShard
+from rankless.ondisk.block_crcs import crc64
 
 #: Sizes in bytes, in units of the largest element.
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=8)

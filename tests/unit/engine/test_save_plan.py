@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.plan import partition as sharing
-from holdfast.engine.plan import stripes as striping
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.engine.plan.placements import FlatSharded, MeshShape, PlacementLayout, Replicated, Sharded
-from holdfast.engine.plan.routes import OwnedStripe, RemoteStripe
-from holdfast.engine.plan.save_plan import SavePlan, plan_save
-from holdfast.engine.plan.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
-from holdfast.errors import RankMismatchError, StateError, UnsupportedTensorError
+from rankless.engine.plan import partition as sharing
+from rankless.engine.plan import stripes as striping
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.placements import FlatSharded, MeshShape, PlacementLayout, Replicated, Sharded
+from rankless.engine.plan.routes import OwnedStripe, RemoteStripe
+from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.errors import RankMismatchError, StateError, UnsupportedTensorError
 from tests.helpers.simulated_jobs import Job, count_bytes, jobs, make_job, make_mesh
 from tests.helpers.tensors import tensor_bytes
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from torch.distributed.tensor import _utils
 
-from holdfast.engine.plan.placements import (
+from rankless.engine.plan.placements import (
     FlatSharded,
     MeshShape,
     PlacementLayout,
@@ -19,10 +19,10 @@ from holdfast.engine.plan.placements import (
     coordinate_of_rank,
     ranks_by_coordinate,
 )
-from holdfast.engine.plan.ranges import ElementRange
-from holdfast.engine.plan.shards import LocalShard, local_shard
-from holdfast.ondisk.dtypes import WIDTHS, dtype_width
-from holdfast.ondisk.files import TensorInfo
+from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.shards import LocalShard, local_shard
+from rankless.ondisk.dtypes import WIDTHS, dtype_width
+from rankless.ondisk.files import TensorInfo
 from tests.helpers.placements import mesh_coordinate, tensor_layouts, torch_placement, torch_shard
 from tests.helpers.tensors import index_tensor
 

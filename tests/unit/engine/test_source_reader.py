@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.io import source_reader as engine
-from holdfast.engine.io.source_reader import SourceReader
-from holdfast.engine.io.sources import (
+from rankless.engine.io import source_reader as engine
+from rankless.engine.io.source_reader import SourceReader
+from rankless.engine.io.sources import (
     ChunkedSource,
     InMemorySource,
     SourceChunk,
@@ -20,9 +20,9 @@ from holdfast.engine.io.sources import (
     is_row_major,
     row_major_strides,
 )
-from holdfast.engine.plan.ranges import IndexBox
-from holdfast.storage import reader_pool
-from holdfast.storage.direct_io import BufferedReader
+from rankless.engine.plan.ranges import IndexBox
+from rankless.storage import reader_pool
+from rankless.storage.direct_io import BufferedReader
 from tests.helpers.boxes import box_slices, split_box
 
 WIDTHS = (1, 2, 4, 8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.comm.spec_exchange import SpecDirectory, digest_specs
-from holdfast.engine.plan.global_spec import GlobalSpec
-from holdfast.errors import HoldfastError
+from rankless.engine.comm.spec_exchange import SpecDirectory, digest_specs
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.errors import RanklessError
 from tests.helpers.simulated_jobs import Job, jobs
 
 
@@ -31,5 +31,5 @@ def test_a_spec_that_all_ranks_share_is_what_its_encoding_says(job: Job, data: s
 def list_tensors(spec: GlobalSpec) -> list[object] | str:
     try:
         return list(spec.iter_tensors())
-    except HoldfastError as error:  # a shard that no rank holds
+    except RanklessError as error:  # a shard that no rank holds
         return str(error)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore
 
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.session import Session
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.engine.comm.store_messages import StoreMessages
-from holdfast.errors import RankTimeoutError
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.session import Session
+from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.store_messages import StoreMessages
+from rankless.errors import RankTimeoutError
 
 
 @pytest.fixture

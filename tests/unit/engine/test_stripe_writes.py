@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from holdfast.ondisk import block_crcs
-from holdfast.storage.direct_io import SECTOR_BYTES, DirectWriter
+from rankless.ondisk import block_crcs
+from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter
 from tests.helpers.simulated_io import (
     COLUMNS,
     SavedJob,

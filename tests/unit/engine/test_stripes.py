@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.plan import stripes as striping
-from holdfast.engine.plan.placements import (
+from rankless.engine.plan import stripes as striping
+from rankless.engine.plan.placements import (
     FlatSharded,
     MeshShape,
     PlacementLayout,
@@ -21,11 +21,11 @@ from holdfast.engine.plan.placements import (
     Sharded,
     ranks_by_coordinate,
 )
-from holdfast.engine.plan.ranges import ElementRange
-from holdfast.engine.plan.shards import LocalShard, local_shard
-from holdfast.engine.plan.stripes import Bytes, is_narrow, split_into_stripes, stripe_slice
-from holdfast.ondisk.dtypes import WIDTHS, dtype_width
-from holdfast.ondisk.files import TensorInfo
+from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.shards import LocalShard, local_shard
+from rankless.engine.plan.stripes import Bytes, is_narrow, split_into_stripes, stripe_slice
+from rankless.ondisk.dtypes import WIDTHS, dtype_width
+from rankless.ondisk.files import TensorInfo
 from tests.helpers.placements import tensor_layouts
 
 #: Whole elements of any dtype, as the real one.

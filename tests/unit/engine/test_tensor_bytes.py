@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.state.tensors import DTYPES
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.state.tensors import DTYPES
 from tests.helpers.tensors import random_tensor, tensor_bytes
 
 dtypes = st.sampled_from(list(DTYPES.values()))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.plan import tensor_ranges
-from holdfast.engine.plan.placements import coordinate_of_rank
-from holdfast.engine.plan.save_plan import StripedShard, TensorSpan
-from holdfast.engine.plan.shards import local_shard
-from holdfast.engine.plan.tensor_ranges import TensorRanges
+from rankless.engine.plan import tensor_ranges
+from rankless.engine.plan.placements import coordinate_of_rank
+from rankless.engine.plan.save_plan import StripedShard, TensorSpan
+from rankless.engine.plan.shards import local_shard
+from rankless.engine.plan.tensor_ranges import TensorRanges
 from tests.helpers.placements import tensor_layouts
 
 #: A chunk of the tests, in bytes.

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.io.write import write_file_ranges
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.ondisk.block_crcs import crc64
-from holdfast.storage.direct_io import BufferedWriter, DirectWriter, FileWriter
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.io.write import write_file_ranges
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.ondisk.block_crcs import crc64
+from rankless.storage.direct_io import BufferedWriter, DirectWriter, FileWriter
 
 #: Bytes of a tensor, and its place in the file: more than one chunk, and not at the beginning of a page.
 SIZE, OFFSET = 9 * 2**20 + 24, 1000

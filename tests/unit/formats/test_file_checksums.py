@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.serialization import set_crc32_options
 from typer.testing import CliRunner
 
-import holdfast
-from holdfast.cli.main import app
-from holdfast.dcp import FileSystemReader, FileSystemWriter
-from holdfast.errors import CorruptCheckpointError
+import rankless
+from rankless.cli.main import app
+from rankless.dcp import FileSystemReader, FileSystemWriter
+from rankless.errors import CorruptCheckpointError
 from tests.helpers.corruption import cut_file, flip_tensor_bit
 from tests.helpers.pool import Ranks
 
@@ -53,7 +53,7 @@ def save_dcp(path: Path, state: dict[str, Any], **options: Any) -> Path:
 
 
 def convert_file(source: Path, final: Path) -> None:
-    holdfast.convert(source, final, to="safetensors")
+    rankless.convert(source, final, to="safetensors")
 
 
 class TestFilesOfTorchSave:
@@ -113,14 +113,14 @@ class TestFilesOfTorchSave:
         assert [name in item for name, item in zip(names, problems, strict=True)] == [True] * 2
 
     @pytest.mark.parametrize("to", ["lightning", "lightning-folder", "dcp", "nxd", "colossalai"])
-    def test_of_what_holdfast_writes_nothing_is_called_damaged(self, tmp_path: Path, to: str) -> None:
-        holdfast.save_checkpoint(tmp_path / "run", "a", {"w": MODEL["layer.0"]}, rng=False)
-        holdfast.convert(tmp_path / "run", tmp_path / "out", to=to)
+    def test_of_what_rankless_writes_nothing_is_called_damaged(self, tmp_path: Path, to: str) -> None:
+        rankless.save_checkpoint(tmp_path / "run", "a", {"w": MODEL["layer.0"]}, rng=False)
+        rankless.convert(tmp_path / "run", tmp_path / "out", to=to)
         assert verdict(tmp_path / "out")["status"] == ("verified" if to == "nxd" else "unchecked")
 
     def test_tensors_of_nxd(self, tmp_path: Path) -> None:
-        holdfast.save_checkpoint(tmp_path / "run", "a", {"w": MODEL["layer.0"], "v": MODEL["layer.1"]}, rng=False)
-        holdfast.convert(tmp_path / "run", tmp_path / "out", to="nxd")
+        rankless.save_checkpoint(tmp_path / "run", "a", {"w": MODEL["layer.0"], "v": MODEL["layer.1"]}, rng=False)
+        rankless.convert(tmp_path / "run", tmp_path / "out", to="nxd")
         for number, key in enumerate(("layer.1", "layer.0")):
             (file,) = (tmp_path / "out").rglob(f"tensor_{number}.pt")
             corrupt(file, MODEL[key])
@@ -156,7 +156,7 @@ class TestDistributedCheckpoints:
         assert [name for name in MODEL if any(f"'{name}'" in item for item in problems)] == list(MODEL)[:3]
         assert all("CRC-64" in item for item in problems[:3])
         with pytest.raises(CorruptCheckpointError, match="CRC-64"):
-            holdfast.convert(paths[0], tmp_path / "out", to="safetensors")
+            rankless.convert(paths[0], tmp_path / "out", to="safetensors")
 
     def test_every_damaged_record_of_values_is_named(self, tmp_path: Path) -> None:
         """Although the first keeps the folder from being opened."""
@@ -181,13 +181,13 @@ class TestConversions:
         for source, file in (("x.pt", tmp_path / "x.pt"), ("dcp", tmp_path / "dcp/__0_0.distcp")):
             corrupt(file, MODEL["layer.1"])
             with pytest.raises(CorruptCheckpointError, match="CRC-32"):
-                holdfast.convert(tmp_path / source, tmp_path / "out", to=to)
+                rankless.convert(tmp_path / source, tmp_path / "out", to=to)
         assert {path.name for path in tmp_path.iterdir()} == {"x.pt", "dcp"}
 
     def test_ranks_share_it_and_all_raise(self, ranks: Ranks, tmp_path: Path) -> None:
         torch.save({"model": MODEL}, tmp_path / "x.pt")
         ranks(2, convert_file, tmp_path / "x.pt", tmp_path / "sound")
-        assert torch.equal(holdfast.open(tmp_path / "sound")["model/layer.2"], MODEL["layer.2"])
+        assert torch.equal(rankless.open(tmp_path / "sound")["model/layer.2"], MODEL["layer.2"])
         corrupt(tmp_path / "x.pt", MODEL["layer.2"])
         for error in ranks.outcomes(2, convert_file, tmp_path / "x.pt", tmp_path / "out"):
             assert isinstance(error, CorruptCheckpointError)
@@ -196,8 +196,8 @@ class TestConversions:
     def test_what_is_left_out_need_not_be_sound(self, tmp_path: Path) -> None:
         torch.save({"model": MODEL}, tmp_path / "x.pt")
         corrupt(tmp_path / "x.pt", MODEL["layer.1"])
-        holdfast.convert(tmp_path / "x.pt", tmp_path / "out", to="safetensors", exclude="layer.1")
-        assert torch.equal(holdfast.open(tmp_path / "out")["model/layer.0"], MODEL["layer.0"])
+        rankless.convert(tmp_path / "x.pt", tmp_path / "out", to="safetensors", exclude="layer.1")
+        assert torch.equal(rankless.open(tmp_path / "out")["model/layer.0"], MODEL["layer.0"])
 
 
 class TestOurOwn:
@@ -207,7 +207,7 @@ class TestOurOwn:
         optimizer = torch.optim.AdamW(stateful.parameters())
         stateful(torch.ones(3)).sum().backward()
         optimizer.step()
-        holdfast.save_checkpoint(
+        rankless.save_checkpoint(
             tmp_path, "a", {"model": stateful}, optimizer, user_content={"ema": torch.ones(3)}, max_shard_size=40
         )
         return tmp_path / "a"
@@ -229,7 +229,7 @@ class TestOurOwn:
 
     def test_weights_that_no_manifest_names_are_told(self, tmp_path: Path) -> None:
         model = {"v": torch.zeros(20), "w": torch.zeros(20)}
-        holdfast.save_checkpoint(tmp_path, "a", model, rng=False, max_shard_size=100)
+        rankless.save_checkpoint(tmp_path, "a", model, rng=False, max_shard_size=100)
         folder = tmp_path / "a/model"
         assert verdict(tmp_path)["notes"] == []
         (folder / "config.json").write_text("{}")

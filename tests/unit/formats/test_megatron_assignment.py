@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.engine.plan.ranges import IndexBox
-from holdfast.errors import FormatError
-from holdfast.formats.megatron.bucket_assignment import assign_parts
-from holdfast.formats.megatron.bucket_search import BufferMatch
-from holdfast.formats.megatron.content_proof import round_masters
-from holdfast.formats.megatron.rank_parts import RankPart
+from rankless.engine.plan.ranges import IndexBox
+from rankless.errors import FormatError
+from rankless.formats.megatron.bucket_assignment import assign_parts
+from rankless.formats.megatron.bucket_search import BufferMatch
+from rankless.formats.megatron.content_proof import round_masters
+from rankless.formats.megatron.rank_parts import RankPart
 
 BUFFER = cast("Any", None)
 

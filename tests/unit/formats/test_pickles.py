@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafePickleError
-from holdfast.formats.pickles.builtin_types import PLAIN
-from holdfast.formats.pickles.unpickle import unpickle
+from rankless.errors import CorruptCheckpointError, RanklessError, UnsafePickleError
+from rankless.formats.pickles.builtin_types import PLAIN
+from rankless.formats.pickles.unpickle import unpickle
 from tests.helpers.bounded_reads import limit_memory
 from tests.helpers.cost import limit_cost
 from tests.helpers.fingerprint import fingerprint
@@ -185,20 +185,20 @@ def test_any_bytes_are_read_or_refused_by_an_error_of_ours(data: st.DataObject) 
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
         read(bytes(raw))
-    except HoldfastError as error:
+    except RanklessError as error:
         assert WHAT in str(error)
 
 
 def test_every_opcode_that_is_not_read_is_refused() -> None:
     for opcode in pickletools.opcodes:
-        with pytest.raises(HoldfastError):
+        with pytest.raises(RanklessError):
             read(opcode.code.encode("latin-1"))
 
 
 def test_numpy_is_not_imported_to_read_plain_values() -> None:
     code = (
-        "import sys, pickle\nfrom holdfast.formats.pickles.builtin_types import PLAIN\n"
-        "from holdfast.formats.pickles.unpickle import unpickle\n"
+        "import sys, pickle\nfrom rankless.formats.pickles.builtin_types import PLAIN\n"
+        "from rankless.formats.pickles.unpickle import unpickle\n"
         "assert unpickle(pickle.dumps([1]), PLAIN, 'x') == [1]\n"
         "sys.exit(int('numpy' in sys.modules or 'torch' in sys.modules))"
     )

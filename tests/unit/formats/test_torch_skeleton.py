@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from holdfast.conversion.torch_skeleton import TorchSkeleton
-from holdfast.conversion.torch_target import PlannedTorchFile
+from rankless.conversion.torch_skeleton import TorchSkeleton
+from rankless.conversion.torch_target import PlannedTorchFile
 
 
 @pytest.mark.parametrize("shapes", [[], [(3,)], [(0,), (1000, 7), ()], [(5,)] * 200])

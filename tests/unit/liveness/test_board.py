@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 from torch.distributed import HashStore, Store
 
-from holdfast.engine.comm.daemon_executor import DaemonExecutor
-from holdfast.engine.comm.store import DeadlineStore
-from holdfast.liveness.board import Board, LocalProcess, Notice
-from holdfast.liveness.connection import SeparateConnection
-from holdfast.liveness.loss import Evidence, RankLoss
-from holdfast.liveness.reaction import Reaction
-from holdfast.liveness.watcher import Member, Watcher, WatchTimes
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.store import DeadlineStore
+from rankless.liveness.board import Board, LocalProcess, Notice
+from rankless.liveness.connection import SeparateConnection
+from rankless.liveness.loss import Evidence, RankLoss
+from rankless.liveness.reaction import Reaction
+from rankless.liveness.watcher import Member, Watcher, WatchTimes
 
 
 class CountingStore(Store):

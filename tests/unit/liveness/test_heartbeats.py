@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.liveness.heartbeats import SWEPT_RANKS, Ring, SilenceMeter, find_unchanged
-from holdfast.liveness.loss import Evidence, RankLoss
-from holdfast.liveness.watcher import WatchTimes
+from rankless.liveness.heartbeats import SWEPT_RANKS, Ring, SilenceMeter, find_unchanged
+from rankless.liveness.loss import Evidence, RankLoss
+from rankless.liveness.watcher import WatchTimes
 
 
 @given(st.integers(2, 300), st.data())

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.ondisk import block_crcs
-from holdfast.ondisk.block_crcs import Fragment
+from rankless.ondisk import block_crcs
+from rankless.ondisk.block_crcs import Fragment
 from tests.helpers.crc import ONES, crc64_by_bits
 
 #: Small enough for the slow CRC, large enough for several fragments.

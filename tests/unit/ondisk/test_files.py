@@ -13,12 +13,12 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import HoldfastError, InvalidArgumentError, UnsupportedTensorError
-from holdfast.ondisk import block_crcs, header
-from holdfast.ondisk import files as layout
-from holdfast.ondisk.block_crcs import BLOCK_BYTES
-from holdfast.ondisk.dtypes import WIDTHS
-from holdfast.ondisk.files import (
+from rankless.errors import InvalidArgumentError, RanklessError, UnsupportedTensorError
+from rankless.ondisk import block_crcs, header
+from rankless.ondisk import files as layout
+from rankless.ondisk.block_crcs import BLOCK_BYTES
+from rankless.ondisk.dtypes import WIDTHS
+from rankless.ondisk.files import (
     CRC_KEY,
     TIED_KEY,
     DataFile,
@@ -254,7 +254,7 @@ def test_a_size_that_is_no_size_is_named(text: Any) -> None:
 def test_text_is_a_positive_size_or_an_error_of_ours(text: str) -> None:
     try:
         assert parse_size(text) > 0
-    except HoldfastError as error:
+    except RanklessError as error:
         assert "size" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Tests the header of data files against the safetensors library, which reads holdfast's and the reverse."""
+"""Tests the header of data files against the safetensors library, which reads rankless's and the reverse."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError
-from holdfast.ondisk import header
-from holdfast.ondisk.dtypes import WIDTHS
-from holdfast.ondisk.header import HeaderEntry
-from holdfast.state.tensors import DTYPES
+from rankless.errors import CorruptCheckpointError, FormatError, RanklessError
+from rankless.ondisk import header
+from rankless.ondisk.dtypes import WIDTHS
+from rankless.ondisk.header import HeaderEntry
+from rankless.state.tensors import DTYPES
 
 FILE = "some/model.safetensors"
 
@@ -110,7 +110,7 @@ def test_every_dtype_has_the_width_that_torch_gives_it() -> None:
 def assert_refused_by_name_or_read_as_the_library_does(file: bytes) -> None:
     try:
         actual = read(file)
-    except HoldfastError as error:
+    except RanklessError as error:
         assert FILE in str(error)
         return
     theirs = {name: (value["dtype"], tuple(value["shape"])) for name, value in safetensors.deserialize(file)}

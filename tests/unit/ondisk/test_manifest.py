@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, FormatError, HoldfastError, UnsafeNameError
-from holdfast.ondisk import manifest
-from holdfast.ondisk.block_crcs import crc64
-from holdfast.ondisk.manifest import FileRecord, Manifest, Provenance
-from holdfast.run.scan import CheckpointInfo
+import rankless
+from rankless.errors import CorruptCheckpointError, FormatError, RanklessError, UnsafeNameError
+from rankless.ondisk import manifest
+from rankless.ondisk.block_crcs import crc64
+from rankless.ondisk.manifest import FileRecord, Manifest, Provenance
+from rankless.run.scan import CheckpointInfo
 from tests.helpers.crc import crc64_by_bits
 
 FILE = "run/step_7/manifest.json"
@@ -32,7 +32,7 @@ safe_names = plain_names.filter(lambda name: not {"", ".", ".."} & set(name.spli
 records = st.builds(FileRecord, counts, hexes, counts, st.none() | hexes)
 manifests = st.builds(
     Manifest,
-    format=st.just("holdfast"),
+    format=st.just("rankless"),
     version=st.just(1),
     tag=st.text(max_size=8),
     id=hexes,
@@ -51,7 +51,7 @@ manifests = st.builds(
 def example(**changes: Any) -> Manifest:
     return Manifest(
         **{
-            "format": "holdfast",
+            "format": "rankless",
             "version": 1,
             "tag": "step_7",
             "id": "0" * 15 + "1",
@@ -71,7 +71,7 @@ def example(**changes: Any) -> Manifest:
 
 
 def sealed(table: dict[str, Any] | str) -> bytes:
-    """A manifest of this JSON with a right CRC, made without holdfast."""
+    """A manifest of this JSON with a right CRC, made without rankless."""
     text = table if isinstance(table, str) else json.dumps(table, indent=2)
     body = text.removesuffix("\n}").encode()
     return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64_by_bits(body)
@@ -98,7 +98,7 @@ def test_it_is_json_of_the_published_schema(one: Manifest) -> None:
 
 
 def test_the_published_schema_is_the_one_that_is_checked() -> None:
-    assert (files("holdfast.ondisk") / "manifest.schema.json").read_bytes() == manifest.manifest_schema()
+    assert (files("rankless.ondisk") / "manifest.schema.json").read_bytes() == manifest.manifest_schema()
 
 
 def test_its_last_line_is_the_crc_of_all_before_it() -> None:
@@ -131,14 +131,14 @@ def test_bytes_after_the_end_are_damage() -> None:
 
 @given(st.binary(max_size=100))
 def test_noise_is_named(noise: bytes) -> None:
-    with pytest.raises(HoldfastError, match=FILE):
+    with pytest.raises(RanklessError, match=FILE):
         manifest.decode_manifest(noise, FILE)
 
 
 @pytest.mark.parametrize("version", [2, 10, 2**31, 2**80])
 def test_a_newer_version_is_named_as_such(version: int) -> None:
-    for raw in (sealed(table(version=version, new_field=[])), b'{"format":"holdfast","version":%d}' % version):
-        with pytest.raises(FormatError, match=f"{FILE} has format version {version}.*update holdfast"):
+    for raw in (sealed(table(version=version, new_field=[])), b'{"format":"rankless","version":%d}' % version):
+        with pytest.raises(FormatError, match=f"{FILE} has format version {version}.*update rankless"):
             manifest.decode_manifest(raw, FILE)
 
 
@@ -146,7 +146,7 @@ def test_a_newer_version_is_named_as_such(version: int) -> None:
     "text", [b"{}", b'{"name": "a web page", "icons": []}', b'{"format": "torch_dcp", "version": 3}']
 )
 def test_a_manifest_of_something_else_is_no_checkpoint_of_ours(text: bytes) -> None:
-    with pytest.raises(FormatError, match=f"{FILE} is not a holdfast manifest"):
+    with pytest.raises(FormatError, match=f"{FILE} is not a rankless manifest"):
         manifest.decode_manifest(text, FILE)
 
 
@@ -155,12 +155,12 @@ def test_a_manifest_of_something_else_is_no_checkpoint_of_ours(text: bytes) -> N
     [
         {"version": 0},
         {"version": -1},
-        {"format": "holdfast2"},
+        {"format": "rankless2"},
     ],
     ids=str,
 )
 def test_a_sealed_manifest_of_another_format_is_no_checkpoint_of_ours(changes: dict) -> None:
-    with pytest.raises(FormatError, match=f"{FILE} is not a holdfast manifest"):
+    with pytest.raises(FormatError, match=f"{FILE} is not a rankless manifest"):
         manifest.decode_manifest(sealed(table(**changes)), FILE)
 
 
@@ -245,14 +245,14 @@ def test_a_step_that_has_more_than_64_bits_is_damage(step: int) -> None:
 @pytest.mark.parametrize("sequence", [2**70, 2**64 - 1, 2**63 - 1])
 def test_a_run_goes_on_beside_a_manifest_with_a_huge_number(tmp_path: Path, sequence: int) -> None:
     """Beyond the limit it is corrupt; at the limit the next save has the same number and a later time."""
-    holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.zeros(1)})
+    rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.zeros(1)})
     file = tmp_path / "step_1/manifest.json"
     report = json.loads(file.read_bytes())
     del report["crc64nvme"]
     file.write_bytes(sealed({**report, "sequence": sequence}))
     for step in (2, 3):
-        holdfast.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((1,), float(step))})
-        assert holdfast.open(tmp_path).path.name == f"step_{step}"
+        rankless.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((1,), float(step))})
+        assert rankless.open(tmp_path).path.name == f"step_{step}"
 
 
 def test_a_field_that_is_there_twice_is_damage() -> None:

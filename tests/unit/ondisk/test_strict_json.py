@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpointError
-from holdfast.ondisk.strict_json import parse_json
+from rankless.errors import CorruptCheckpointError
+from rankless.ondisk.strict_json import parse_json
 
 #: Pieces of text that a value may be put together from, and some that no strict JSON has.
 _SCALARS = [

@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, UnsupportedValueError
-from holdfast.ondisk import values
-from holdfast.ondisk.files import TensorInfo
-from holdfast.state.arrays import ArrayDecoder, ArrayEncoder
-from holdfast.state.tensors import NAMES
+import rankless
+from rankless.errors import CorruptCheckpointError, UnsupportedValueError
+from rankless.ondisk import values
+from rankless.ondisk.files import TensorInfo
+from rankless.state.arrays import ArrayDecoder, ArrayEncoder
+from rankless.state.tensors import NAMES
 from tests.helpers.fingerprint import fingerprint
 from tests.helpers.forged_values import FORGED_VALUES
 from tests.helpers.value_strategies import make_namespace, trees
@@ -117,7 +117,7 @@ def test_an_empty_tree_is_an_empty_object() -> None:
 def test_the_same_set_has_the_same_bytes_in_every_process() -> None:
     """Hashes of texts differ from process to process, and with them the order of a set."""
     program = (
-        "from holdfast.ondisk import values\n"
+        "from rankless.ondisk import values\n"
         "class Codec:\n"
         "    def encode(self, value, key): return NotImplemented\n"
         "words = [f'word{i}' for i in range(9)]\n"
@@ -155,8 +155,8 @@ def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_p
     frozen = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
     plain = torch.zeros(1)
     content = {"w": nn.Parameter(torch.arange(3.0)), "frozen": frozen, "x@parameter": plain, "x": nn.Parameter(plain)}
-    holdfast.save_checkpoint(tmp_path, "s", user_content=content, per_rank_content=[content["w"]])
-    restored = holdfast.restore(tmp_path)
+    rankless.save_checkpoint(tmp_path, "s", user_content=content, per_rank_content=[content["w"]])
+    restored = rankless.restore(tmp_path)
     kinds = {name: (type(value), value.requires_grad) for name, value in restored.user_content.items()}
     assert kinds == {
         "w": (nn.Parameter, True),
@@ -166,7 +166,7 @@ def test_a_parameter_comes_back_as_one_and_keeps_what_it_says_of_gradients(tmp_p
     }
     assert all(torch.equal(value, content[name]) for name, value in restored.user_content.items())
     assert type(restored.per_rank_content[0]) is nn.Parameter
-    opened = holdfast.open(tmp_path).values["user_content"]
+    opened = rankless.open(tmp_path).values["user_content"]
     assert type(opened["w"]) is nn.Parameter
     assert torch.equal(opened["w"], content["w"])
 
@@ -282,7 +282,7 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize("forged", FORGED_VALUES, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
-def test_values_that_holdfast_could_not_have_written_are_refused(forged: str) -> None:
+def test_values_that_rankless_could_not_have_written_are_refused(forged: str) -> None:
     infos = {"t": TensorInfo("F32", (2,)), "brain": TensorInfo("BF16", (2,))}
     for raw in (f'{{"a":{forged}}}', forged):
         with pytest.raises(CorruptCheckpointError, match=FILE):

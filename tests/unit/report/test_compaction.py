@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.report.compaction import DIGITS, LogScale, encode_levels, front_code, sample_evenly
+from rankless.report.compaction import DIGITS, LogScale, encode_levels, front_code, sample_evenly
 from tests.helpers.front_coded import decode_names
 
 NAMES = st.lists(st.text(st.sampled_from("ab.0<\u202e"), max_size=8), unique=True, max_size=30).map(sorted)

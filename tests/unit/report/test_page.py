@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.report.page import render_page
+from rankless.report.page import render_page
 
-ASSETS = Path(__file__).parents[3] / "src/holdfast/report/assets"
+ASSETS = Path(__file__).parents[3] / "src/rankless/report/assets"
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

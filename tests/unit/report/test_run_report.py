@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.inspection.compare import compare_metadata, compare_suspects
-from holdfast.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_path
-from holdfast.inspection.tensor_statistics import TensorStatistics
-from holdfast.ondisk.files import TensorInfo
-from holdfast.report.difference_report import describe_difference
-from holdfast.report.run_report import ReportOptions, describe_checkpoint, describe_run
-from holdfast.report.statistics import statistics_columns
-from holdfast.report.tensors import NamedTensor
-from holdfast.report.timeline import build_timeline
-from holdfast.run.journal import NAME, JournalEntry
+import rankless
+from rankless.inspection.compare import compare_metadata, compare_suspects
+from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_path
+from rankless.inspection.tensor_statistics import TensorStatistics
+from rankless.ondisk.files import TensorInfo
+from rankless.report.difference_report import describe_difference
+from rankless.report.run_report import ReportOptions, describe_checkpoint, describe_run
+from rankless.report.statistics import statistics_columns
+from rankless.report.tensors import NamedTensor
+from rankless.report.timeline import build_timeline
+from rankless.run.journal import NAME, JournalEntry
 from tests.helpers.front_coded import decode_names
 from tests.helpers.large_pages import make_large_page, measure
 
@@ -48,12 +48,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         if step == 2:
-            with pytest.raises(holdfast.TagExistsError):
-                holdfast.save_checkpoint(path, "step_1", model, optimizer, step=step)
-        holdfast.save_checkpoint(
+            with pytest.raises(rankless.TagExistsError):
+                rankless.save_checkpoint(path, "step_1", model, optimizer, step=step)
+        rankless.save_checkpoint(
             path, f"step_{step}", model, optimizer, step=step, keep=2, frozen="apart", metrics={"loss": 1 / step}
         )
-    holdfast.load_checkpoint(path, model=model, optimizer=optimizer)
+    rankless.load_checkpoint(path, model=model, optimizer=optimizer)
     return path
 
 
@@ -121,7 +121,7 @@ def test_failures_and_resumes_are_the_last_to_be_left_out() -> None:
 
 def test_a_corrupt_checkpoint_needs_attention(tmp_path: Path) -> None:
     for step in (1, 2):
-        holdfast.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.ones(3)}, step=step)
+        rankless.save_checkpoint(tmp_path, f"step_{step}", {"w": torch.ones(3)}, step=step)
     (tmp_path / "step_1/manifest.json").write_text("{")
     findings = describe_run(tmp_path, "step_2", PLAIN)["findings"]
     assert [(level, text.split(":")[0]) for level, text in findings] == [("bad", "step_1 is damaged")]
@@ -159,10 +159,10 @@ def test_a_page_of_20_000_tensors_has_at_most_2_mb(checkpoints: int) -> None:
 
 
 def test_what_differs_between_two_checkpoints(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(
+    rankless.save_checkpoint(
         tmp_path, "a", {"w": torch.zeros(4), "same": torch.ones(2), "old": torch.ones(1)}, rng=False
     )
-    holdfast.save_checkpoint(
+    rankless.save_checkpoint(
         tmp_path, "b", {"w": torch.tensor([0, 0, 0, 2.0]), "same": torch.ones(2), "new": torch.ones(1)}, rng=False
     )
     sides = [inspect_path(tmp_path / tag) for tag in ("a", "b")]

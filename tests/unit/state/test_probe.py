@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from holdfast.errors import OptimizerMismatchError
-from holdfast.state.optimizer.probe import ProbedState, probe_states
+from rankless.errors import OptimizerMismatchError
+from rankless.state.optimizer.probe import ProbedState, probe_states
 from tests.helpers.torch_limits import HAS_MUON, SHARDS_UNEVENLY, STEPS_FAIL_TOGETHER
 
 #: Of torch's optimizers, only this one has steps that use collectives.

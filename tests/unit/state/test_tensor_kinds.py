@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import holdfast
-from holdfast.errors import MismatchError, UnsupportedTensorError
+import rankless
+from rankless.errors import MismatchError, UnsupportedTensorError
 
 
 def buffers(**tensors: torch.Tensor) -> nn.Module:
@@ -34,20 +34,20 @@ def resolved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_lazy_conjugates_and_negations_are_no_ties(tmp_path: Path) -> None:
     expected = resolved(frequencies())
-    holdfast.save_checkpoint(tmp_path, "s", buffers(**frequencies()))
+    rankless.save_checkpoint(tmp_path, "s", buffers(**frequencies()))
     separate = buffers(**{name: torch.zeros_like(value) for name, value in expected.items()})
-    holdfast.load_checkpoint(tmp_path, model=separate)
+    rankless.load_checkpoint(tmp_path, model=separate)
     for name, tensor in separate.named_buffers():
         assert torch.equal(tensor, expected[name]), name
-    assert {"model/conj", "model/neg"} <= set(holdfast.open(tmp_path).keys())
+    assert {"model/conj", "model/neg"} <= set(rankless.open(tmp_path).keys())
 
 
 def test_lazy_views_of_one_memory_are_filled_with_what_they_show(tmp_path: Path) -> None:
     expected = resolved(frequencies())
-    holdfast.save_checkpoint(tmp_path, "s", buffers(**frequencies()))
+    rankless.save_checkpoint(tmp_path, "s", buffers(**frequencies()))
     blank = frequencies()
     blank["z"].zero_()
-    holdfast.load_checkpoint(tmp_path, model=buffers(**blank))
+    rankless.load_checkpoint(tmp_path, model=buffers(**blank))
     for name, value in blank.items():
         assert torch.equal(value.resolve_conj().resolve_neg(), expected[name]), name
 
@@ -63,8 +63,8 @@ def test_a_lazy_conjugate_among_a_models_values_is_stored_as_it_is_seen(tmp_path
             self.told = state
 
     module = Told()
-    holdfast.save_checkpoint(tmp_path, "s", module)
-    holdfast.load_checkpoint(tmp_path, model=module)
+    rankless.save_checkpoint(tmp_path, "s", module)
+    rankless.load_checkpoint(tmp_path, model=module)
     assert torch.equal(module.told, torch.tensor([1 - 2j]))
 
 
@@ -76,9 +76,9 @@ def two_meshes(path: Path) -> None:
         name: DTensor.from_local(memory, mesh, [Shard(0)], run_check=False, shape=(2, 2), stride=(2, 1))
         for name, mesh in meshes.items()
     }
-    holdfast.save_checkpoint(path, "s", rows)
+    rankless.save_checkpoint(path, "s", rows)
     state = {"up": torch.zeros(2, 2), "down": torch.zeros(2, 2)}
-    holdfast.load_checkpoint(path, model=state)
+    rankless.load_checkpoint(path, model=state)
     assert state["up"].tolist() == [[0, 0], [1, 1]]
     assert state["down"].tolist() == [[1, 1], [0, 0]]
 
@@ -143,42 +143,42 @@ def test_what_has_no_elements_in_memory_is_named_when_it_is_saved(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedTensorError, match=KINDS[make]):
-        holdfast.save_checkpoint(tmp_path, "s", make())
+        rankless.save_checkpoint(tmp_path, "s", make())
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [make for make in KINDS if make is not meta])
 def test_and_when_it_is_loaded(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", nn.Linear(2, 2))
+    rankless.save_checkpoint(tmp_path, "s", nn.Linear(2, 2))
     with pytest.raises(UnsupportedTensorError, match=KINDS[make]):
-        holdfast.load_checkpoint(tmp_path, model=make())
+        rankless.load_checkpoint(tmp_path, model=make())
 
 
 def test_a_lazy_module_that_has_run_is_a_module_like_any_other(tmp_path: Path) -> None:
     model, other = nn.LazyLinear(3), nn.LazyLinear(3)
     for item in (model, other):
         item(torch.ones(1, 2))
-    holdfast.save_checkpoint(tmp_path, "s", model)
-    holdfast.load_checkpoint(tmp_path, model=other)
+    rankless.save_checkpoint(tmp_path, "s", model)
+    rankless.load_checkpoint(tmp_path, model=other)
     assert torch.equal(other.weight, model.weight)
 
 
 def test_an_expanded_view_is_saved_whole_and_refused_before_anything_is_filled(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", buffers(weight=torch.ones(3), mask=torch.arange(2.0).expand(4, 2)))
+    rankless.save_checkpoint(tmp_path, "s", buffers(weight=torch.ones(3), mask=torch.arange(2.0).expand(4, 2)))
     blank = buffers(weight=torch.zeros(3), mask=torch.zeros(2).expand(4, 2))
     with pytest.raises(MismatchError, match=r"mask: an expanded view.*clone\(\)"):
-        holdfast.load_checkpoint(tmp_path, model=blank)
+        rankless.load_checkpoint(tmp_path, model=blank)
     assert not blank.weight.any()
     blank.mask = blank.mask.clone()
-    holdfast.load_checkpoint(tmp_path, model=blank)
+    rankless.load_checkpoint(tmp_path, model=blank)
     assert torch.equal(blank.mask, torch.arange(2.0).expand(4, 2))
 
 
 def test_an_expanded_dimension_of_one_element_can_be_filled(tmp_path: Path) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", buffers(positions=torch.arange(4).expand(1, -1)))
+    rankless.save_checkpoint(tmp_path, "s", buffers(positions=torch.arange(4).expand(1, -1)))
     blank = buffers(positions=torch.zeros(4, dtype=torch.int64).expand(1, -1))
-    holdfast.load_checkpoint(tmp_path, model=blank)
+    rankless.load_checkpoint(tmp_path, model=blank)
     assert torch.equal(blank.positions, torch.arange(4)[None])
 
 
@@ -197,10 +197,10 @@ def test_an_expanded_dimension_of_one_element_can_be_filled(tmp_path: Path) -> N
 def test_only_floating_point_is_cast_into_floating_point(
     stored: torch.dtype, here: torch.dtype, tmp_path: Path
 ) -> None:
-    holdfast.save_checkpoint(tmp_path, "s", {"x": torch.ones(2, dtype=stored), "y": torch.ones(2)})
+    rankless.save_checkpoint(tmp_path, "s", {"x": torch.ones(2, dtype=stored), "y": torch.ones(2)})
     state = {"x": torch.zeros(2, dtype=here), "y": torch.zeros(2, dtype=torch.bfloat16)}
     with pytest.raises(MismatchError, match=r"x: dtype .*\(no cast keeps these values\)"):
-        holdfast.load_checkpoint(tmp_path, model=state, cast_dtype=True)
+        rankless.load_checkpoint(tmp_path, model=state, cast_dtype=True)
     with pytest.raises(MismatchError, match="x: dtype"):
-        holdfast.load_model(state, tmp_path / "s")
+        rankless.load_model(state, tmp_path / "s")
     assert not state["y"].any()

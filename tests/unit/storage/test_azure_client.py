@@ -15,15 +15,15 @@ from unittest import mock
 import pytest
 from awscrt.checksums import crc64nvme
 
-from holdfast import Azure
-from holdfast.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from holdfast.storage.azure.environment import parse_connection_string
-from holdfast.storage.azure.service import split_endpoint
-from holdfast.storage.body import Body
-from holdfast.storage.http import retries
-from holdfast.storage.http.connection import Address, HttpResponse
-from holdfast.storage.object_path import ObjectPath, make_object_path, parse_location
-from holdfast.storage.store import Upload
+from rankless import Azure
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from rankless.storage.azure.environment import parse_connection_string
+from rankless.storage.azure.service import split_endpoint
+from rankless.storage.body import Body
+from rankless.storage.http import retries
+from rankless.storage.http.connection import Address, HttpResponse
+from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
+from rankless.storage.store import Upload
 from tests.helpers.fake_azure import ACCOUNT, KEY, REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, LoseOnce, disconnect
 
@@ -131,7 +131,7 @@ class TestCredentials:
         store = fake.store_at("http://fake", credentials=None, timeout=1.0)  # so it has a client of its own
         with (
             mock.patch.dict(sys.modules, {"azure": None, "azure.identity": None}),
-            pytest.raises(StorageError, match=r"AZURE_STORAGE_KEY.*holdfast\[azure\]"),
+            pytest.raises(StorageError, match=r"AZURE_STORAGE_KEY.*rankless\[azure\]"),
         ):
             store.read_small(store.path(f"{BUCKET}/a"))
 
@@ -147,7 +147,7 @@ class TestCredentials:
 class TestUploads:
     def upload(self, folder: ObjectPath) -> bytes:
         data, store = b"abcdefg", folder.store
-        upload = store.create_upload(folder / "big", {"holdfast": "id"})
+        upload = store.create_upload(folder / "big", {"rankless": "id"})
         names = [store.put_part(upload, number, Body.of(part)) for number, part in ((1, data[:4]), (2, data[4:]))]
         store.complete_upload(upload, names, len(data), crc64nvme(data))
         return data
@@ -160,7 +160,7 @@ class TestUploads:
         fake.on_request = LoseOnce(number, stage)
         data = self.upload(folder)
         assert folder.store.read_small(folder / "big") == data
-        assert fake.objects["run/big"].notes["x-ms-meta-holdfast"] == "id"
+        assert fake.objects["run/big"].notes["x-ms-meta-rankless"] == "id"
         assert not fake.uploads
 
     @pytest.mark.parametrize("other", [b"another", b"abc"])

@@ -9,16 +9,16 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.io.checkpoint_files import CheckpointFiles
-from holdfast.errors import StorageError
-from holdfast.storage import atomic_rename, posix
-from holdfast.storage.store import PosixStore
+import rankless
+from rankless.engine.io.checkpoint_files import CheckpointFiles
+from rankless.errors import StorageError
+from rankless.storage import atomic_rename, posix
+from rankless.storage.store import PosixStore
 from tests.helpers.run_directories import list_names
 
 
 def save(path: Path, step: int, **options: Any) -> None:
-    holdfast.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
+    rankless.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
 
 
 def refusing(name: str) -> Any:
@@ -39,19 +39,19 @@ def test_a_run_whose_latest_checkpoint_the_disk_refuses_does_not_begin_again(tmp
     save(tmp_path, 2)
     for name in ("step_1", "step_2"):
         with refusing(name):
-            for call in (holdfast.has_checkpoint, lambda path: save(path, 3), holdfast.restore):
+            for call in (rankless.has_checkpoint, lambda path: save(path, 3), rankless.restore):
                 with pytest.raises(StorageError, match=name):
                     call(tmp_path)
-            assert {info.status for info in holdfast.list_checkpoints(tmp_path)} == {"unreadable", "complete"}
+            assert {info.status for info in rankless.list_checkpoints(tmp_path)} == {"unreadable", "complete"}
     save(tmp_path, 3)
-    infos = holdfast.list_checkpoints(tmp_path)
+    infos = rankless.list_checkpoints(tmp_path)
     assert [(info.tag, info.sequence) for info in infos] == [("step_1", 1), ("step_2", 2), ("step_3", 3)]
     assert len({info.run for info in infos}) == 1
 
 
 def test_a_write_of_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     with (
-        mock.patch("holdfast.storage.direct_io.os.pwrite", return_value=0),
+        mock.patch("rankless.storage.direct_io.os.pwrite", return_value=0),
         pytest.raises(StorageError, match="Input/output error"),
     ):
         save(tmp_path, 1)
@@ -72,9 +72,9 @@ def test_where_names_cannot_be_exchanged_the_old_one_gets_its_name_back(tmp_path
         mock.patch.object(Path, "rename", second_fails),
         pytest.raises(StorageError),
     ):
-        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)}, overwrite=True)
+        rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)}, overwrite=True)
     assert list_names(tmp_path) == ["step_1"]
-    assert holdfast.list_checkpoints(tmp_path)[0].step == 1
+    assert rankless.list_checkpoints(tmp_path)[0].step == 1
 
 
 def test_a_disk_that_dies_between_two_renames_keeps_what_the_next_save_needs(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_disk_that_dies_between_two_renames_keeps_what_the_next_save_needs(tmp
         mock.patch.object(Path, "rename", only_first),
         pytest.raises(StorageError),
     ):
-        holdfast.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)}, overwrite=True)
+        rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(4)}, overwrite=True)
     assert "step_1" not in list_names(tmp_path)
-    assert [info.tag for info in holdfast.list_checkpoints(tmp_path)] == ["step_1"]
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["step_1"]
     save(tmp_path, 2)
     assert list_names(tmp_path) == ["step_1", "step_2"]
 
@@ -110,7 +110,7 @@ def test_a_draft_that_somebody_removed_is_not_made_again_without_its_data(tmp_pa
         mock.patch.object(CheckpointFiles, "_finish_data", and_then_it_is_gone),
         pytest.raises(StorageError, match="No such file"),
     ):
-        holdfast.save_checkpoint(tmp_path, "s", user_content={"t": torch.zeros(100)}, rng=False)
+        rankless.save_checkpoint(tmp_path, "s", user_content={"t": torch.zeros(100)}, rng=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -129,7 +129,7 @@ def test_a_disk_that_refuses_any_look_at_the_path_is_a_typed_error(tmp_path: Pat
             return stat(path, *args, **options)
 
         with mock.patch.object(os, "stat", refuse):
-            holdfast.restore(tmp_path)
+            rankless.restore(tmp_path)
         return looks
 
     for look in range(1, load(0) + 1):
@@ -149,7 +149,7 @@ def test_a_checkpoint_whose_folder_is_refused_does_not_make_the_next_save_anothe
     with mock.patch.object(os, "open", refuse), pytest.raises(StorageError, match="step_1"):
         save(tmp_path, 2)
     save(tmp_path, 2)
-    first, second = holdfast.list_checkpoints(tmp_path)
+    first, second = rankless.list_checkpoints(tmp_path)
     assert first.run == second.run
 
 
@@ -157,7 +157,7 @@ def test_a_draft_that_could_not_be_opened_leaves_nothing(tmp_path: Path, monkeyp
     def full(*_: Any) -> None:
         raise StorageError(28, "no space")
 
-    monkeypatch.setattr("holdfast.engine.io.checkpoint_files.posix.allocate_space", full)
+    monkeypatch.setattr("rankless.engine.io.checkpoint_files.posix.allocate_space", full)
     with pytest.raises(StorageError):
-        holdfast.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
+        rankless.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
     assert not list(tmp_path.iterdir())

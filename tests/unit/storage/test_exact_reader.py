@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.io.read import read_file_ranges, read_host_shared
-from holdfast.engine.io.tensor_bytes import TensorBytes
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import CorruptCheckpointError, StorageError
-from holdfast.storage import exact_reader
-from holdfast.storage.direct_io import SECTOR_BYTES
-from holdfast.storage.exact_reader import ExactReaderFactory
-from holdfast.storage.page_cache import is_cached
+from rankless.engine.io.read import read_file_ranges, read_host_shared
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.errors import CorruptCheckpointError, StorageError
+from rankless.storage import exact_reader
+from rankless.storage.direct_io import SECTOR_BYTES
+from rankless.storage.exact_reader import ExactReaderFactory
+from rankless.storage.page_cache import is_cached
 
 
 def noise(size: int) -> bytes:

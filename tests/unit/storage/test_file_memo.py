@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.run import scan
-from holdfast.storage import file_memo
-from holdfast.storage.file_memo import FileMemo, sign_file
+import rankless
+from rankless.run import scan
+from rankless.storage import file_memo
+from rankless.storage.file_memo import FileMemo, sign_file
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def settled() -> Iterator[None]:
 
 
 def save(run: Path, tag: str, value: float, **options: Any) -> None:
-    holdfast.save_checkpoint(run, tag, {"w": torch.full((4,), value)}, step=value, **options)
+    rankless.save_checkpoint(run, tag, {"w": torch.full((4,), value)}, step=value, **options)
 
 
 def reads(run: Path) -> Iterator[int]:
     """How many manifests each of three saves reads."""
     for number in range(3):
         with mock.patch.object(scan, "read_manifest", wraps=scan.read_manifest) as read:
-            save(run, f"more_{number}", 100.0 + number, keep=holdfast.KeepLast(1000))
+            save(run, f"more_{number}", 100.0 + number, keep=rankless.KeepLast(1000))
         yield read.call_count
 
 
@@ -44,12 +44,12 @@ def test_a_save_reads_no_manifest_that_was_read_before(tmp_path: Path) -> None:
     for run, number in ((few, 2), (many, 30)):
         for step in range(number):
             save(run, f"step_{step}", float(step))
-        holdfast.list_checkpoints(run)
+        rankless.list_checkpoints(run)
     assert list(reads(many)) == list(reads(few)) == [1, 1, 1]
 
 
 def steps(run: Path) -> dict[str, float | None]:
-    return {info.tag: info.step for info in holdfast.list_checkpoints(run)}
+    return {info.tag: info.step for info in rankless.list_checkpoints(run)}
 
 
 @pytest.mark.usefixtures("settled")
@@ -60,7 +60,7 @@ def test_what_is_replaced_is_read_again(tmp_path: Path, exchanging: None) -> Non
     for value in range(3, 9):  # numbers of inodes are used again
         save(tmp_path, "a", float(value), overwrite=True)
         assert steps(tmp_path) == {"a": value, "b": 2.0}
-        assert holdfast.open(tmp_path).path.name == "a"
+        assert rankless.open(tmp_path).path.name == "a"
 
 
 @pytest.mark.usefixtures("settled")
@@ -86,7 +86,7 @@ def test_a_manifest_that_is_changed_in_place_is_seen_also_if_its_size_and_time_s
     raw[20] ^= 1
     file.write_bytes(raw)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    (info,) = holdfast.list_checkpoints(tmp_path)
+    (info,) = rankless.list_checkpoints(tmp_path)
     assert info.status == "damaged"
 
 
@@ -122,9 +122,9 @@ def test_it_holds_no_more_than_it_may_and_nothing_of_what_is_gone(tmp_path: Path
 def test_what_a_caller_does_to_a_list_does_not_change_the_next(tmp_path: Path) -> None:
     save(tmp_path, "a", 1.0, metrics={"loss": 0.5})
     save(tmp_path, "b", 2.0, metrics={"loss": 0.7})
-    for info in holdfast.list_checkpoints(tmp_path):
+    for info in rankless.list_checkpoints(tmp_path):
         info.metrics["loss"] = None
-    assert [info.metrics for info in holdfast.list_checkpoints(tmp_path)] == [{"loss": 0.5}, {"loss": 0.7}]
+    assert [info.metrics for info in rankless.list_checkpoints(tmp_path)] == [{"loss": 0.5}, {"loss": 0.7}]
 
 
 @pytest.mark.usefixtures("settled")

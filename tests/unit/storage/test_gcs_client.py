@@ -16,14 +16,14 @@ from unittest import mock
 import pytest
 from awscrt.checksums import crc32c, crc64nvme
 
-import holdfast
-from holdfast import GCS
-from holdfast.errors import StorageError
-from holdfast.storage.body import Body
-from holdfast.storage.gcs.checksums import PartChecksums, encode_crc32c, find_crc32c
-from holdfast.storage.http import retries
-from holdfast.storage.http.connection import HttpResponse
-from holdfast.storage.object_path import ObjectPath, parse_location
+import rankless
+from rankless import GCS
+from rankless.errors import StorageError
+from rankless.storage.body import Body
+from rankless.storage.gcs.checksums import PartChecksums, encode_crc32c, find_crc32c
+from rankless.storage.http import retries
+from rankless.storage.http.connection import HttpResponse
+from rankless.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_http import BUCKET, Answers, disconnect
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure, gcs_at
 from tests.helpers.token_server import TokenServer
@@ -84,7 +84,7 @@ class TestUploads:
     def upload(self, folder: ObjectPath, hashed: bytes | None = None) -> bytes:
         data = bytes(range(256)) * (6 * 2**12)
         store = folder.store
-        upload = store.create_upload(folder / "big", {"holdfast": "id"})
+        upload = store.create_upload(folder / "big", {"rankless": "id"})
         receipts = [
             store.put_part(upload, number, Body.of(part))
             for number, part in ((1, data[: 5 * 2**20]), (2, data[5 * 2**20 :]))
@@ -96,7 +96,7 @@ class TestUploads:
         data = self.upload(folder)
         assert folder.store.read_small(folder / "big") == data
         assert [request.kind for request in fake.requests[-3:-1]] == ["complete", "head"]
-        assert fake.objects["run/big"].notes == {"holdfast": "id"}
+        assert fake.objects["run/big"].notes == {"rankless": "id"}
 
     @pytest.mark.parametrize("stage", ["before", "after"])
     def test_a_lost_reply_of_the_completion_is_decided_by_the_object(
@@ -263,7 +263,7 @@ class TestTokens:
         missing = dict.fromkeys(("google.auth", "google.auth.exceptions", "google.oauth2"))
         with (
             mock.patch.dict(sys.modules, missing),
-            pytest.raises(StorageError, match=r"pip install 'holdfast\[gcs\]'"),
+            pytest.raises(StorageError, match=r"pip install 'rankless\[gcs\]'"),
         ):
             store.read_small(store.path(f"{BUCKET}/a"))
 
@@ -282,7 +282,7 @@ def wait_for(child: int) -> int:
 READ = """
 import sys
 import google.oauth2.credentials
-from holdfast import GCS
+from rankless import GCS
 google.oauth2.credentials._GOOGLE_OAUTH2_TOKEN_ENDPOINT = sys.argv[2]
 path = GCS(sys.argv[1]).path("bucket/a")
 print(path.store.read_small(path).decode())
@@ -347,7 +347,7 @@ class TestPaths:
             store.read_small(store.path(f"{BUCKET}/a"))
 
     def test_the_public_name(self) -> None:
-        assert holdfast.GCS is GCS
+        assert rankless.GCS is GCS
 
 
 class TestChecksums:

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from holdfast.storage import host_board
-from holdfast.storage.host_board import TURN_SECONDS, HostBoard, reachable_id, remove_stale_boards
+from rankless.storage import host_board
+from rankless.storage.host_board import TURN_SECONDS, HostBoard, reachable_id, remove_stale_boards
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_turn_passes_on_if_it_is_not_taken_for_some_time(folder: Path) -> None
 
 
 def test_without_space_nothing_is_posted_and_nobody_waits_for_another(folder: Path) -> None:
-    (folder / f"holdfast-{os.geteuid()}-a").touch()  # no directory can be created
+    (folder / f"rankless-{os.geteuid()}-a").touch()  # no directory can be created
     board = HostBoard("a")
     assert not board.post("x", b"1")
     assert board.claim("send")
@@ -79,10 +79,10 @@ def test_boards_of_processes_that_were_killed_long_ago_are_removed(folder: Path)
     for name in ("old", "new"):
         HostBoard(name).post("x", b"1")
     (folder / "another").mkdir()
-    for name in (f"holdfast-{os.geteuid()}-old", "another"):
+    for name in (f"rankless-{os.geteuid()}-old", "another"):
         make_older(folder / name, 2 * 24 * 3600)
     remove_stale_boards()
-    assert {path.name for path in folder.iterdir()} == {"another", f"holdfast-{os.geteuid()}-new"}
+    assert {path.name for path in folder.iterdir()} == {"another", f"rankless-{os.geteuid()}-new"}
 
 
 def test_only_processes_with_common_memory_have_one_id(folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.storage.http.connection import ConnectionPool, HttpRequest, HttpResponse, parse_address
+from rankless.storage.http.connection import ConnectionPool, HttpRequest, HttpResponse, parse_address
 from tests.helpers.certificates import Authority
 
 HOST = "127.0.0.1"

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from holdfast import GCS, S3, Azure
-from holdfast.errors import CheckpointReplacedError, InvalidArgumentError
-from holdfast.storage.http import retries
-from holdfast.storage.object_path import ObjectPath, parse_location
+from rankless import GCS, S3, Azure
+from rankless.errors import CheckpointReplacedError, InvalidArgumentError
+from rankless.storage.http import retries
+from rankless.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure

@@ -19,14 +19,14 @@ import pytest
 import torch
 from awscrt.checksums import crc64nvme
 
-import holdfast
-from holdfast import S3
-from holdfast.engine.io.upload_parts import PART_BYTES, check_file_size
-from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, StorageError
-from holdfast.storage.body import Body
-from holdfast.storage.http import retries
-from holdfast.storage.http.connection import ConnectionPool, HttpResponse, parse_address
-from holdfast.storage.object_path import ObjectPath, parse_location
+import rankless
+from rankless import S3
+from rankless.engine.io.upload_parts import PART_BYTES, check_file_size
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, StorageError
+from rankless.storage.body import Body
+from rankless.storage.http import retries
+from rankless.storage.http.connection import ConnectionPool, HttpResponse, parse_address
+from rankless.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_http import BUCKET, Answers, disconnect
 from tests.helpers.fake_s3 import AWS, PROFILES, FakeS3, Profile, failure, store_at, store_for
 
@@ -79,7 +79,7 @@ def test_a_bucket_of_another_region_is_found(fake: FakeS3, folder: ObjectPath) -
             return failure(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-north-1"})
         return fake.handle("GET", f"/{BUCKET}/run/a", {}, b"")
 
-    with mock.patch("holdfast.storage.http.connection.ConnectionPool.send", send):
+    with mock.patch("rankless.storage.http.connection.ConnectionPool.send", send):
         for _ in range(2):
             assert store.read_small(store.path(f"{BUCKET}/run/a")) == b"content"
     assert seen == ["bucket.s3.us-east-1.amazonaws.com", *2 * ["bucket.s3.eu-north-1.amazonaws.com"]]
@@ -174,8 +174,8 @@ class TestReads:
 
     def test_a_checkpoint_that_is_removed_while_it_is_read_is_replaced(self, fake: FakeS3) -> None:
         run = store_at("http://fake").path(f"{BUCKET}/run")
-        holdfast.save_checkpoint(run, "a", {})
-        checkpoint = holdfast.open(run)
+        rankless.save_checkpoint(run, "a", {})
+        checkpoint = rankless.open(run)
         fake.objects.clear()
         with pytest.raises(CheckpointReplacedError):
             list(checkpoint.values)
@@ -184,7 +184,7 @@ class TestReads:
 class TestPaths:
     def test_other_schemes_are_refused(self) -> None:
         for text in ("gcs://bucket/a", "hdfs://a/b"):
-            with pytest.raises(InvalidArgumentError, match="in no store that holdfast knows"):
+            with pytest.raises(InvalidArgumentError, match="in no store that rankless knows"):
                 parse_location(text)
 
     def test_a_path_is_a_path_of_names_only(self) -> None:
@@ -272,7 +272,7 @@ def test_a_file_with_too_many_parts_is_refused(tmp_path: Path) -> None:
 def test_a_store_that_ignores_conditions_is_reported_once(profile: Profile) -> None:
     fake = FakeS3(profile)
     with fake.connected():
-        run = holdfast.RunDirectory(store_at("http://fake").path(f"{BUCKET}/run"))
+        run = rankless.RunDirectory(store_at("http://fake").path(f"{BUCKET}/run"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.save("a", {"w": torch.zeros(2)})
@@ -284,19 +284,19 @@ def test_a_store_that_ignores_conditions_is_reported_once(profile: Profile) -> N
 def test_components_are_loaded_from_an_object_store(fake: FakeS3, tmp_path: Path) -> None:
     store = store_at("http://fake")
     model, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    holdfast.save_model(model, tmp_path / "hf", shard=True)
-    holdfast.save_model(model, tmp_path / "one.safetensors")
+    rankless.save_model(model, tmp_path / "hf", shard=True)
+    rankless.save_model(model, tmp_path / "one.safetensors")
     for file in (*(tmp_path / "hf").iterdir(), tmp_path / "one.safetensors"):
         path = store.path(f"{BUCKET}/{file.relative_to(tmp_path)}")
         store.replace_small(path, file.read_bytes())
     for name in ("hf", "one.safetensors"):
         torch.nn.init.zeros_(fresh.weight)
-        holdfast.load_model(fresh, store.path(f"{BUCKET}/{name}"))
+        rankless.load_model(fresh, store.path(f"{BUCKET}/{name}"))
         assert torch.equal(fresh.weight, model.weight)
     run = store.path(f"{BUCKET}/run")
-    holdfast.save_checkpoint(run, "a", model)
+    rankless.save_checkpoint(run, "a", model)
     torch.nn.init.zeros_(fresh.weight)
-    holdfast.load_model(fresh, run)
+    rankless.load_model(fresh, run)
     assert torch.equal(fresh.weight, model.weight)
 
 
@@ -410,7 +410,7 @@ def test_keys_that_no_path_stands_for_are_left_out_of_lists(fake: FakeS3, folder
 
 def test_a_url_that_became_a_path_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="pass it as a text"):
-        holdfast.save_checkpoint(Path("s3://bucket/run"), "a", {"w": torch.zeros(1)})
+        rankless.save_checkpoint(Path("s3://bucket/run"), "a", {"w": torch.zeros(1)})
 
 
 def test_a_password_in_an_endpoint_is_refused() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.errors import StorageError
-from holdfast.storage.sparse_file import SparseFile
+from rankless.errors import StorageError
+from rankless.storage.sparse_file import SparseFile
 
 
 def test_bytes_are_where_they_were_written_in_any_order(tmp_path: Path) -> None:

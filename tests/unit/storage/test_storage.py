@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpointError, StorageError, TagExistsError, UnsafeNameError
-from holdfast.storage import atomic_rename, direct_io, directory_trees, posix
-from holdfast.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
-from holdfast.storage.exact_reader import ExactReaderFactory
-from holdfast.storage.file_lock import FileLock
-from holdfast.storage.filesystems import is_in_memory
-from holdfast.storage.memory import aligned_buffer
+from rankless.errors import CorruptCheckpointError, StorageError, TagExistsError, UnsafeNameError
+from rankless.storage import atomic_rename, direct_io, directory_trees, posix
+from rankless.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
+from rankless.storage.exact_reader import ExactReaderFactory
+from rankless.storage.file_lock import FileLock
+from rankless.storage.filesystems import is_in_memory
+from rankless.storage.memory import aligned_buffer
 
 
 def at_offset(offset: int, data: bytes) -> memoryview:

@@ -1,8 +1,8 @@
 """One suite for all stores: file systems, servers with the API of S3, Google's, Azure's, and the fakes of the tests.
 
-To run it against a real server as well, set ``HOLDFAST_TEST_S3`` to its URL, and the variables of AWS's tools. If the
-server is Swift, set ``HOLDFAST_TEST_S3_IS_RACY`` too. For Google Cloud Storage, set ``HOLDFAST_TEST_GCS`` to a bucket:
-``make gcs BUCKET=...``. What the suite writes there is deleted. For Azure, or Azurite, set ``HOLDFAST_TEST_AZURE`` to a
+To run it against a real server as well, set ``RANKLESS_TEST_S3`` to its URL, and the variables of AWS's tools. If the
+server is Swift, set ``RANKLESS_TEST_S3_IS_RACY`` too. For Google Cloud Storage, set ``RANKLESS_TEST_GCS`` to a bucket:
+``make gcs BUCKET=...``. What the suite writes there is deleted. For Azure, or Azurite, set ``RANKLESS_TEST_AZURE`` to a
 connection string.
 """
 
@@ -20,35 +20,35 @@ import pytest
 import torch
 from awscrt.checksums import crc64nvme
 
-import holdfast
-from holdfast.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
-from holdfast.storage.azure.environment import parse_connection_string
-from holdfast.storage.azure.store import Azure
-from holdfast.storage.body import Body
-from holdfast.storage.gcs.store import GCS
-from holdfast.storage.object_path import ObjectPath
-from holdfast.storage.s3.store import S3
-from holdfast.storage.store import ObjectStore, store_of
+import rankless
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
+from rankless.storage.azure.environment import parse_connection_string
+from rankless.storage.azure.store import Azure
+from rankless.storage.body import Body
+from rankless.storage.gcs.store import GCS
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.s3.store import S3
+from rankless.storage.store import ObjectStore, store_of
 from tests.helpers.certificates import Authority
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import PROFILES, FakeS3, store_for
 
 PART = 5 * 2**20
-REAL = os.environ.get("HOLDFAST_TEST_S3")
-REAL_GOOGLE = os.environ.get("HOLDFAST_TEST_GCS")
-REAL_AZURE = os.environ.get("HOLDFAST_TEST_AZURE")
+REAL = os.environ.get("RANKLESS_TEST_S3")
+REAL_GOOGLE = os.environ.get("RANKLESS_TEST_GCS")
+REAL_AZURE = os.environ.get("RANKLESS_TEST_AZURE")
 
 #: Whether the real server decides conditions in another step than the write, as Swift does.
-IS_RACY = bool(os.environ.get("HOLDFAST_TEST_S3_IS_RACY"))
+IS_RACY = bool(os.environ.get("RANKLESS_TEST_S3_IS_RACY"))
 
 
 def object_folder(kind: str, scratch: Path) -> Iterator[ObjectPath]:
     if kind == "real":
         store = S3(REAL, retry_seconds=20)
-        bucket = store.path(f"holdfast-tests/{uuid4().hex}")
+        bucket = store.path(f"rankless-tests/{uuid4().hex}")
         with suppress(StorageError):
-            store._send("PUT", store.path("holdfast-tests"), "create", "s3:CreateBucket")
+            store._send("PUT", store.path("rankless-tests"), "create", "s3:CreateBucket")
         yield bucket / "run"
         return
     if kind == "real google":
@@ -57,8 +57,8 @@ def object_folder(kind: str, scratch: Path) -> Iterator[ObjectPath]:
     if kind == "real azure":
         account = Azure(*parse_connection_string(REAL_AZURE or ""), retry_seconds=20)
         with suppress(StorageError):
-            account._send("PUT", account.path("holdfast-tests"), "create", "Contributor", {"restype": "container"})
-        yield account.path(f"holdfast-tests/{uuid4().hex}/run")
+            account._send("PUT", account.path("rankless-tests"), "create", "Contributor", {"restype": "container"})
+        yield account.path(f"rankless-tests/{uuid4().hex}/run")
         return
     if kind == "azure":
         azure = FakeAzure()
@@ -76,7 +76,7 @@ def object_folder(kind: str, scratch: Path) -> Iterator[ObjectPath]:
 
 
 def google_folder() -> Iterator[ObjectPath]:
-    folder = GCS.from_environment().path(f"{REAL_GOOGLE}/holdfast-tests-{uuid4().hex}")
+    folder = GCS.from_environment().path(f"{REAL_GOOGLE}/rankless-tests-{uuid4().hex}")
     yield folder / "run"
     for upload, _ in folder.store.list_uploads(folder):
         folder.store.abort_upload(upload)
@@ -207,7 +207,7 @@ class TestObjects:
     def test_parts_of_any_order_become_one_object(self, prefix: ObjectPath) -> None:
         store: ObjectStore = prefix.store
         data = [bytes([number]) * PART for number in (1, 2)] + [b"end"]
-        upload = store.create_upload(prefix / "big", {"holdfast": "id"})
+        upload = store.create_upload(prefix / "big", {"rankless": "id"})
         assert [found for found, _ in store.list_uploads(prefix)] == [upload]
         assert not store.path_exists(prefix / "big")
         etags = {n: store.put_part(upload, n, Body.of(data[n - 1])) for n in (3, 1, 2)}
@@ -256,9 +256,9 @@ class TestObjects:
 
     def test_a_checkpoint_with_a_file_of_two_parts_is_saved_and_loaded(self, prefix: ObjectPath) -> None:
         weights = torch.arange(5 * 2**20, dtype=torch.float32)
-        holdfast.save_checkpoint(prefix, "s", {"weights": weights}, step=1)
+        rankless.save_checkpoint(prefix, "s", {"weights": weights}, step=1)
         model = {"weights": torch.zeros_like(weights)}
-        assert holdfast.restore(prefix, model=model).verified
+        assert rankless.restore(prefix, model=model).verified
         assert torch.equal(model["weights"], weights)
 
     def test_removal_of_a_missing_object_is_no_error(self, prefix: ObjectPath) -> None:

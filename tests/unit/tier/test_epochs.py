@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptCheckpointError
-from holdfast.ondisk.manifest import Manifest, Provenance
-from holdfast.tier.catalog import HostOffer, OfferedGeneration, find_complete
-from holdfast.tier.epochs import (
+from rankless.errors import CorruptCheckpointError
+from rankless.ondisk.manifest import Manifest, Provenance
+from rankless.tier.catalog import HostOffer, OfferedGeneration, find_complete
+from rankless.tier.epochs import (
     begin_epoch,
     find_newest_epoch,
     is_retired,
@@ -17,7 +17,7 @@ from holdfast.tier.epochs import (
     read_epochs,
     reserve_epoch,
 )
-from holdfast.tier.part import GenerationKey
+from rankless.tier.part import GenerationKey
 from tests.helpers.tier_runs import claim_epoch
 
 
@@ -71,7 +71,7 @@ def test_what_an_epoch_saved_after_the_start_of_a_later_one_is_retired() -> None
 
 def offer(host: str, epoch: int, sequence: int, ranks: list[int], size: int = 2, *, labelled: bool = True) -> HostOffer:
     manifest = Manifest(
-        format="holdfast",
+        format="rankless",
         version=1,
         tag="t",
         id=f"{sequence:016x}",

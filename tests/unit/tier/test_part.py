@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.plan.file_ranges import FileRange
-from holdfast.errors import CorruptCheckpointError
-from holdfast.ondisk.block_crcs import BLOCK_BYTES
-from holdfast.save.folder_drain import split_at_pages
-from holdfast.storage.direct_io import SECTOR_BYTES
-from holdfast.tier.part import (
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.errors import CorruptCheckpointError
+from rankless.ondisk.block_crcs import BLOCK_BYTES
+from rankless.save.folder_drain import split_at_pages
+from rankless.storage.direct_io import SECTOR_BYTES
+from rankless.tier.part import (
     GenerationKey,
     PartName,
     PartTable,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.tier.catalog import find_rebuilding
-from holdfast.tier.copies import choose_partners
-from holdfast.tier.parity import ChunkLayout, form_groups
+from rankless.tier.catalog import find_rebuilding
+from rankless.tier.copies import choose_partners
+from rankless.tier.parity import ChunkLayout, form_groups
 
 host_lists = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)
 

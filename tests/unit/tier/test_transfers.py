@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.plan.spans import merge_spans
-from holdfast.tier import transfers
-from holdfast.tier.transfers import Transfer, plan_transfers
+from rankless.engine.plan.spans import merge_spans
+from rankless.tier import transfers
+from rankless.tier.transfers import Transfer, plan_transfers
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair))), max_size=6)
 

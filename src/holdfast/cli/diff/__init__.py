@@ -1,1 +1,0 @@
-"""The command ``holdfast diff``: compares two checkpoints."""

@@ -1,1 +1,0 @@
-"""The command ``holdfast show``: lists what a checkpoint contains."""

@@ -1,5 +1,0 @@
-"""Readers of checkpoints, in holdfast's own format and in those of other systems.
-
-Each format has a module or package of its own and implements the protocol :class:`holdfast.formats.reader.Reader`: a
-reader says in which file ranges the bytes of each tensor are stored, and the engine reads them.
-"""

@@ -1,9 +1,0 @@
-"""torchtitan's checkpoint manager with holdfast's checkpoints: ``config.checkpoint = CheckpointManager.Config(...)``.
-
-All options of torchtitan's own manager keep their meaning. A run resumes on any number of ranks, and from checkpoints
-of torchtitan and of Hugging Face.
-"""
-
-from holdfast.torchtitan.manager import CheckpointManager
-
-__all__ = ["CheckpointManager"]

@@ -1,0 +1,418 @@
+"""The ``Checkpointer``: it is given the objects of a training once, and decides when to save them and when to stop.
+
+A :class:`~rankless.run_directory.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
+the only source of the tag, of the step in the manifest and of the step in events.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import signal
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from rankless.data.preemption import Preemption, preemption
+from rankless.engine.comm.call_check import CallDescription
+from rankless.errors import EmptyRunError, InvalidArgumentError, StateError
+from rankless.formats.native import is_native
+from rankless.load.result import RestoreResult
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.validation import check_tag
+from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.scan import CheckpointInfo
+from rankless.run.tags import TagArgument
+from rankless.run_directory import RestoreOptions, RunDirectory, RunSettings, SaveOptions
+from rankless.save.handle import SaveHandle
+from rankless.save.metrics import check_metrics, copy_metrics
+from rankless.state.optimizer.step_counter import OptimizerStepCounter
+from rankless.state.restore import COMPONENTS
+from rankless.state.staged_size import estimate_staged_bytes
+from rankless.state.stateful import check_stateful_object
+
+_log = logging.getLogger("rankless")
+
+#: The arguments that are settings of the run directory; all others are options of each save.
+_SETTINGS = frozenset(RunSettings.__annotations__)
+
+
+class CheckpointerOptions(RunSettings, SaveOptions, total=False):
+    """The optional arguments of a :class:`Checkpointer`. :func:`rankless.save_checkpoint` documents each of them."""
+
+
+class Checkpointer:
+    """Saves and resumes one training. All ranks must make the same calls in the same order.
+
+    ::
+
+        with rankless.Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=1000) as checkpointer:
+            for step in range(checkpointer.resume() + 1, 10_001):
+                ...
+                if checkpointer.step(step):
+                    break
+
+    At the end of the ``with`` block it saves the last step if that was not saved, waits for all background saves, and
+    raises the error of one that failed. If an exception ends the block, it only waits. So leave the loop right after
+    :meth:`step`: if an optimizer has stepped since, the last step is not saved, with a warning.
+
+    Args:
+        path: The run directory, on a file system that all ranks share.
+        model: A module, or a dict of modules.
+        optimizer: A ``torch.optim.Optimizer``, or a dict of them.
+        scheduler: An object with ``state_dict`` and ``load_state_dict``, or a dict of them.
+        dataloader: As in :func:`rankless.save_checkpoint`.
+        stateful: Further objects with ``state_dict`` and ``load_state_dict``, by name. :meth:`register` adds others.
+        save_every: :meth:`step` saves each step that is a multiple of this number. By default it saves none of them:
+            then checkpoints come from :meth:`save`, from signals, and from the end of the ``with`` block.
+        signals: The signals at which :meth:`step` saves and returns ``True`` on all ranks. Without any, no signal
+            handler is installed.
+        options: Settings of the run directory and of each save, with the names and the meaning that they have in
+            :func:`rankless.save_checkpoint`: ``keep``, ``async_save``, ``staging``, ``max_shard_size``,
+            ``incremental``, ``keep_full_every``, ``frozen``, ``process_group``, ``timeout``, ``on_event``,
+            ``staging_check``, ``replica_check``, ``rng``, ``state_dict_hooks``, ``adapter_only``, ``files``,
+            ``stats``.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        save_every: int | None = None,
+        signals: Collection[int] = (signal.SIGTERM,),
+        **options: Unpack[CheckpointerOptions],
+    ) -> None:
+        if unknown := ", ".join(sorted(options.keys() - CheckpointerOptions.__annotations__.keys())):
+            raise InvalidArgumentError(f"Checkpointer has no argument {unknown}")
+        save_every = None if save_every is None else _check_step("save_every", save_every, smallest=1)
+        settings: Any = {name: value for name, value in options.items() if name in _SETTINGS}
+        self._directory = RunDirectory(path, **settings)
+        self._options: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
+        self._components = {
+            name: given
+            for name, given in (
+                ("model", model),
+                ("optimizer", optimizer),
+                ("scheduler", scheduler),
+                ("dataloader", dataloader),
+            )
+            if given is not None
+        }
+        self._registered: dict[str, Any] = {}
+        for name, candidate in (stateful or {}).items():
+            self.register(name, candidate)
+        self._save_every = save_every
+        self._signals = (signals,) if isinstance(signals, int) else tuple(signals)
+        self._process_group, self._timeout = options.get("process_group"), options.get("timeout")
+        self._stop: Preemption | None = None
+        self._has_begun = self._is_stopping = self._is_prepared = False
+        #: The steps of the optimizers, and how many of them belong to the last completed step.
+        self._counter, self._counted = OptimizerStepCounter(optimizer), 0
+        #: The last completed step, and the last one of which this object knows a checkpoint.
+        self._last, self._saved = 0, 0
+        #: The save of the step :attr:`_saved`, if this process has made it.
+        self._handle: SaveHandle[CheckpointInfo] | None = None
+        #: What the last call of :meth:`step` wants to be saved with it.
+        self._pending: dict[str, Any] = {}
+        #: The report of the last :meth:`resume`; ``None`` if there was no checkpoint.
+        self.restored: RestoreResult | None = None
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._directory.path
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was passed to :meth:`step` or resumed from; 0 at the beginning."""
+        return self._last
+
+    def register(self, name: str, stateful_object: Any) -> None:
+        """Add an object to what is saved and resumed: an average of weights, a loss scaler, anything with a state.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful_object: An object with ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            InvalidArgumentError: The name is taken or is that of a component, or the object has no state.
+        """
+        check_tag(name)
+        if name in COMPONENTS:
+            raise InvalidArgumentError(f"{name!r} is the name of a component: pass {name}= to Checkpointer")
+        if name in self._registered:
+            raise InvalidArgumentError(f"an object is already registered as {name!r}")
+        self._registered[name] = check_stateful_object(stateful_object, f"stateful object {name!r}")
+
+    def resume(
+        self, tag: TagArgument = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]
+    ) -> int:
+        """Load the latest checkpoint, if there is one, into the objects of the training.
+
+        :attr:`restored` then has the user content, and the report of what was loaded.
+
+        Args:
+            tag: The checkpoint to load, as in :func:`rankless.restore`; the latest by default.
+            new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
+                lack because they are new. They keep their state, with a warning.
+            options: The other arguments of :func:`rankless.restore`, such as ``strict={"model": False}``.
+
+        Returns:
+            The last step that was completed, or 0 if the run directory has no checkpoint. The next step is one more.
+
+        Raises:
+            InvalidArgumentError: ``new_ok`` has an unknown name.
+            StateError: The checkpoint has no step.
+            NoCheckpointError: None of the checkpoints can be read, or there is none with this tag; and all other errors
+                of :func:`rankless.restore`.
+        """
+        arguments: dict[str, Any] = {**self._components, "stateful": self._registered or None, **options}
+        arguments["allow_missing"] = {*_as_names(options.get("allow_missing", ())), *self._find_components(new_ok)}
+        self._begin(resumes=True)
+        try:
+            self.restored = self._directory.restore(tag, **arguments)
+        except EmptyRunError as error:
+            level = logging.DEBUG if self._directory.rank else logging.INFO
+            _log.log(level, "training begins at step 1: %s", error)
+            return 0
+        self._last = self._saved = _step_of(self.restored)
+        self._handle = None
+        self._pending = {}
+        return self._last
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        user_content: Any = None,
+        per_rank_content: Any = None,
+    ) -> bool:
+        """Note that a step is complete. Save it if it is due, or if a rank got a signal to stop.
+
+        Args:
+            step: The number of the step; it must increase from call to call.
+            metrics: Numbers by name, or tensors of one element, which are read only if the step is saved.
+            user_content: See :func:`rankless.save_checkpoint`; used if the step is saved.
+            per_rank_content: See :func:`rankless.save_checkpoint`; used if the step is saved.
+
+        Returns:
+            Whether to leave the training loop: on all ranks at the same step, after a signal.
+
+        Raises:
+            InvalidArgumentError: ``step`` is no integer above that of the call before, or a metric is no number.
+            StateError: The run directory has checkpoints, and :meth:`resume` was not called.
+            RankMismatchError: The ranks have different ``save_every`` or ``signals``.
+            Exception: The errors of :func:`rankless.save_checkpoint` and of :meth:`rankless.Preemption.requested`.
+        """
+        self._begin(resumes=False)
+        step = _check_step("step", step, smallest=0)
+        if step <= self._last and (step or self._last or self._pending):
+            raise InvalidArgumentError(
+                f"step {step} comes after step {self._last}: steps must increase; the first one is resume() + 1"
+            )
+        metrics = {} if metrics is None else metrics
+        check_metrics(metrics)
+        self._last, self._counted = step, self._counter.steps
+        self._pending = {
+            "metrics": copy_metrics(metrics),
+            "user_content": user_content,
+            "per_rank_content": per_rank_content,
+        }
+        if self._is_stopping:
+            _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
+        stops_now = self._is_stop_requested()
+        self._is_stopping = stops_now or self._is_stopping
+        if stops_now:
+            self._save(f"step_{step}", forced=True)
+        elif self._save_every is not None and step and step % self._save_every == 0:
+            self.save()
+        elif not self._is_prepared:
+            self._prepare_staging()
+        return self._is_stopping
+
+    def _prepare_staging(self) -> None:
+        """Let the memory of the first save be prepared, unless only adapters are saved, which need little."""
+        self._is_prepared = True
+        if not self._options.get("adapter_only"):
+            model, optimizer = self._components.get("model"), self._components.get("optimizer")
+            self._directory.prepare_staging(partial(estimate_staged_bytes, model, optimizer))
+
+    def save(self, tag: str | None = None, *, overwrite: bool = False) -> SaveHandle[CheckpointInfo]:
+        """Save now, with the step, the metrics and the content that were last passed to :meth:`step`.
+
+        Args:
+            tag: The name of the checkpoint; ``step_N`` by default.
+            overwrite: Whether to replace a checkpoint of this name.
+
+        Returns:
+            The handle of the save, as of :func:`rankless.save_checkpoint`.
+
+        Raises:
+            TagExistsError: There is a checkpoint of this name; and all other errors of
+                :func:`rankless.save_checkpoint`.
+        """
+        return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
+
+    def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
+        pending = dict(self._pending)
+        handle = self._directory.save(
+            tag,
+            **self._components,
+            stateful=self._registered or None,
+            step=self._last,
+            overwrite=overwrite,
+            forced=forced,
+            **pending,
+            **self._options,
+        )
+        if tag == f"step_{self._last}":
+            self._saved, self._handle = self._last, handle
+        return handle
+
+    def list(self) -> list[CheckpointInfo]:
+        """Return the checkpoints in the run directory, oldest first. See :func:`rankless.list_checkpoints`."""
+        return self._directory.list()
+
+    def finalize(self) -> None:
+        """Wait for the background saves. See :func:`rankless.finalize`."""
+        self._directory.finalize()
+
+    def close(self) -> None:
+        """Restore the previous signal handlers. The end of a ``with`` block does it."""
+        if self._stop is not None:
+            self._stop.close()
+            self._stop = None
+
+    def __repr__(self) -> str:
+        names = ", ".join([*self._components, *self._registered]) or "nothing"
+        return f"<Checkpointer of {names} in {str(self.path)!r}, step {self._last}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._directory.wait()  # so that it is known whether the last save has failed
+                self._save_last_step()
+                self.finalize()
+            else:
+                self._finalize_after(error)
+        finally:
+            self.close()
+
+    def _save_last_step(self) -> None:
+        """Save the last completed step if that was not done, and if the objects are still in its state."""
+        has_failed = self._handle is not None and self._handle.has_failed()
+        if self._last <= self._saved and not has_failed:
+            return
+        if self._counter.steps == self._counted:
+            self._save(f"step_{self._last}", forced=True)
+        else:
+            warn_caller(
+                f"step {self._last} is not saved at the end of the block, because an optimizer has stepped since: "
+                "leave the loop right after step()"
+            )
+
+    def _finalize_after(self, error: BaseException) -> None:
+        """Wait for the background saves after an error, which is what the caller must see."""
+        try:
+            self._directory.wait()
+        except Exception as failure:  # noqa: BLE001 - the error that ended the block is raised, and names this one
+            error.add_note(f"a background save into {self.path} has failed, too: {failure!r}")
+
+    def _begin(self, *, resumes: bool) -> None:
+        """Compare the settings of all ranks in the first call, and watch for signals from then on."""
+        if not self._has_begun:
+            settings = {"save_every": repr(self._save_every), "signals": repr(sorted(self._signals))}
+            check = _check_resumable if resumes else _check_new
+            self._directory.compare_calls(CallDescription("Checkpointer", settings), partial(check, self.path))
+            self._has_begun = True
+        if self._signals and self._stop is None:
+            self._watch_signals()
+
+    def _watch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidArgumentError("a Checkpointer handles signals only in the main thread: pass signals=()")
+        timeout = {} if self._timeout is None else {"timeout": self._timeout}
+        self._stop = preemption(*self._signals, process_group=self._process_group, **timeout)
+        weakref.finalize(self, self._stop.close).atexit = False
+
+    def _is_stop_requested(self) -> bool:
+        return self._stop is not None and not self._is_stopping and self._stop.requested()
+
+    def _find_components(self, new_ok: Collection[str]) -> Iterable[str]:
+        """Yield the components that ``new_ok`` names. Raises ``InvalidArgumentError``."""
+        for name in _as_names(new_ok):
+            if name in self._registered:
+                yield f"stateful/{name}"
+            elif name.partition("/")[0] in self._components:
+                yield name
+            else:
+                known = ", ".join([*self._registered, *self._component_names()]) or "nothing"
+                raise InvalidArgumentError(f"new_ok has {name!r}, but this Checkpointer saves {known}")
+
+    def _component_names(self) -> Iterable[str]:
+        """Yield the names of the components; of several models or optimizers each."""
+        for slot, given in self._components.items():
+            if isinstance(given, Mapping) and slot in {"model", "optimizer", "scheduler"}:
+                yield from (f"{slot}/{name}" for name in given)
+            else:
+                yield slot
+
+
+def _as_names(names: Collection[str]) -> Collection[str]:
+    return {names} if isinstance(names, str) else names
+
+
+def _check_resumable(path: Path) -> None:
+    if is_native(path):
+        raise InvalidArgumentError(f"{path} is a checkpoint itself: pass the run directory that it is in")
+
+
+def _check_new(path: Path) -> None:
+    """Raise ``StateError`` if a training begins where another one has saved."""
+    _check_resumable(path)
+    complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
+    if complete:
+        raise StateError(
+            f"{path} has checkpoints, the latest is {complete[-1].tag!r}: call resume() before step(), or pass another "
+            "run directory"
+        )
+
+
+def _check_step(argument: str, value: Any, *, smallest: int) -> int:
+    """Return an integer of any type. Raises ``InvalidArgumentError``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = smallest - 1
+    if isinstance(value, bool) or number < smallest:
+        raise InvalidArgumentError(f"{argument} must be an integer of at least {smallest}; got {value!r}")
+    return number
+
+
+def _step_of(restored: RestoreResult) -> int:
+    step = restored.step
+    if step is None or step != int(step):
+        raise StateError(
+            f"the checkpoint {restored.tag!r} has {'no step' if step is None else f'the step {step}'}, so it is not "
+            "known where to resume: save with step=, or load it with restore()"
+        )
+    return int(step)

@@ -1,0 +1,1 @@
+"""The command ``rankless diff``: compares two checkpoints."""

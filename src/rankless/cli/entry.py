@@ -1,0 +1,10 @@
+"""The entry point of the script. It handles Ctrl-C before the slow imports."""
+
+from __future__ import annotations
+
+from rankless.cli.process import leave_on_interrupt
+
+with leave_on_interrupt():
+    from rankless.cli.main import main
+
+__all__ = ["main"]

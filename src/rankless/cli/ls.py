@@ -1,0 +1,135 @@
+"""``rankless ls``: lists the checkpoints of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from rankless.cli.live_view import LiveView, show_live
+from rankless.cli.output import print_error, print_json
+from rankless.cli.process import leave_on_interrupt
+from rankless.cli.run_listing import RunListing, build_table
+from rankless.cli.table import Table
+from rankless.cli.target import Local, check_run
+from rankless.errors import InvalidArgumentError
+from rankless.observe.terminal import escape_control_characters, terminal_console
+from rankless.observe.units import format_count
+from rankless.run.catalog import StaleDirectory, list_checkpoints
+from rankless.run.scan import CheckpointInfo
+from rankless.storage.object_path import parse_location
+
+if TYPE_CHECKING:
+    from rankless.cli.tier.ls import TierListing
+
+
+def ls(  # noqa: PLR0917 - options of the command
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also list what interrupted saves left.")] = False,
+    best: Annotated[
+        str | None, typer.Option(metavar="METRIC[:max]", help="Mark the best checkpoint by a metric.")
+    ] = None,
+    local: Local = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the list again when it changes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """List the checkpoints of a run, oldest first.
+
+    "own" is the disk space that no other checkpoint shares; it is shown if checkpoints share files. Corrupt checkpoints
+    are listed before all others. "complete" means that the save was completed; only verify reads
+    the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one. With --local also list what the
+    local tier has on this host.
+    """
+    path = parse_location(run)
+    if local is None:
+        check_run(path)
+    if watch and as_json:
+        raise InvalidArgumentError("--watch and --json cannot be used together: leave one of them out")
+    if watch and local is not None:
+        raise InvalidArgumentError("--watch and --local cannot be used together: leave one of them out")
+    tier = None if local is None else _list_tier(run, local)
+    if watch:
+        _watch(path, best, show_all=show_all)
+    listing = RunListing.of(path, list_checkpoints(path), best)
+    checkpoints, shown = listing.checkpoints, listing.leftovers if show_all else []
+    if as_json:
+        _print_json(listing, shown, tier)
+    elif checkpoints or shown:
+        _print_table(listing, shown)
+    if tier is not None and not as_json:
+        for part in tier.build():
+            terminal_console().print(part, end="" if isinstance(part, Table) else "\n")
+    if not checkpoints and not (tier is not None and tier.generations):
+        hidden = len(listing.leftovers) - len(shown)
+        hint = f"--all also lists {format_count(hidden, 'interrupted save')}." if hidden else ""
+        print_error(f"there is no checkpoint in {path}", hint)
+        raise typer.Exit(1)
+    is_corrupt = any(info.status != "complete" for info in checkpoints) or (tier is not None and tier.is_corrupt)
+    raise typer.Exit(1 if is_corrupt else 0)
+
+
+def _list_tier(run: str, local: str) -> TierListing:
+    with leave_on_interrupt():
+        from rankless.cli.tier.ls import TierListing  # noqa: PLC0415 - NumPy is slow to import
+    return TierListing.of(run, local)
+
+
+def _watch(path: Path, best: str | None, *, show_all: bool) -> NoReturn:
+    def build() -> LiveView:
+        listing = RunListing.of(path, list_checkpoints(path), best)
+        table = build_table(listing, listing.leftovers if show_all else [])
+        return LiveView(table, listing.state)
+
+    show_live(path, build)
+
+
+def _print_json(listing: RunListing, leftovers: Sequence[StaleDirectory], tier: TierListing | None) -> None:
+    checkpoints = listing.checkpoints
+    table = {
+        "path": str(listing.path),
+        "latest": next((info.tag for info in checkpoints[-1:] if info.status == "complete"), None),
+        "best": listing.best or None,
+        "checkpoints": [_as_record(listing, info) for info in checkpoints],
+        "leftovers": [
+            {
+                "name": leftover.name,
+                "tag": leftover.tag,
+                "path": str(leftover.path),
+                "time": leftover.time,
+                "bytes": leftover.nbytes,
+            }
+            for leftover in leftovers
+        ],
+    }
+    print_json(table if tier is None else {**table, "local": tier.as_record()})
+
+
+def _as_record(listing: RunListing, info: CheckpointInfo) -> dict[str, object]:
+    readable = info.status == "complete"
+    return {
+        "tag": info.tag,
+        "path": str(info.path),
+        "status": info.status,
+        "problem": info.problem or None,
+        "step": info.step,
+        "metrics": dict(info.metrics),
+        "aliases": listing.aliases_of(info),
+        "sequence": info.sequence if readable else None,
+        "time": info.time if readable else None,
+        "run": info.run if readable else None,
+        "world_size": info.world_size or None,
+        "bytes": info.nbytes if readable else None,
+        "own_bytes": listing.own[info.tag] if readable else None,
+    }
+
+
+def _print_table(listing: RunListing, leftovers: Sequence[StaleDirectory]) -> None:
+    out = terminal_console()
+    out.print(build_table(listing, leftovers), end="")
+    for info in listing.checkpoints:
+        if info.problem:
+            out.print(f"{escape_control_characters(info.tag)}: {escape_control_characters(info.problem)}", style="red")
+    if leftovers:
+        out.print("unfinished: a save that is still running, or was interrupted", style="dim")

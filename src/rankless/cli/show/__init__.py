@@ -1,0 +1,1 @@
+"""The command ``rankless show``: lists what a checkpoint contains."""

@@ -1,0 +1,116 @@
+"""The verification of one checkpoint, which reports all problems, not only the first."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import rankless
+from rankless.cli.output import format_error_message
+from rankless.cli.process import leave_on_interrupt
+from rankless.cli.stray_weights import list_unnamed_weights
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
+from rankless.inspection.inspected_checkpoint import describe_unread, inspect_exact_path
+from rankless.observe.terminal import show_progress
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.shared_files import own_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """The result of the verification of one checkpoint.
+
+    ``status`` is ``"damaged"`` if something is corrupt, ``"unchecked"`` if all could be read but not all of it has
+    checksums, and ``"unreadable"`` if it could not be opened for another reason than corruption. ``tensors`` and
+    ``bytes`` count the intact tensors, which were read in ``seconds``; ``checksummed`` is the number of tensors with
+    checksums. ``own_bytes`` is the disk space that no other file shares. ``problems`` name files and tensors.
+    ``notes`` name files that do not belong to the checkpoint, and what could not be proven.
+    """
+
+    path: str
+    status: Literal["verified", "unchecked", "damaged", "unreadable"]
+    tensors: int = 0
+    checksummed: int = 0
+    bytes: int = 0
+    own_bytes: int = 0
+    seconds: float = 0.0
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """``True`` if there are no problems."""
+        return not self.problems
+
+
+def verify_checkpoint(path: Path) -> VerifyResult:
+    """Read every byte of a checkpoint, and check it. Raises ``NoCheckpointError`` if it does not exist."""
+    try:
+        target = inspect_exact_path(path)
+    except NoCheckpointError:
+        raise
+    except CorruptCheckpointError as error:
+        return VerifyResult(path=str(path), status="damaged", problems=tuple(_find_corruption(path, error)))
+    except RanklessError as error:
+        return VerifyResult(
+            path=str(path), status="unreadable", problems=tuple(format_error_message(error).splitlines())
+        )
+    with leave_on_interrupt():  # imports torch, which is not part of the progress
+        checkpoint = rankless.Checkpoint(target.reader)
+    with show_progress(f"verifying {path.name}", target.nbytes) as done:
+        started = time.perf_counter()
+        tally = _check_tensors(checkpoint, done)
+        seconds = time.perf_counter() - started
+    checksummed = target.tensor_count - len(tally.unchecked)
+    return VerifyResult(
+        path=str(path),
+        status="damaged" if tally.problems else "unchecked" if tally.unchecked else "verified",
+        tensors=len(tally.intact),
+        checksummed=checksummed,
+        bytes=sum(tally.intact.values()),
+        own_bytes=sum(tally.intact.values()) if isinstance(path, ObjectPath) else own_bytes(path),
+        seconds=seconds,
+        problems=tuple(tally.problems),
+        notes=(
+            *(note for note in target.notes if note not in describe_unread(target.reader)),
+            *list_unnamed_weights(target),
+            *getattr(target.reader, "unproven", ()),  # formats without checks of their own
+        ),
+    )
+
+
+def _find_corruption(path: Path, error: CorruptCheckpointError) -> list[str]:
+    with leave_on_interrupt():
+        from rankless.load.verification import find_all_corruption  # noqa: PLC0415 - torch is slow to import
+    return find_all_corruption(path, error)
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """The sizes of intact tensors, the names of those without checksums, and all problems, each once."""
+
+    intact: dict[str, int]
+    unchecked: set[str]
+    problems: list[str]
+
+
+def _check_tensors(checkpoint: rankless.Checkpoint, done: Callable[[int], None]) -> _Tally:
+    sizes: Counter[str] = Counter()
+    corrupt: set[str] = set()
+    unchecked: set[str] = set()
+    problems: dict[str, None] = {}
+    for name, nbytes, problem, checked in checkpoint.verify():
+        done(nbytes)
+        if name:
+            sizes[name] += nbytes
+        if problem:
+            if not name or name not in corrupt:  # one problem per tensor is enough
+                problems[problem] = None
+            corrupt.add(name)
+        if not checked:
+            unchecked.add(name)
+    return _Tally({name: size for name, size in sizes.items() if name not in corrupt}, unchecked, list(problems))

@@ -1,0 +1,44 @@
+"""The pending saves of components, and the ranks that they use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rankless.components.folder_save import FolderComponentSave
+from rankless.components.object_save import ObjectComponentSave
+from rankless.components.operation import ComponentSave
+from rankless.components.request import ComponentRequest
+from rankless.engine.comm.session import RankGroup, current_process_group
+from rankless.observe.spans import span
+from rankless.save.background import background_saves
+from rankless.save.handle import SaveHandle
+from rankless.storage.object_path import ObjectPath
+
+
+class PendingSaves:
+    """Runs at most one save of a path at a time. The next one waits for it, and raises its error if it failed."""
+
+    def __init__(self) -> None:
+        self._ranks: RankGroup | None = None
+
+    def save(self, request: ComponentRequest, group: dist.ProcessGroup | None, timeout: float) -> SaveHandle[Path]:
+        """Save one component on all ranks."""
+        path = request.destination.path
+        with span("save", "call", path.name), background_saves.path_turn(path, group):
+            save = _make_save(request, self.rank_group(group), timeout)
+            return background_saves.run_save(save, path, group, asynchronous=request.use_async)
+
+    def rank_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
+        """Return the ranks of a process group: the previous object if it is the same group."""
+        if self._ranks is None or self._ranks.process_group is not current_process_group(process_group):
+            self._ranks = RankGroup(process_group)
+        return self._ranks
+
+
+def _make_save(request: ComponentRequest, ranks: RankGroup, timeout: float) -> ComponentSave:
+    path = request.destination.path
+    if isinstance(path, ObjectPath):
+        return ObjectComponentSave(request, path, ranks, timeout)
+    return FolderComponentSave(request, ranks, timeout)

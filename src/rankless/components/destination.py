@@ -1,0 +1,115 @@
+"""The destination of a component, and its files in a staging directory, which get the final name in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankless.components.files import FileSet, FragmentsOf
+from rankless.engine.io.upload_parts import FileFrame
+from rankless.errors import InvalidArgumentError, StorageError
+from rankless.formats.sharded.index import files_named_by
+from rankless.run.cleanup import clean_up
+from rankless.run.object_run import check_output_name
+from rankless.run.staging_dir import StagingDirectory
+from rankless.storage import directory_trees, posix
+from rankless.storage.direct_io import BufferedWriter
+from rankless.storage.object_path import ObjectPath, is_bucket
+from rankless.storage.store import store_of
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file.
+
+    ``keeps_others``: files in the directory that do not belong to the component are kept.
+    """
+
+    path: Path
+    folder: bool
+    keeps_others: bool = True
+
+    @classmethod
+    def for_path(cls, path: Path, *, folder: bool) -> Destination:
+        """Return the destination for a path. Of a symbolic link to a folder, the folder is replaced, not the link."""
+        return cls(path.resolve() if folder else path, folder)
+
+    def check_replaceable(self) -> None:
+        """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
+        if isinstance(self.path, ObjectPath):
+            check_output_name(self.path)
+        store = store_of(self.path)
+        if self.folder and store.is_file(self.path):
+            raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
+        if not self.folder and (is_bucket(self.path) or store.is_directory(self.path)):
+            raise InvalidArgumentError(
+                f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
+            )
+        if self.folder and not isinstance(self.path, ObjectPath) and Path.cwd().is_relative_to(self.path.resolve()):
+            raise InvalidArgumentError(
+                f"{self.path} is, or contains, the working directory of this process, which cannot be replaced in one "
+                "step: choose another folder"
+            )
+
+
+class ComponentOutput:
+    """The files of a component in a staging directory, which rank 0 creates and publishes."""
+
+    def __init__(self, destination: Destination, files: FileSet, frames: Sequence[FileFrame]) -> None:
+        """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
+        self._destination, self._files, self._frames = destination, files, frames
+        clean_up(destination.path.parent, tag=destination.path.name)
+        self._staging = StagingDirectory(destination.path)
+        self._staging.create(files.nbytes)
+        try:
+            for file, frame in zip(files.files, frames, strict=True):
+                posix.make_parents(self.folder, file.name)
+                posix.allocate_space(self.folder / file.name, frame.size)
+        except BaseException:
+            self.discard()
+            raise
+
+    @property
+    def folder(self) -> Path:
+        """The staging directory."""
+        return self._staging.path
+
+    def publish(self, fragments_of: FragmentsOf) -> None:
+        """Finish the files, and give them their final names."""
+        for file, frame in zip(self._files.files, self._frames, strict=True):
+            header = file.build_header(fragments_of)
+            with BufferedWriter(self.folder / file.name) as writer:
+                for offset, data in ((0, header), *frame.known):
+                    writer.write(offset, memoryview(data))
+                writer.sync()
+        for name, data in self._files.small_files.items():
+            posix.write_small(self.folder / name, data)
+        if self._destination.folder:
+            self._publish_folder()
+        else:
+            (name,) = self._files.file_names()
+            posix.fsync_directory(self.folder)
+            self._staging.replace(name)
+            with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
+                self._staging.remove_displaced()
+
+    def _publish_folder(self) -> None:
+        """Replace the folder in one step."""
+        final = self._destination.path
+        if not posix.path_exists(final):
+            posix.sync_tree(self.folder)
+            self._staging.publish()
+            return
+        if self._destination.keeps_others:
+            replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
+            directory_trees.link_remaining(final, self.folder, replaced)
+        posix.sync_tree(self.folder)
+        self._staging.replace()
+        with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
+            self._staging.remove_displaced()
+
+    def discard(self) -> None:
+        """Remove the staging directory, unless the folder that it was to replace has already lost its name."""
+        self._staging.discard()

@@ -1,0 +1,160 @@
+"""Export of a model with its PEFT adapter merged into the weights: a Hugging Face folder, written by one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankless.components.api import load_component, save_model
+from rankless.components.component_view import ComponentView
+from rankless.components.content import MODEL
+from rankless.errors import InvalidArgumentError
+from rankless.formats.native import NativeReader
+from rankless.formats.peft import read_adapter_files
+from rankless.formats.reader import Reader
+from rankless.ondisk.files import SHARD_SIZE, is_adapter_group, parse_size
+from rankless.run.lookup import open_latest
+from rankless.run.staging_dir import check_destination
+from rankless.state.model.peft_adapters import BASE
+from rankless.state.tensors import DTYPES
+from rankless.state.training import TrainingObjects
+from rankless.storage import posix
+from rankless.storage.object_path import parse_location
+
+_MIB = 2**20
+
+#: How many seconds ranks would wait for each other; there is only one.
+_TIMEOUT = 600.0
+
+
+def merge_adapters(
+    src: str | PathLike[str], dst: str | PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
+) -> Path:
+    """Merge the PEFT adapter of a checkpoint into its model, and write a folder that ``from_pretrained`` opens.
+
+    PEFT and transformers must be installed: the model is built and loaded, and PEFT's ``merge_and_unload`` computes
+    the weights. One process does all of it, on the CPU, and its memory holds the whole model.
+
+    Args:
+        src: a checkpoint of a PEFT model around a model of transformers, with the base model and one adapter; or a
+            run's folder for its latest checkpoint.
+        dst: the output path; must not exist.
+        max_shard_size: the maximum bytes of tensors in one file.
+
+    Returns:
+        The path of the output.
+
+    Raises:
+        InvalidArgumentError: the checkpoint has no base model, no adapter or several of them; or the adapter is of a
+            kind that cannot be merged; or a package is missing; or several processes call it together.
+        TagExistsError: ``dst`` exists.
+        CorruptCheckpointError: bytes of the checkpoint do not match their checksums.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
+    final = parse_location(dst)
+    check_destination(final)
+    _check_packages()
+    reader, group = _find_adapter(open_latest(parse_location(src)))
+    base, adapter = _build_model(reader, group)
+    model = _load_model(base, adapter, reader, group)
+    if adapter.peft_type.value != "LORA":
+        # Some kinds compute tensors that they do not store from the weights that they find.
+        model = _load_model(model.unload(), adapter, reader, group)
+    try:
+        merged = model.merge_and_unload()
+    except (AttributeError, NotImplementedError, ValueError) as error:
+        raise InvalidArgumentError(f"PEFT cannot merge the adapter of {reader.path} into its model: {error}") from error
+    save_model(merged, final, shard=True, size_per_shard=parse_size(max_shard_size) / _MIB)
+    return final
+
+
+def _check_packages() -> None:
+    for name in ("peft", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise InvalidArgumentError(f"merging adapters needs peft and transformers: install {name}")
+
+
+def _find_adapter(reader: Reader) -> tuple[NativeReader, str]:
+    """Return the checkpoint, and the group of its only adapter."""
+    groups = [group for group in reader.groups if is_adapter_group(group)]
+    if not isinstance(reader, NativeReader) or MODEL not in reader.groups or not groups:
+        raise InvalidArgumentError(
+            f"{reader.path} is not a rankless checkpoint of a model with a PEFT adapter, with its base model"
+        )
+    if len(groups) > 1:
+        raise InvalidArgumentError(
+            f"{reader.path} has the adapters {', '.join(sorted(groups))}: load it, and merge those that you want with "
+            "PEFT"
+        )
+    if f"{groups[0]}/{BASE}/config.json" not in reader.manifest.files:
+        raise InvalidArgumentError(f"the base model in {reader.path} is not one of transformers")
+    if not any(name.startswith("base_model.") for name in reader.groups[MODEL]):
+        raise InvalidArgumentError(
+            f"the adapter in {reader.path} was put into its model by transformers, and PEFT cannot merge it: put "
+            "adapters in with peft.get_peft_model()"
+        )
+    return reader, groups[0]
+
+
+def _build_model(reader: NativeReader, group: str) -> tuple[Any, Any]:
+    """Return the base model of a checkpoint, with values that are to be replaced, and the adapter's configuration."""
+    with TemporaryDirectory() as folder:  # PEFT and transformers read files of a disk
+        for name, data in read_adapter_files(reader).items():
+            posix.make_parents(Path(folder), name)
+            posix.write_small(Path(folder) / name, data)
+        try:
+            return _build_base(Path(folder) / group / BASE, reader.path), _read_config(Path(folder) / group)
+        except InvalidArgumentError:
+            raise
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"the base model in {reader.path} cannot be built: {error!r}") from error
+
+
+def _build_base(base_folder: Path, checkpoint: Path) -> Any:
+    import transformers  # noqa: PLC0415 - an optional package
+
+    config = transformers.AutoConfig.from_pretrained(base_folder)
+    (architecture,) = config.architectures
+    model_class = getattr(transformers, architecture, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise InvalidArgumentError(f"transformers has no {architecture}, the base model in {checkpoint}")
+    base = model_class(config)
+    if posix.file_exists(base_folder / "generation_config.json"):
+        base.generation_config = transformers.GenerationConfig.from_pretrained(base_folder)
+    return base
+
+
+def _read_config(folder: Path) -> Any:
+    import peft  # noqa: PLC0415 - an optional package
+
+    adapter = peft.PeftConfig.from_pretrained(str(folder))
+    if adapter.is_prompt_learning:
+        raise InvalidArgumentError(f"{adapter.peft_type.value} trains prompts, which cannot be merged into weights")
+    return adapter
+
+
+def _load_model(base: Any, adapter: Any, reader: Any, group: str) -> Any:
+    """Put an adapter into a base model, and load the values of both."""
+    import peft  # noqa: PLC0415 - an optional package
+
+    model = peft.get_peft_model(base, copy.deepcopy(adapter), group.partition("/")[2] or "default")
+    _set_dtypes(model, reader)
+    load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (None, _TIMEOUT), strict=True)
+    return model
+
+
+def _set_dtypes(model: torch.nn.Module, reader: Any) -> None:
+    """Give the parameters the dtypes that are stored, so that PEFT merges with the precision of the training."""
+    stored, tied = reader.groups[MODEL], reader.tied.get(MODEL, {})
+    for name, parameter in model.named_parameters():
+        info = stored.get(tied.get(name, name))
+        if info is not None:
+            parameter.data = parameter.data.to(DTYPES[info.dtype])

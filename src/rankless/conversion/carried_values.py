@@ -1,0 +1,107 @@
+"""The values of a checkpoint that are carried into another. Tensors in them are passed on by name, not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rankless.conversion.tensor_filter import TensorFilter
+from rankless.formats.reader import Reader
+from rankless.formats.training_step import find_step
+from rankless.ondisk import values
+from rankless.ondisk.files import TensorInfo
+from rankless.state.arrays import ArrayEncoder
+from rankless.state.capture import STATE
+from rankless.state.tensors import NAMES
+
+
+@dataclass(frozen=True)
+class _Tagged:
+    """A tagged value (tensor, array, dtype, …) as the source encodes it."""
+
+    tag: str
+    payload: Any
+
+
+class _Codec(ArrayEncoder):
+    """A codec that keeps tagged values as they are. Arrays from pickles become tensors in memory."""
+
+    def encode(self, value: object, key: str) -> Any:
+        """See :class:`rankless.ondisk.values.ArrayCodec`."""
+        if isinstance(value, _Tagged):
+            return {value.tag: value.payload}
+        return super().encode(value, key)
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """See :class:`rankless.ondisk.values.ArrayCodec`."""
+        return _Tagged(tag, payload)
+
+
+@dataclass(frozen=True)
+class CarriedValues:
+    """Values, encoded as in ``state.json`` and ``ranks.json``. ``arrays`` are in-memory arrays of the shared values.
+
+    ``step`` is the training step that the values of another system name.
+    """
+
+    shared: Mapping[str, Any]
+    ranks: list[Any]
+    arrays: Mapping[str, torch.Tensor]
+    step: int | None = None
+
+    def array_infos(self) -> dict[tuple[str, str], TensorInfo]:
+        """Return the dtypes and shapes of the arrays, as tensors of the group of values."""
+        return {
+            (STATE, name): TensorInfo(NAMES[array.dtype], tuple(array.shape)) for name, array in self.arrays.items()
+        }
+
+
+def carry_values(reader: Reader, tensor_filter: TensorFilter) -> CarriedValues:
+    """Return the values of a checkpoint to carry over, with parameters renamed. Raises ``CorruptCheckpointError``."""
+    codec = _Codec()
+    first = reader.read_values(0, codec, codec)
+    shared = {name: value for name, value in first.shared.items() if _is_carried(name, tensor_filter)}
+    encoded = values.encode_value(
+        {name: _filter_value(name, value, tensor_filter) for name, value in shared.items()}, codec
+    )
+    per_rank = [
+        first.rank_values,
+        *(reader.read_values(rank, codec, codec).rank_values for rank in range(1, first.world_size)),
+    ]
+    ranks = (
+        []
+        if tensor_filter.model_only
+        else [values.encode_value(rank_values or {}, codec) for rank_values in per_rank[: first.world_size]]
+    )
+    return CarriedValues(encoded, ranks, codec.tensors, find_step(reader.format, first.shared.get("user_content")))
+
+
+def _is_carried(name: str, tensor_filter: TensorFilter) -> bool:
+    return name.partition("/")[0] == "model" or not tensor_filter.model_only
+
+
+def _filter_value(name: str, value: Any, tensor_filter: TensorFilter) -> Any:
+    kind = name.partition("/")[0]
+    if kind == "model":
+        return {
+            tensor_filter.rename_parameter(key): item for key, item in value.items() if tensor_filter.is_selected(key)
+        }
+    if kind == "optimizer":
+        return {**value, "groups": [_filter_group(group, tensor_filter) for group in value["groups"]]}
+    return value
+
+
+def _filter_group(group: Mapping[str, Any], tensor_filter: TensorFilter) -> dict[str, Any]:
+    """Return a parameter group with the selected parameters."""
+    return {
+        **group,
+        "params": [tensor_filter.rename_parameter(name) for name in group["params"] if tensor_filter.is_selected(name)],
+        "state": {
+            tensor_filter.rename_parameter(name): state
+            for name, state in group["state"].items()
+            if tensor_filter.is_selected(name)
+        },
+    }

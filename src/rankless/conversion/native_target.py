@@ -1,0 +1,192 @@
+"""The conversion target ``native``, and the Hugging Face targets, which publish only its ``model/`` folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
+from rankless.engine.io.checkpoint_files import CheckpointFiles
+from rankless.engine.io.requests import Fragments
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.errors import InvalidArgumentError
+from rankless.formats.contained_paths import check_contained
+from rankless.formats.huggingface import SINGLE, HuggingFaceReader
+from rankless.formats.native import RANKS, STATE, NativeReader
+from rankless.formats.peft import read_adapter_files
+from rankless.formats.reader import Reader
+from rankless.formats.sharded.model_files import MODELING
+from rankless.ondisk import values
+from rankless.ondisk.files import TensorInfo, is_adapter_group, pack_files
+from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.run.catalog import next_identity
+from rankless.save.build_manifest import CheckpointLabel, build_manifest
+from rankless.state.capture import build_ranks_file, build_state_file
+from rankless.state.model.hf_config import CONFIG, has_adapters, set_config_dtype
+from rankless.state.tensors import DTYPES
+from rankless.storage.store import store_of
+
+#: The group whose folder transformers opens.
+_MODEL = "model"
+
+#: Files next to weights that make a folder a transformers model.
+_COMPANIONS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json"),
+    *("processor_config.json", "chat_template.jinja", "added_tokens.json"),
+)
+
+
+class NativeTarget:
+    """A checkpoint's folder in a run's folder."""
+
+    output_name = ""
+
+    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+        self._source, self._final = source, final
+        self._files = CheckpointFiles(staging, _plan_save(source))
+
+    def create_files(self) -> None:
+        """See :class:`rankless.conversion.target.ConversionTarget`."""
+        self._files.create_files()
+
+    def locate_tensors(self) -> FileLayout:
+        """See :class:`rankless.conversion.target.ConversionTarget`."""
+        plan = self._files.plan
+        starts = (
+            [FileSpan(number, file.data_start + entry.data_offsets[0], 0, entry.nbytes)]
+            for number, file in enumerate(plan.files)
+            for entry in file.entries.values()
+        )
+        files = [self._files.folder / file.path for file in plan.files]
+        return FileLayout(files, dict(zip(plan.tensors, starts, strict=True)))
+
+    def write_metadata(self, fragments: Fragments) -> None:
+        """See :class:`rankless.conversion.target.ConversionTarget`."""
+        carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
+        companions = self._adapt_dtype(companion_files(self._source.reader))
+        small = {
+            STATE: build_state_file(carried.shared, {}),
+            RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
+            **{f"{_MODEL}/{name}": data for name, data in companions if is_plain_model},
+        }
+        small |= self.adapter_files()
+        given = self._adapt_dtype(self._source.small_files.items())
+        small |= {f"{self.output_name}/{name}": data for name, data in given}
+        self._files.finalize(fragments, small, self._build_manifest)
+
+    def _adapt_dtype(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+        """Yield small files. A configuration names the dtype to which the model is cast."""
+        dtype = _find_cast(self._source)
+        for name, data in files:
+            if name == CONFIG and dtype is not None:
+                data = set_config_dtype(data, str(DTYPES[dtype]).removeprefix("torch."))  # noqa: PLW2901
+            yield name, data
+
+    def adapter_files(self) -> dict[str, bytes]:
+        """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
+        selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
+        return read_adapter_files(self._source.reader) if selects_adapters else {}
+
+    def open_reader(self) -> Reader:
+        """See :class:`rankless.conversion.target.ConversionTarget`."""
+        return NativeReader(self._files.folder)
+
+    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        reader, identity = self._source.reader, next_identity(self._final.parent, frozenset())
+        source_manifest = reader.manifest if isinstance(reader, NativeReader) else None
+        label = CheckpointLabel(
+            tag=self._final.name,
+            identity=identity,
+            time=round(time.time(), 6),
+            ranks=len(self._source.carried.ranks),
+            step=source_manifest.step if source_manifest else self._source.carried.step,
+            metrics=source_manifest.metrics if source_manifest else {},
+        )
+        return build_manifest(label, files)
+
+
+class HuggingFaceTarget(NativeTarget):
+    """A Hugging Face model folder. It contains only the model."""
+
+    output_name = _MODEL
+
+    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+        groups = source.selected.group_names()
+        if groups != [_MODEL]:
+            raise InvalidArgumentError(
+                f"the output contains one model, but the source has {', '.join(groups) or 'none'}: "
+                'select one with keys={"model": …}, on the command line --key model=…, or leave out the others'
+            )
+        super().__init__(source, staging, final)
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise ``InvalidArgumentError`` if transformers would open the model with newly initialized weights."""
+        if has_adapters(_model_names(self._source)):
+            raise InvalidArgumentError(
+                f"{self._source.reader.path} contains a model with PEFT adapters, which is not a Hugging Face "
+                "checkpoint: merge the adapters into it (--merge, rankless.merge_adapters), or convert to 'peft', "
+                "'safetensors' or 'torch'"
+            )
+
+    def open_reader(self) -> Reader:
+        """See :class:`rankless.conversion.target.ConversionTarget`."""
+        return HuggingFaceReader(self._files.folder / self.output_name)
+
+
+class SafetensorsTarget(HuggingFaceTarget):
+    """One safetensors file of any size."""
+
+    output_name = f"{_MODEL}/{SINGLE}"
+
+    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+        super().__init__(replace(source, limit=sys.maxsize), staging, final)
+
+    def _check_names(self) -> None:
+        """Accept any names: transformers does not open a single file."""
+
+
+def _plan_save(source: ConversionSource) -> SavePlan:
+    groups: dict[str, dict[str, TensorInfo]] = {}
+    for (group, name), info in source.tensor_infos.items():
+        groups.setdefault(group, {})[name] = info
+    packed = {
+        group: pack_files(group, infos, source.selected.tied.get(group, {}), source.limit)
+        for group, infos in sorted(groups.items())
+    }
+    files = [file for group_files in packed.values() for file in group_files]
+    tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
+    return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)
+
+
+def _find_cast(source: ConversionSource) -> str | None:
+    """Return the dtype to which tensors of the model are cast, or ``None`` if none is."""
+    for key, (group, name) in source.selected.sources.items():
+        dtype = source.selected.infos[key].dtype
+        if key[0] == _MODEL and dtype != source.reader.groups[group][name].dtype:
+            return dtype
+    return None
+
+
+def _model_names(source: ConversionSource) -> list[str]:
+    return [name for group, name in source.tensor_infos if group == _MODEL]
+
+
+def companion_files(reader: Reader) -> Iterator[tuple[str, bytes]]:
+    """Iterate over the companion files of the source: of transformers, rankless, or ColossalAI's scripts."""
+    if isinstance(reader, NativeReader):  # the manifest names all its files
+        for prefix in ("", f"{reader.model_folder.relative_to(reader.path)}/"):
+            for name in _COMPANIONS:
+                if prefix + name in reader.manifest.files:
+                    yield name, reader.read_small_file(prefix + name)
+        return
+    for folder in (reader.path, reader.path / _MODEL, reader.path / MODELING):
+        for name in _COMPANIONS:
+            store = store_of(folder)
+            if store.is_file(folder / name):
+                check_contained(folder / name, reader.path)
+                yield name, store.read_small(folder / name)

@@ -1,0 +1,81 @@
+"""The interface of a format that conversions write: its files, the layout of tensors in them, and all other content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rankless.conversion.carried_values import CarriedValues
+from rankless.conversion.tensor_filter import Key, SelectedTensors
+from rankless.engine.io.requests import Fragments
+from rankless.formats.reader import Reader
+from rankless.ondisk.files import TensorInfo
+
+
+@dataclass(frozen=True)
+class ConversionSource:
+    """The tensors and values of a source to be written.
+
+    ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
+    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any.
+    """
+
+    reader: Reader
+    selected: SelectedTensors
+    carried: CarriedValues
+    limit: int
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+
+    @property
+    def tensor_infos(self) -> dict[Key, TensorInfo]:
+        """All tensors, including the in-memory arrays of values."""
+        return {**self.selected.infos, **self.carried.array_infos()}
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensor_infos.values())
+
+
+class FileSpan(NamedTuple):
+    """Bytes ``[start, stop)`` of a tensor, which are stored in the file of this number from byte ``offset`` on."""
+
+    file: int
+    offset: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The files by number, and the spans of each tensor in them. Tensors are in the order of the files."""
+
+    files: Sequence[Path]
+    tensors: Mapping[Key, Sequence[FileSpan]]
+
+
+class ConversionTarget(Protocol):
+    """A format that all ranks write into a staging directory, which rank 0 creates, publishes and removes."""
+
+    def create_files(self) -> None:
+        """Create the files at their final sizes. Only rank 0 calls it."""
+
+    def locate_tensors(self) -> FileLayout:
+        """Return the layout of the tensors. Every rank calls it after the files are created."""
+
+    def write_metadata(self, fragments: Fragments) -> None:
+        """Write all that is not tensor data. Only rank 0 calls it, when all tensors are written.
+
+        ``fragments`` number the tensors in the order of :meth:`locate_tensors`.
+        """
+
+    def open_reader(self) -> Reader:
+        """Open the finished output. Raises ``CorruptCheckpointError`` if it is not valid."""
+
+    @property
+    def output_name(self) -> str:
+        """The entry of the staging directory that gets the final path; ``""`` for the directory itself."""

@@ -1,0 +1,219 @@
+"""A data loader that any number of ranks can take over in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from rankless.data.batch_schedule import BatchSchedule, SchedulePosition
+from rankless.data.workers import shield_worker, signals_blocked_in_children
+from rankless.engine.comm.session import RankGroup
+from rankless.errors import InvalidArgumentError, MismatchError, StateError
+from rankless.state import rng
+
+#: Options of ``DataLoader`` that decide the order of samples.
+_ORDER_OPTIONS = frozenset({"batch_sampler", "sampler"})
+
+
+class _BatchRequest(NamedTuple):
+    """The samples of one rank's batch, as sent to a worker, and a text that no other batch has."""
+
+    seed_text: str
+    samples: list[int]
+
+
+class ResumableLoader:
+    """A loader of training batches that can be saved, and resumed as ``dataloader=`` on any number of ranks.
+
+    Iterating gives the batches of this rank from the current position to the end of the epoch; iterating again gives
+    those of the next epoch. The position moves when a batch is returned, however far workers have read ahead.
+    A loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the
+    current one, which raises ``StateError`` if it is used again.
+
+    Every sample of an epoch is used once, by one rank, also if the number of ranks or the batch size changes during the
+    epoch. All ranks have the same number of batches, all of the same size: if the last batch of an epoch is not full,
+    it is completed with the first samples of the next epoch, which then starts after them. With ``drop_last`` it is
+    left out instead.
+
+    Args:
+        dataset: has a length and is read by index. The length must stay the same.
+        batch_size: samples of one batch of one rank.
+        shuffle: use a new order in each epoch; else the order of the dataset.
+        seed: the order depends only on the seed and on the epoch.
+        drop_last: leave out the last batch of an epoch if it is not full.
+        process_group: the ranks that share the data: those of the data-parallel dimension, if there are others. The
+            default is the default group, or this process alone if there is none.
+        options: options of ``torch.utils.data.DataLoader``, such as ``num_workers``, ``collate_fn``, ``pin_memory``.
+            ``in_order=False`` is refused: batches that come in another order have no position.
+
+    Random numbers drawn by the dataset or by ``collate_fn`` within workers depend on the seed, the position and the
+    rank: they too are the same after a resume on as many ranks. Workers are protected from signals that tell the job to
+    end (see :func:`rankless.shield_worker`).
+
+    Raises:
+        InvalidArgumentError: a size or the seed is invalid, or an option decides the order of samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        ranks = RankGroup(process_group)
+        self._rank, self._batch_size = ranks.rank, batch_size
+        _check_loader(batch_size, seed, options)
+        self._schedule = BatchSchedule(_length_of(dataset), batch_size * ranks.size, shuffle, seed, drop_last)
+        if not self._schedule.count_batches():
+            length, batch = self._schedule.length, self._schedule.batch
+            raise InvalidArgumentError(f"a dataset of {length} samples has no batch of {batch} samples over all ranks")
+        self._position = SchedulePosition()
+        #: The number of the current iteration, which alone moves the position.
+        self._iteration = 0
+        # The loader's own generator: the workers' seed must not be drawn from the global one, which a resume restores.
+        options.setdefault("generator", torch.Generator())
+        options["worker_init_fn"] = partial(_init_worker, options.get("worker_init_fn"))
+        self._loader = DataLoader(
+            _SeededDataset(dataset), batch_sampler=_BatchRequests(self._iterate_requests), **options
+        )
+        self.dataset = dataset
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next batch starts, from 0."""
+        return self._position.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch, counted from its first sample."""
+        return self._schedule.count_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iteration += 1
+        iteration = self._iteration
+        with signals_blocked_in_children() if self._loader.num_workers else nullcontext():
+            batches = iter(self._loader)
+        for batch in batches:
+            self._position = self._schedule.position_after(self._position)
+            yield batch
+            self._check_current(iteration)
+
+    def _check_current(self, iteration: int) -> None:
+        """Raise ``StateError`` if another iteration, or ``load_state_dict``, has taken over the position."""
+        if iteration != self._iteration:
+            raise StateError(
+                "this iteration of the data loader is over: load_state_dict, or a new iteration, has moved the "
+                "position; leave the loop, and iterate over the loader again to continue from there"
+            )
+
+    def _iterate_requests(self) -> Iterator[_BatchRequest]:
+        own_samples = slice(self._rank * self._batch_size, (self._rank + 1) * self._batch_size)
+        for position, samples in self._schedule.batches_from(self._position):
+            seed_text = f"{self._schedule.seed}/{position.epoch}/{position.consumed}/{self._rank}"
+            yield _BatchRequest(seed_text, samples[own_samples].tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch returned. It is the same on all ranks."""
+        return self._schedule.to_state(self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position, in the order that was saved with it. Ends the current iteration.
+
+        Raises ``MismatchError`` for another dataset.
+        """
+        self.check_states([state])
+        self._schedule, self._position = self._schedule.resume_from(state)
+        self._iteration += 1
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the position that another number of ranks saved.
+
+        Raises ``MismatchError`` if the ranks saved different positions, or for another dataset.
+        """
+        self.check_states(states)
+        self.load_state_dict(states[0])
+
+    def check_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raise ``MismatchError`` if the states are not one position in this dataset.
+
+        It is called before a load changes anything.
+        """
+        for rank, state in enumerate(states):
+            if state != states[0]:
+                raise MismatchError(
+                    f"data loaders were saved at different positions: {states[0]}, rank {rank}: {state}"
+                )
+        if states[0]["length"] != self._schedule.length:
+            raise MismatchError(
+                f"the data loader was saved with {states[0]['length']} samples, and the dataset has "
+                f"{self._schedule.length} now: its position is not valid; load without dataloader= to start over"
+            )
+
+
+class _BatchRequests(Sampler[Any]):
+    """A batch sampler for ``DataLoader`` that starts from the current position each time."""
+
+    def __init__(self, make_requests: Callable[[], Iterator[_BatchRequest]]) -> None:
+        self._make_requests = make_requests
+
+    def __iter__(self) -> Iterator[_BatchRequest]:
+        return self._make_requests()
+
+
+class _SeededDataset(Dataset[Any]):
+    """A dataset that is read by whole batches. In workers the random number generators are seeded for each batch."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, request: _BatchRequest) -> list[Any]:
+        if get_worker_info() is not None:
+            for name in rng.EVERYWHERE:
+                rng.seed_generators(name, f"{request.seed_text}/{name}")
+        getitems = getattr(self.dataset, "__getitems__", None)
+        if callable(getitems):
+            return list(getitems(request.samples))
+        return [self.dataset[sample] for sample in request.samples]
+
+
+def _init_worker(user_init: Callable[[int], object] | None, worker: int) -> None:
+    """Prepare a worker: protect it from signals, then call the user's ``worker_init_fn``."""
+    shield_worker()
+    if user_init is not None:
+        user_init(worker)
+
+
+def _length_of(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise InvalidArgumentError(
+            f"a ResumableLoader takes a dataset with a length and an index; {type(dataset).__qualname__} has none. "
+            "A loader of a stream keeps its own position: see load_state_dicts in docs/exact-resume.md"
+        )
+    return len(dataset)
+
+
+def _check_loader(batch_size: object, seed: object, options: dict[str, Any]) -> None:
+    refused = _ORDER_OPTIONS & options.keys()
+    if refused:
+        raise InvalidArgumentError(
+            f"{min(refused)}: a ResumableLoader decides the order of samples itself; leave it out"
+        )
+    if not options.get("in_order", True):
+        raise InvalidArgumentError(
+            "in_order=False: a ResumableLoader counts batches in their order, and would lose some and repeat others "
+            "after a resume; leave in_order out"
+        )
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InvalidArgumentError(f"batch_size must be a number of samples, at least 1; got {batch_size!r}")
+    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise InvalidArgumentError(f"seed must be an integer from 0 to 2**64 - 1; got {seed!r}")

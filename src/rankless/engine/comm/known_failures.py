@@ -1,0 +1,69 @@
+"""The ranks that :func:`rankless.watch` has found dead in this process. Votes do not wait for them until their timeout.
+
+A save may be complete although a rank has died: it may have done its part. So votes go on for a few seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rankless.errors import RankFailedError
+
+#: Seconds that votes go on after a failure is known.
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _KnownFailure:
+    ranks: frozenset[int]
+    message: str
+    since: float
+    world: weakref.ref[dist.ProcessGroup]
+
+
+class KnownFailures:
+    """The failures of one process. Ranks are numbered as in the default group, whose next incarnation has none.
+
+    They outlast the watch: the error about them ends it, and saves in the background must still learn of them.
+    """
+
+    def __init__(self) -> None:
+        self._failures: tuple[_KnownFailure, ...] = ()
+        self._lock = threading.Lock()
+
+    def add(self, ranks: Collection[int], message: str) -> bool:
+        """Add ranks that have died. Return whether that of any of them is news."""
+        world = dist.group.WORLD
+        if world is None:
+            return True
+        with self._lock:
+            known = set[int]().union(*(item.ranks for item in self._failures if item.world() is world))
+            failure = _KnownFailure(frozenset(ranks), message, time.monotonic(), weakref.ref(world))
+            self._failures = (*self._failures, failure)
+            return not known.issuperset(ranks)
+
+    def clear(self) -> None:
+        """Forget all failures."""
+        self._failures = ()
+
+    def raise_if_member_failed(self, process_group: dist.ProcessGroup) -> None:
+        """Raise ``RankFailedError`` if a member of a group has died, and votes went on for long enough."""
+        if not self._failures:
+            return
+        try:
+            members = dist.get_process_group_ranks(process_group)
+        except (KeyError, ValueError):  # the group has been destroyed
+            return
+        for failure in self._failures:
+            is_over = time.monotonic() - failure.since > _GRACE_SECONDS
+            if is_over and failure.world() is dist.group.WORLD and not failure.ranks.isdisjoint(members):
+                raise RankFailedError(failure.message)
+
+
+known_failures = KnownFailures()

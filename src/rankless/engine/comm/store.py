@@ -1,0 +1,74 @@
+"""The job's key-value store, with a deadline for each call.
+
+Most calls of a store's client have no timeout: while the process that hosts the store is stopped, or its host cannot be
+reached, they block. Without torchrun that process is rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch.distributed.distributed_c10d import Store
+
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+
+
+class DeadlineStore:
+    """A key-value store whose calls have a deadline.
+
+    They raise ``TimeoutError`` if the store does not answer within ``seconds``, ``DistError`` if it is lost.
+    """
+
+    def __init__(self, store: Store, executor: DaemonExecutor, seconds: float) -> None:
+        self._store, self._executor, self._seconds = store, executor, seconds
+
+    def is_open(self) -> bool:
+        """Return whether keys can be set without waiting for another rank."""
+        return True
+
+    def has_met_all(self) -> bool:
+        """Return whether no other rank needs this one any more in order to set keys."""
+        return True
+
+    def check_process(self) -> None:
+        """Raise ``RankFailedError`` if this process was forked from the rank."""
+        self._executor.check_process()
+
+    def prefix(self) -> str:
+        """Return the prefix of all keys, which no other job's keys have."""
+        return self._full_key("")
+
+    def _full_key(self, key: str) -> str:
+        """Return a key with its prefix in the store."""
+        return key
+
+    def set(self, key: str, value: bytes = b"") -> None:
+        """Set the value of a key."""
+        self._executor.call_with_timeout(self._seconds, partial(self._store.set, self._full_key(key), value))  # type: ignore[arg-type]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key, and return the sum."""
+        return self._executor.call_with_timeout(self._seconds, partial(self._store.add, self._full_key(key), amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are present."""
+        return self._executor.call_with_timeout(
+            self._seconds, partial(self._store.check, [self._full_key(key) for key in keys])
+        )
+
+    def get(self, *keys: str) -> list[bytes]:
+        """Return the values of keys, which must be present."""
+        return self._executor.call_with_timeout(
+            self._seconds, partial(self._store.multi_get, [self._full_key(key) for key in keys])
+        )
+
+    def delete_keys(self, *keys: str) -> None:
+        """Delete keys in the background, with one call each."""
+        full_keys = [self._full_key(key) for key in keys]
+
+        def delete_all() -> None:
+            for full_key in full_keys:
+                self._store.delete_key(full_key)
+
+        self._executor.submit(delete_all)

@@ -1,0 +1,105 @@
+"""Fragments of many ranks as columns of numbers: their encoding, and the merging of those that are adjacent in a block.
+
+:func:`rankless.ondisk.block_crcs.assemble_crcs` gives the same result for merged fragments as for the original ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankless.engine.integrity.columns import decode_rows, encode_rows
+from rankless.engine.integrity.crc_combine import Numbers, extend_crcs
+from rankless.engine.io.requests import Fragments
+from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment
+
+_ROW = np.dtype([("tensor", "<u4"), ("start", "<u8"), ("stop", "<u8"), ("crc", "<u8")])
+
+#: The size of an encoded fragment.
+FRAGMENT_BYTES = _ROW.itemsize
+
+_Flags = NDArray[np.bool_]
+
+
+class FragmentTable(NamedTuple):
+    """Fragments as columns: the number of the tensor, the byte range, and the CRC of each."""
+
+    tensor: NDArray[np.uint32]
+    start: Numbers
+    stop: Numbers
+    crc: Numbers
+
+    @classmethod
+    def from_bytes(cls, reports: Iterable[bytes]) -> Self:
+        """Decode and concatenate the results of :meth:`to_bytes` of several ranks."""
+        return cls(*decode_rows(reports, _ROW))
+
+    def to_bytes(self) -> bytes:
+        """Encode the fragments, 28 bytes each."""
+        return encode_rows(self, _ROW)
+
+    def select_rows(self, selection: NDArray[np.intp] | _Flags) -> Self:
+        """Return some of the rows."""
+        return type(self)(self.tensor[selection], self.start[selection], self.stop[selection], self.crc[selection])
+
+    def to_fragments(self) -> Fragments:
+        """Return the fragments by tensor."""
+        result: Fragments = {}
+        for tensor, *fragment in zip(*(column.tolist() for column in self), strict=True):
+            result.setdefault(tensor, []).append(Fragment(*fragment))
+        return result
+
+
+def encode_fragments(fragments: Mapping[int, Iterable[Fragment]]) -> bytes:
+    """Encode fragments, 28 bytes each."""
+    rows = [(tensor, *fragment) for tensor, tensor_fragments in fragments.items() for fragment in tensor_fragments]
+    return np.array(rows, dtype=_ROW).tobytes()
+
+
+def decode_fragments(reports: Iterable[bytes]) -> Fragments:
+    """Decode and merge the fragments of all ranks."""
+    return merge_adjacent_fragments(FragmentTable.from_bytes(reports)).to_fragments()
+
+
+def merge_adjacent_fragments(rows: FragmentTable) -> FragmentTable:
+    """Sort fragments, drop duplicates, and merge adjacent ones within a block.
+
+    A block in which fragments overlap, or have the same range but different CRCs, is left as it is.
+    """
+    rows = _sort_unique(rows)
+    if not len(rows.tensor):
+        return rows
+    first = np.flatnonzero(~_continues_previous(rows))
+    last = np.append(first[1:], len(rows.tensor)) - 1
+    ends = np.repeat(rows.stop[last], last - first + 1)
+    crcs = np.bitwise_xor.reduceat(extend_crcs(rows.crc, ends - rows.stop), first)
+    return FragmentTable(rows.tensor[first], rows.start[first], rows.stop[last], crcs)
+
+
+def _sort_unique(rows: FragmentTable) -> FragmentTable:
+    """Sort rows by tensor and range, and drop duplicates."""
+    rows = rows.select_rows(np.lexsort((rows.start, rows.tensor)))
+    if not _equal_to_next(rows.tensor, rows.start).any():
+        return rows
+    rows = rows.select_rows(np.lexsort((rows.crc, rows.stop, rows.start, rows.tensor)))
+    return rows.select_rows(~np.append(_equal_to_next(*rows), False))
+
+
+def _equal_to_next(*columns: NDArray[np.uint32] | Numbers) -> _Flags:
+    """Return, for each row but the last, whether it equals the next one."""
+    flags: _Flags = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])
+    return flags
+
+
+def _continues_previous(rows: FragmentTable) -> _Flags:
+    """Return, for each row, whether it begins in the same block where the previous one ends."""
+    in_same_block = _equal_to_next(rows.tensor, rows.start // np.uint64(BLOCK_BYTES))
+    joins = np.append(False, in_same_block & (rows.start[1:] == rows.stop[:-1]))
+    overlaps = in_same_block & (rows.start[1:] < rows.stop[:-1])
+    if overlaps.any():
+        block = np.append(0, np.cumsum(~in_same_block))
+        joins &= ~np.isin(block, block[1:][overlaps])
+    return joins

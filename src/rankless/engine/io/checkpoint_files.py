@@ -1,0 +1,152 @@
+"""Rank 0's part of a save: it creates the data files, and writes all that is not tensor data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankless.engine.io.requests import Fragments
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.errors import RankMismatchError
+from rankless.observe.spans import span, traced
+from rankless.ondisk import block_crcs, manifest
+from rankless.ondisk.block_crcs import Fragment
+from rankless.ondisk.files import DataFile, build_index, index_path
+from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.storage import posix
+from rankless.storage.direct_io import BufferedWriter
+
+#: ``{path inside the checkpoint: contents}``.
+SmallFiles = Mapping[str, bytes]
+
+#: Builds the manifest of the given files.
+MakeManifest = Callable[[dict[str, FileRecord]], Manifest]
+
+
+@dataclass(frozen=True)
+class UnchangedBlocks:
+    """The parts of an earlier checkpoint that a save takes: linked files, by number, and blocks of tensors.
+
+    ``crcs`` has the CRCs of these blocks: by the number of the tensor, and of the block.
+    """
+
+    linked: frozenset[int] = frozenset()
+    crcs: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The planned files of a checkpoint in a directory that will be renamed to the checkpoint's path."""
+
+    folder: Path
+    plan: SavePlan
+
+    def create_files(self, existing: Collection[int] = ()) -> None:
+        """Create the data files with their final sizes, so that all ranks can write into them.
+
+        ``existing`` are the numbers of files that exist already.
+        """
+        for number in range(len(self.plan.files)):
+            if number not in existing:
+                self.create_file(number)
+
+    def create_file(self, number: int) -> None:
+        """Create one data file with its final size."""
+        file = self.plan.files[number]
+        posix.make_parents(self.folder, file.path)
+        posix.allocate_space(self.folder / file.path, file.size)
+
+    @traced("write the headers and the manifest", "commit")
+    def finalize(
+        self,
+        fragments: Fragments,
+        small_files: SmallFiles,
+        make_manifest: MakeManifest,
+        unchanged: UnchangedBlocks = UnchangedBlocks(),
+    ) -> Manifest:
+        """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
+
+        ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
+        if they leave a gap in a tensor.
+        """
+        records = dict(self._finish_data(fragments, unchanged))
+        for name, data in sorted({**build_indexes(self.plan), **small_files}.items()):
+            posix.make_parents(self.folder, name)
+            posix.write_small(self.folder / name, data)
+            records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
+        finished = make_manifest(dict(sorted(records.items())))
+        posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
+        with span("sync", "sync"):
+            for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
+                posix.fsync_directory(self.folder / folder)
+        return finished
+
+    def _finish_data(self, fragments: Fragments, unchanged: UnchangedBlocks) -> Iterator[tuple[str, FileRecord]]:
+        """Write the headers, which contain the CRCs of all blocks. A linked file has this header already."""
+        for number, (header, record) in enumerate(build_headers(self.plan, fragments, unchanged)):
+            file = self.plan.files[number]
+            if number not in unchanged.linked:
+                with BufferedWriter(self.folder / file.path) as writer:
+                    writer.write(0, memoryview(header))
+                    writer.sync()
+            yield file.path, record
+
+
+def build_headers(
+    plan: SavePlan, fragments: Fragments, unchanged: UnchangedBlocks = UnchangedBlocks()
+) -> Iterator[tuple[bytes, FileRecord]]:
+    """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
+
+    ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+    """
+    numbers = itertools.count()
+    for file in plan.files:
+        crcs = []
+        for entry in file.entries.values():
+            tensor = next(numbers)
+            group, name = plan.tensors[tensor]
+            known = _with_unchanged(fragments.get(tensor, []), unchanged.crcs.get(tensor, {}), entry.nbytes)
+            crcs.append(require_block_crcs(known, entry.nbytes, f"{group} tensor {name!r}"))
+        header = file.build_header(itertools.chain(*crcs))
+        crc = block_crcs.crc64(header)
+        yield header, FileRecord(file.size, f"{_file_crc(crc, file, crcs):016x}", len(header), f"{crc:016x}")
+
+
+def build_indexes(plan: SavePlan) -> dict[str, bytes]:
+    """Return the index of each group of several files, by its path."""
+    return {index_path(group): build_index(files) for group, files in plan.groups.items() if len(files) > 1}
+
+
+def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int], nbytes: int) -> Sequence[Fragment]:
+    """Return the fragments of a tensor, with one for each unchanged block, of which ranks may have written parts."""
+    if not unchanged:
+        return fragments
+    written = [fragment for fragment in fragments if fragment.start // block_crcs.BLOCK_BYTES not in unchanged]
+    return written + [Fragment(*block_crcs.block_range(block, nbytes), crc) for block, crc in unchanged.items()]
+
+
+def require_block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: str) -> list[int]:
+    """Return the CRC of each block of a tensor from the fragments of all ranks.
+
+    Raises ``RankMismatchError`` naming a gap.
+    """
+    crcs = block_crcs.assemble_crcs(fragments, nbytes)
+    complete_crcs = [crc for crc in crcs if crc is not None]
+    if len(complete_crcs) != len(crcs):
+        start, stop = block_crcs.block_range(crcs.index(None), nbytes)
+        raise RankMismatchError(
+            f"{tensor_text}: no rank saved all of bytes {start} to {stop}; "
+            "some rank of its mesh did not pass it to the save"
+        )
+    return complete_crcs
+
+
+def _file_crc(header_crc: int, file: DataFile, crcs: list[list[int]]) -> int:
+    """Combine the CRCs of a file's header and of its tensors' blocks into the CRC of the file."""
+    crcs_and_lengths = [(header_crc, file.data_start)]
+    for entry, block_row in zip(file.entries.values(), crcs, strict=True):
+        spans = (block_crcs.block_range(block, entry.nbytes) for block in range(len(block_row)))
+        crcs_and_lengths += [(crc, stop - start) for crc, (start, stop) in zip(block_row, spans, strict=True)]
+    return block_crcs.combine_crcs(crcs_and_lengths)

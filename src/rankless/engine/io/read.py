@@ -1,0 +1,126 @@
+"""Reading of byte ranges straight into the tensors. They are hashed while they are still in the processor's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rankless.engine.io.device_streams import CopyStream
+from rankless.engine.io.intake import Intake
+from rankless.engine.io.read_order import rotate_by_rank
+from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
+from rankless.engine.io.source_reader import SourceReader
+from rankless.engine.io.sources import Source, paths_of
+from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
+from rankless.ondisk.block_crcs import Fragment, crc64
+from rankless.process.worker_threads import THREADS, run_in_threads
+from rankless.storage.direct_io import BufferedReader
+from rankless.storage.exact_reader import ExactReaderFactory
+from rankless.storage.memory import Bytes
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.reader_pool import MakeReaders, ReaderPool
+
+
+def read_file_ranges(
+    files: Sequence[Source],
+    file_ranges: Sequence[FileRange],
+    sink_of: SinkOf,
+    on_moved: OnBytesMoved = ignore_progress,
+    *,
+    make_readers: MakeReaders = ReaderPool,
+    streams: Sequence[CopyStream] = (),
+) -> Fragments:
+    """Read file ranges that no other rank reads into this rank's shards; return the fragments that it hashed.
+
+    Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards.
+    """
+    grain = _choose_grain(files)
+    with (
+        SourceReader(files, make_readers(ExactReaderFactory())) as reader,
+        Intake(sink_of, grain.nbytes, grain.threads, streams if file_ranges else ()) as intake,
+    ):
+        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain.threads, intake, on_moved)
+
+
+def read_host_shared(
+    files: Sequence[Source],
+    file_ranges: Sequence[FileRange],
+    rank: int,
+    sink_of: SinkOf,
+    on_moved: OnBytesMoved = ignore_progress,
+    *,
+    make_readers: MakeReaders = ReaderPool,
+    streams: Sequence[CopyStream] = (),
+) -> Fragments:
+    """Read file ranges that other ranks of the host read, too. See :func:`read_file_ranges`.
+
+    Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
+    """
+    with (
+        SourceReader(files, make_readers(BufferedReader)) as reader,
+        Intake(sink_of, _FILE_GRAIN.nbytes, _FILE_GRAIN.threads, streams if file_ranges else ()) as intake,
+    ):
+        chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
+        return _read_all(reader, chunks, _FILE_GRAIN.threads, intake, on_moved)
+
+
+class _ReadGrain(NamedTuple):
+    """The bytes of a read, and the number of reads at a time."""
+
+    nbytes: int
+    threads: int
+
+
+_FILE_GRAIN = _ReadGrain(CHUNK, THREADS)
+
+#: Each request to an object store costs a tenth of a second before its first byte, and one connection is slow.
+_OBJECT_GRAIN = _ReadGrain(16 * 2**20, 8)
+
+
+def _choose_grain(files: Sequence[Source]) -> _ReadGrain:
+    return _OBJECT_GRAIN if any(isinstance(path, ObjectPath) for path in paths_of(files)) else _FILE_GRAIN
+
+
+def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[IoChunk]:
+    ordered = sorted(file_ranges, key=lambda file_range: (file_range.file, file_range.offset))
+    return list(tensor_chunks(ordered, grain.nbytes))
+
+
+def _read_all(
+    reader: SourceReader, chunks: Iterable[IoChunk], threads: int, intake: Intake, on_moved: OnBytesMoved
+) -> Fragments:
+    def read_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
+        fragments = _read_chunk(chunk, intake, reader)
+        on_moved(chunk.size)
+        return fragments
+
+    return merge_fragments(run_in_threads(read_one, chunks, threads))
+
+
+def _read_chunk(chunk: IoChunk, intake: Intake, reader: SourceReader) -> list[tuple[int, Fragment]]:
+    in_place = intake.view(chunk.file_ranges[0]) if len(chunk.file_ranges) == 1 else None
+    if in_place is not None:
+        return [_read_in_place(chunk, in_place, reader)]
+    with intake.take_buffer() as buffer:
+        return _read_buffered(chunk, intake, buffer[: chunk.size], reader)
+
+
+def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple[int, Fragment]:
+    crc = 0
+    for filled in reader.read_in_chunks(chunk.file, chunk.offset, buffer.data):
+        crc = crc64(filled, crc)
+    return make_fragment(chunk.file_ranges[0], crc)
+
+
+def _read_buffered(chunk: IoChunk, intake: Intake, data: Bytes, reader: SourceReader) -> list[tuple[int, Fragment]]:
+    """Read into a buffer, and write each file range to its sink."""
+    reader.read(chunk.file, chunk.offset, data.data)
+    fragments = []
+    done = 0
+    for file_range in chunk.file_ranges:  # adjacent in the file
+        tensor, start, stop, local, _, _ = file_range
+        range_bytes = data[done : done + stop - start]
+        intake.write(tensor, local, range_bytes)
+        fragments.append((tensor, Fragment(start, stop, crc64(range_bytes))))
+        done += stop - start
+    return fragments

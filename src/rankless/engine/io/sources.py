@@ -1,0 +1,89 @@
+"""Sources of tensors other than plain file ranges: boxes that are in several files, or not in row-major order.
+
+Such a tensor is described so that it can be read like a file that contains only this tensor, in row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from rankless.engine.plan.ranges import IndexBox
+
+
+class StridedLocation(NamedTuple):
+    """The location of a box in a file: element (i, j, …) is at ``offset + i * strides[0] + j * strides[1] + …``.
+
+    ``strides`` are in bytes, and none is negative.
+    """
+
+    file: Path
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SourceChunk:
+    """A box of a tensor, which is located when it is first read. ``locate`` raises ``CorruptCheckpointError``.
+
+    ``order_hint`` is a file and an approximate offset, for reading in order.
+    """
+
+    box: IndexBox
+    locate: Callable[[], StridedLocation]
+    order_hint: tuple[Path, int]
+
+    @cached_property
+    def location(self) -> StridedLocation:
+        """The location in a file."""
+        return self.locate()
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedSource:
+    """A tensor of ``shape``, with elements of ``width`` bytes, that consists of boxes."""
+
+    shape: tuple[int, ...]
+    width: int
+    chunks: tuple[SourceChunk, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class InMemorySource:
+    """Bytes that are already in memory."""
+
+    data: bytes
+
+
+#: Anything that byte ranges are read from.
+Source = Path | ChunkedSource | InMemorySource
+
+
+def paths_of(sources: Iterable[Source]) -> Iterator[Path]:
+    """Yield the files that sources are read from."""
+    for source in sources:
+        if isinstance(source, Path):
+            yield source
+        elif isinstance(source, ChunkedSource):
+            yield from (chunk.order_hint[0] for chunk in source.chunks)
+
+
+def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Return the strides in bytes of contiguous elements in row-major order."""
+    strides = []
+    for size in reversed(shape):
+        strides.append(width)
+        width *= size
+    return tuple(reversed(strides))
+
+
+def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> bool:
+    """Return whether elements with such strides are contiguous. A dimension of one index may have any stride."""
+    expected = row_major_strides(shape, width)
+    return 0 in shape or all(
+        size == 1 or stride == expected_stride
+        for size, stride, expected_stride in zip(shape, strides, expected, strict=True)
+    )

@@ -1,0 +1,78 @@
+"""Tensors that are not in memory: their bytes are read from a checkpoint on demand, and cast if necessary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rankless.engine.io.requests import Fragments, merge_fragments
+from rankless.engine.io.source_reader import SourceReader
+from rankless.engine.plan.file_ranges import CHUNK
+from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
+from rankless.storage.memory import Bytes
+
+#: The number of bytes that are cast at a time.
+_CAST_BYTES = 2**20
+
+#: Returns the ranges of sources with bytes ``[start, stop)`` of a tensor: number of the source, offset, start and stop.
+LocateInSources = Callable[[int, int], Sequence[tuple[int, int, int, int]]]
+
+
+@dataclass
+class ReadFragments:
+    """The fragments of a checkpoint's tensors that were read, to be compared with the checksums."""
+
+    _fragments: list[tuple[int, Fragment]] = field(default_factory=list)
+
+    def add_bytes(self, tensor: int, start: int, data: Bytes) -> None:
+        """Hash bytes from ``start`` on, which may span several blocks."""
+        position = start
+        while position < start + len(data):
+            stop = min(start + len(data), (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
+            self._fragments.append((tensor, Fragment(position, stop, crc64(data[position - start : stop - start]))))
+            position = stop
+
+    def merge_all(self) -> Fragments:
+        """Return all fragments by tensor, with adjacent ones merged."""
+        return merge_fragments([self._fragments])
+
+
+@dataclass(frozen=True)
+class StreamedTensor:
+    """A tensor of a checkpoint, by its number. ``stored`` is its dtype there, ``dtype`` that of the bytes returned."""
+
+    tensor: int
+    stored: torch.dtype
+    dtype: torch.dtype
+    locate: LocateInSources
+    reader: SourceReader
+    fragments_read: ReadFragments
+
+    @property
+    def slice_bytes(self) -> int:
+        """The number of bytes to copy at a time: one read of a file, unless a copy of them is needed to cast them."""
+        return CHUNK if self.stored == self.dtype else _CAST_BYTES
+
+    def view(self, start: int, stop: int) -> None:
+        """Return ``None``: the bytes are not in memory."""
+
+    def copy_out(self, start: int, into: Bytes) -> None:
+        """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements.
+
+        Raises ``CorruptCheckpointError``.
+        """
+        if self.stored == self.dtype:
+            self._read_range(start, into)
+            return
+        first, count = start // self.dtype.itemsize, len(into) // self.dtype.itemsize
+        raw = np.empty(count * self.stored.itemsize, np.uint8)
+        self._read_range(first * self.stored.itemsize, raw)
+        torch.from_numpy(into).view(self.dtype).copy_(torch.from_numpy(raw).view(self.stored))
+
+    def _read_range(self, start: int, into: Bytes) -> None:
+        for number, offset, low, high in self.locate(start, start + len(into)):
+            self.reader.read(number, offset, into[low - start : high - start].data)
+        self.fragments_read.add_bytes(self.tensor, start, into)

@@ -1,0 +1,347 @@
+"""Upload of files to an object store: each file is one multipart upload, and each part is sent by one rank.
+
+A part has bytes of several ranks if shards are small. The plan says who sends it; the others pass their bytes on. Ranks
+do this in rounds of a few parts each, so that a rank needs memory for some parts only, whatever the size of the files.
+
+Some bytes of a file belong to no tensor, such as the records of a zip file. All ranks know them, and take turns in
+sending the parts with such bytes. The header of a file is known when all ranks have hashed their bytes. So the sender
+of a part with bytes of a header keeps it until then: small ranges and received bytes in memory of its own, all others
+where they are. A file of one part is kept in the same way, because it is visible as soon as it is sent.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from rankless.engine.comm.store_messages import StoreMessages
+from rankless.engine.io.cell_exchange import CellExchange, ReceivedRun
+from rankless.engine.io.p2p import P2PExchange
+from rankless.engine.io.part_assembly import PartAssembly
+from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, merge_fragments
+from rankless.engine.io.write_stripes import hash_fragments
+from rankless.engine.plan.cells import CellGrain
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.transfers import TransferTable, cut_out
+from rankless.errors import InvalidArgumentError
+from rankless.ondisk.block_crcs import Fragment
+from rankless.process.worker_threads import run_in_threads
+from rankless.storage.body import Body
+from rankless.storage.memory import Bytes, aligned_buffer
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import Upload
+
+#: The size of parts in bytes. It depends on nothing, so that the ETag of an object depends on its bytes only.
+PART_BYTES = 16 * 2**20
+
+#: The cells of a plan for uploads: each is a part. Ranks take turns in sending the headers, which they keep in memory.
+GRAIN = CellGrain(PART_BYTES, is_dealt=True)
+
+#: The most bytes of a message between ranks that goes through the key-value store. Nearly all bytes of a large job are
+#: passed on, in messages of some 100 KiB, and they must not all go through one process.
+_MAX_STORED_BYTES = 4 * 2**10
+
+#: The most parts of an object, in all stores.
+_MAX_PARTS = 10_000
+
+#: How many parts a rank sends in a round, and how many at a time.
+_PARTS_A_ROUND, _THREADS = 8, 8
+
+
+class SentPart(NamedTuple):
+    """A part that was sent: of file ``file``, counted from 0, with its CRC-64/NVME, and the receipt of the store."""
+
+    file: int
+    part: int
+    crc64nvme: int
+    receipt: str
+
+
+class FileFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A file without the bytes of its tensors: its size, that of its header, and ``known``: other bytes, by offset.
+
+    The header is known later.
+    """
+
+    size: int
+    header_bytes: int = 0
+    known: Sequence[tuple[int, bytes]] = ()
+
+
+@dataclass(frozen=True)
+class UploadTarget:
+    """A file to be uploaded: its path, its frame, and its upload; none if it has one part, and is written at once."""
+
+    path: ObjectPath
+    frame: FileFrame
+    upload: Upload | None
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self.frame.size
+
+    def is_held(self, start: int) -> bool:
+        """Return whether the part at byte ``start`` is kept until the headers are known."""
+        return start < self.frame.header_bytes or self.upload is None
+
+    def send_part(self, part: int, body: Body) -> str:
+        """Send a part, and return its receipt; for a file of one part, its ETag."""
+        if self.upload is not None:
+            return self.path.store.put_part(self.upload, part + 1, body)
+        return self.path.store.put_object(self.path, body)
+
+    def send_assembled(self, file: int, part: int, assembly: PartAssembly) -> SentPart:
+        """Send a part of the file with number ``file``."""
+        assembly.check_complete()
+        body = assembly.make_body()
+        return SentPart(file, part, body.crc64nvme, self.send_part(part, body))
+
+
+@dataclass
+class UploadedParts:
+    """The result of one rank's uploads: its fragments, the parts that it has sent, and those that wait for a header."""
+
+    fragments: Fragments = field(default_factory=dict)
+    sent: list[SentPart] = field(default_factory=list)
+    held: dict[tuple[int, int], PartAssembly] = field(default_factory=dict)
+
+    def send_held(self, targets: Sequence[UploadTarget], headers: Sequence[bytes]) -> list[SentPart]:
+        """Complete the parts that were kept with the headers, by file, and send them."""
+
+        def send(key: tuple[int, int]) -> SentPart:
+            (file, part), assembly = key, self.held.pop(key)
+            assembly.add_known(part * PART_BYTES, headers[file][part * PART_BYTES : (part + 1) * PART_BYTES])
+            return targets[file].send_assembled(file, part, assembly)
+
+        return run_in_threads(send, sorted(self.held), _THREADS)
+
+
+def check_file_size(path: str, nbytes: int) -> None:
+    """Raise ``InvalidArgumentError`` if a file has more parts than a store accepts."""
+    if nbytes > _MAX_PARTS * PART_BYTES:
+        raise InvalidArgumentError(
+            f"{path} has {nbytes} bytes, and an object store accepts {_MAX_PARTS * PART_BYTES} of one file: "
+            "pass a smaller max_shard_size, or split the largest tensor"
+        )
+
+
+class _Position(NamedTuple):
+    """A byte of a file. Positions are in the order of the files."""
+
+    file: int
+    offset: int
+
+
+class _Round(NamedTuple):
+    """Whole parts of one file or several: from a position to another one, which is not in it."""
+
+    start: _Position
+    stop: _Position
+
+    def bytes_of(self, file: int, size: int) -> tuple[int, int]:
+        """Return the first byte of a file that is in the round, and the byte after the last one."""
+        start = self.start.offset if file == self.start.file else 0
+        return start, min(size, self.stop.offset) if file == self.stop.file else size
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part that this rank sends: its bytes in the rank's memory, those of others, and those of no tensor."""
+
+    file: int
+    number: int
+    file_ranges: list[FileRange] = field(default_factory=list)
+    runs: list[ReceivedRun] = field(default_factory=list)
+    known: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class PartUploader:
+    """Uploads the share of one rank. ``file_ranges`` are the bytes that it has in memory, in the order of the files."""
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        targets: Sequence[UploadTarget],
+        rank: int,
+        file_ranges: Sequence[FileRange],
+        bytes_of: ProviderOf,
+    ) -> None:
+        self._plan, self._targets, self._bytes_of = plan, targets, bytes_of
+        self._rank, self._ranges = rank, file_ranges
+        self._starts = [_Position(file_range.file, file_range.offset) for file_range in file_ranges]
+        self._sent_starts = [_Position(transfer.file, transfer.start) for transfer in plan.sent]
+        self._known: Mapping[tuple[int, int], list[tuple[int, bytes]]] = {}
+        self._free_buffers: list[Bytes] = []
+
+    def upload(
+        self, p2p: P2PExchange | None, stored: StoreMessages, ranks: int, on_moved: OnBytesMoved
+    ) -> UploadedParts:
+        """Send all parts of this rank. All ranks call this; with one rank there is no ``p2p``."""
+        uploaded = UploadedParts()
+        hashed: list[list[tuple[int, Fragment]]] = []
+        self._known = self._choose_known(ranks)
+        for number, upload_round in enumerate(_plan_rounds(self._targets, ranks)):
+            kept, runs = self._exchange_round(number, upload_round, p2p, stored, hashed)
+            parts = _group_parts(kept, runs, self._known_in(upload_round))
+            hashed += run_in_threads(lambda part: self._send_part(part, uploaded, on_moved), parts, _THREADS)
+        uploaded.fragments = merge_fragments(hashed)
+        return uploaded
+
+    def _choose_known(self, ranks: int) -> dict[tuple[int, int], list[tuple[int, bytes]]]:
+        """Return the bytes of no tensor that this rank sends, by the file and the part; none yet of headers."""
+        chosen: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        for file, target in enumerate(self._targets):
+            header = ((part * PART_BYTES, b"") for part in range(-(-target.frame.header_bytes // PART_BYTES)))
+            for offset, data in chain(header, *map(_cut_at_parts, target.frame.known)):
+                part = offset // PART_BYTES
+                if GRAIN.gap_rank(file, part, ranks) == self._rank:
+                    chosen.setdefault((file, part), []).append((offset, data))
+        return dict(sorted(chosen.items()))
+
+    def _known_in(self, upload_round: _Round) -> Mapping[tuple[int, int], list[tuple[int, bytes]]]:
+        """Return the bytes of no tensor that this rank sends in a round, by the file and the part."""
+        keys = list(self._known)
+        first, stop = (bisect_left(keys, (edge.file, -(-edge.offset // PART_BYTES))) for edge in upload_round)
+        return {key: self._known[key] for key in keys[first:stop]}
+
+    def _exchange_round(
+        self,
+        number: int,
+        upload_round: _Round,
+        p2p: P2PExchange | None,
+        stored: StoreMessages,
+        hashed: list[list[tuple[int, Fragment]]],
+    ) -> tuple[Sequence[FileRange], list[ReceivedRun]]:
+        """Pass bytes on. Return the ranges that this rank sends to the store from memory, and the received bytes."""
+        own = self._ranges_in(upload_round)
+        low, high = (bisect_left(self._sent_starts, edge) for edge in upload_round)
+        sent, received = self._plan.sent[low:high], _select_transfers(self._plan.received, upload_round)
+        if p2p is None or not (sent or len(received.ranks)):
+            return own, []
+        cells = CellExchange(sent, received, p2p, stored.for_round(number), _MAX_STORED_BYTES)
+        kept, cut = cut_out(own, sent)
+        for transfer, sent_ranges in cut:
+            for file_range in sent_ranges:
+                data = cells.pack_range(transfer, file_range, self._bytes_of(file_range.tensor))
+                hashed.append(list(hash_fragments(file_range, data)))
+        cells.start()
+        return kept, list(cells.receive_runs())
+
+    def _ranges_in(self, upload_round: _Round) -> list[FileRange]:
+        """Return the parts of the rank's ranges that are inside of a round."""
+        first, stop = (bisect_left(self._starts, edge) for edge in upload_round)
+        clipped = []
+        for file_range in self._ranges[max(0, first - 1) : stop]:
+            end = file_range.offset + file_range.stop - file_range.start
+            start, end_of_round = upload_round.bytes_of(file_range.file, end)
+            low, high = max(file_range.offset, start), min(end, end_of_round)
+            if file_range.file >= upload_round.start.file and low < high:
+                clipped.append(file_range.slice_bytes(low - file_range.offset, high - low))
+        return clipped
+
+    def _send_part(self, part: _Part, uploaded: UploadedParts, on_moved: OnBytesMoved) -> list[tuple[int, Fragment]]:
+        target, start = self._targets[part.file], part.number * PART_BYTES
+        size = min(PART_BYTES, target.size - start)
+        if target.is_held(start):
+            held = PartAssembly(start, np.empty(size, np.uint8))
+            fragments = self._fill_part(part, held)
+            uploaded.held[part.file, part.number] = held
+        else:
+            with self._borrow_buffer() as buffer:
+                assembly = PartAssembly(start, buffer[:size])
+                fragments = self._fill_part(part, assembly)
+                sent = target.send_assembled(part.file, part.number, assembly)
+            uploaded.sent.append(sent)
+        on_moved(size)
+        return fragments
+
+    def _fill_part(self, part: _Part, assembly: PartAssembly) -> list[tuple[int, Fragment]]:
+        for run in part.runs:
+            assembly.add_run(run)
+        for offset, data in part.known:
+            assembly.add_known(offset, data)
+        return [
+            fragment
+            for file_range in part.file_ranges
+            for fragment in assembly.add_range(file_range, self._bytes_of(file_range.tensor))
+        ]
+
+    @contextmanager
+    def _borrow_buffer(self) -> Iterator[Bytes]:
+        """Yield a buffer of one part. Later parts use it again: new memory would cost as much time as the copies."""
+        try:
+            buffer = self._free_buffers.pop()
+        except IndexError:
+            buffer = aligned_buffer(PART_BYTES)
+        try:
+            yield buffer
+        finally:
+            self._free_buffers.append(buffer)
+
+
+def _cut_at_parts(piece: tuple[int, bytes]) -> Iterator[tuple[int, bytes]]:
+    """Cut known bytes so that each piece is in one part."""
+    offset, data = piece
+    start = 0
+    while start < len(data):
+        size = PART_BYTES - (offset + start) % PART_BYTES
+        yield offset + start, data[start : start + size]
+        start += size
+
+
+def _plan_rounds(targets: Sequence[UploadTarget], ranks: int) -> Iterator[_Round]:
+    """Yield rounds that cover all files: the same ones on all ranks."""
+    limit, parts, start = _PARTS_A_ROUND * ranks, 0, _Position(0, 0)
+    for number, target in enumerate(targets):
+        for offset in range(0, target.size, PART_BYTES):
+            if parts == limit:
+                position = _Position(number, offset)
+                yield _Round(start, position)
+                start, parts = position, 0
+            parts += 1
+    yield _Round(start, _Position(len(targets), 0))
+
+
+def _select_transfers(received: TransferTable, upload_round: _Round) -> TransferTable:
+    low, high = (
+        (received.files > edge.file) | ((received.files == edge.file) & (received.starts >= edge.offset))
+        for edge in upload_round
+    )
+    return TransferTable(*(column[low & ~high] for column in received))
+
+
+def _group_parts(
+    file_ranges: Sequence[FileRange],
+    runs: Sequence[ReceivedRun],
+    known: Mapping[tuple[int, int], list[tuple[int, bytes]]],
+) -> list[_Part]:
+    """Return the parts of a round that this rank sends: those of which it has bytes, or bytes of no tensor."""
+    parts = {key: _Part(*key, known=pieces) for key, pieces in known.items()}
+
+    def part_at(file: int, offset: int) -> _Part:
+        key = file, offset // PART_BYTES
+        return parts.setdefault(key, _Part(*key))
+
+    for file_range in file_ranges:
+        rest = file_range
+        while rest.start < rest.stop:
+            size = min(rest.stop - rest.start, PART_BYTES - rest.offset % PART_BYTES)
+            part_at(rest.file, rest.offset).file_ranges.append(rest.slice_bytes(0, size))
+            rest = rest.slice_bytes(size, rest.stop - rest.start - size)
+    for run in runs:
+        done = 0
+        while done < len(run.data):
+            offset = run.start + done
+            size = min(len(run.data) - done, PART_BYTES - offset % PART_BYTES)
+            part_at(run.file, offset).runs.append(ReceivedRun(run.file, offset, run.data[done : done + size]))
+            done += size
+    return [parts[key] for key in sorted(parts)]

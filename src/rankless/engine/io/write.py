@@ -1,0 +1,145 @@
+"""Writing of file ranges from this rank's own memory: a few threads fill, hash and write chunks of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from rankless.engine.io.device_streams import find_copy_streams
+from rankless.engine.io.pinned_memory import pin_for
+from rankless.engine.io.requests import (
+    ByteProvider,
+    Fragments,
+    OnBytesMoved,
+    ProviderOf,
+    ignore_progress,
+    make_fragment,
+    merge_fragments,
+)
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, alternate_files, file_chunks
+from rankless.observe.spans import span, traced
+from rankless.ondisk.block_crcs import Fragment, crc64
+from rankless.process.worker_threads import THREADS, run_in_threads
+from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
+from rankless.storage.memory import BufferPool, Bytes
+
+#: The most files that are open at a time, each with up to two descriptors. The usual limit of a process is 1024.
+_MAX_OPEN = 192
+
+
+@traced("write", "write")
+def write_file_ranges(
+    files: Sequence[Path],
+    file_ranges: Sequence[FileRange],
+    provider_of: ProviderOf,
+    on_moved: OnBytesMoved = ignore_progress,
+    open_writer: Callable[[Path], FileWriter] = DirectWriter,
+) -> Fragments:
+    """Write this rank's file ranges into existing files, make them durable, and return the fragments that it hashed.
+
+    Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
+    """
+    streams = find_copy_streams(_iterate_shards(file_ranges, provider_of))
+    buffers = BufferPool(CHUNK + SECTOR_BYTES, partial(pin_for, streams))
+    results: list[list[tuple[int, Fragment]]] = []
+    for some_ranges in _split_by_files(file_ranges):
+        with ExitStack() as stack:
+            writers = {
+                file: stack.enter_context(open_writer(files[file]))
+                for file in sorted({file_range.file for file_range in some_ranges})
+            }
+
+            def write_one(chunk: IoChunk, writers: Mapping[int, FileWriter] = writers) -> list[tuple[int, Fragment]]:
+                fragments = _write_chunk(chunk, provider_of, buffers, writers[chunk.file])
+                on_moved(chunk.size)
+                return fragments
+
+            results += run_in_threads(write_one, *_schedule_chunks(some_ranges, writers.values()))
+            with span("sync", "sync"):
+                for writer in writers.values():
+                    writer.sync()
+    return merge_fragments(results)
+
+
+def _schedule_chunks(
+    file_ranges: Sequence[FileRange], writers: Collection[FileWriter]
+) -> tuple[Iterator[IoChunk], int]:
+    """Return the chunks in the order in which threads begin them, and the number of threads."""
+    chunks = file_chunks(file_ranges)
+    if not any(writer.copies_bytes for writer in writers):
+        return chunks, THREADS
+    # A write that copies keeps all others out of its file. So each thread has another file; of one file, a second
+    # thread hashes meanwhile.
+    return alternate_files(chunks), min(THREADS, max(2, len(writers)))
+
+
+def _iterate_shards(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Iterator[TensorBytes]:
+    for tensor in {file_range.tensor for file_range in file_ranges}:
+        provider = provider_of(tensor)
+        if isinstance(provider, TensorBytes):
+            yield provider
+
+
+def _split_by_files(file_ranges: Sequence[FileRange]) -> Iterator[Sequence[FileRange]]:
+    """Yield the file ranges of at most :data:`_MAX_OPEN` files at a time."""
+    files = sorted({file_range.file for file_range in file_ranges})
+    if len(files) <= _MAX_OPEN:
+        yield file_ranges
+        return
+    batch_of = {file: number // _MAX_OPEN for number, file in enumerate(files)}
+    batches: dict[int, list[FileRange]] = {}
+    for file_range in file_ranges:
+        batches.setdefault(batch_of[file_range.file], []).append(file_range)
+    yield from (batches[number] for number in sorted(batches))
+
+
+def _write_chunk(
+    chunk: IoChunk, provider_of: ProviderOf, buffers: BufferPool, writer: FileWriter
+) -> list[tuple[int, Fragment]]:
+    if writer.copies_bytes and len(chunk.file_ranges) == 1:
+        fragment = _write_in_place(chunk.file_ranges[0], provider_of, writer)
+        if fragment is not None:
+            return [fragment]
+    buffer, lead = buffers.get(), chunk.offset % SECTOR_BYTES
+    filled, fragments = lead, []
+    for file_range in chunk.file_ranges:
+        size = file_range.stop - file_range.start
+        buffer_slice = buffer[filled : filled + size]
+        crc = copy_and_hash(buffer_slice, provider_of(file_range.tensor), file_range.local)
+        fragments.append(make_fragment(file_range, crc))
+        filled += size
+    writer.write(chunk.offset, buffer[lead:filled].data)
+    return fragments
+
+
+def _write_in_place(file_range: FileRange, provider_of: ProviderOf, writer: FileWriter) -> tuple[int, Fragment] | None:
+    """Hash and write bytes that are in memory, without a copy of them. Return ``None`` if that was not possible.
+
+    Nothing else may change the tensor meanwhile. If something does, a checkpoint whose bytes do not match their CRC
+    would be of no use, so each slice is hashed again after it was written.
+    """
+    provider, size = provider_of(file_range.tensor), file_range.stop - file_range.start
+    data = provider.view(file_range.local, file_range.local + size)
+    if data is None:
+        return None
+    crc = 0
+    for start in range(0, size, provider.slice_bytes):
+        data_slice = data[start : start + provider.slice_bytes]
+        before, crc = crc, crc64(data_slice, crc)
+        writer.write(file_range.offset + start, data_slice.data)
+        if crc64(data_slice, before) != crc:
+            return None
+    return make_fragment(file_range, crc)
+
+
+def copy_and_hash(buffer_slice: Bytes, provider: ByteProvider, start: int) -> int:
+    """Copy bytes of a tensor, and hash each slice right after it was copied."""
+    crc, size = 0, provider.slice_bytes
+    for done in range(0, len(buffer_slice), size):
+        filled = buffer_slice[done : done + size]
+        provider.copy_out(start + done, filled)
+        crc = crc64(filled, crc)
+    return crc

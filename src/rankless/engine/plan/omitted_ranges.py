@@ -1,0 +1,68 @@
+"""Ranges of files that a save need not write, because the files have these bytes already. Pure functions.
+
+A rank that omits a range omits all work for it: its own writes, stripes, and the exchange with other hosts. All ranks
+omit the same ranges, so sends and receives still match.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.routes import StripeTask
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
+
+#: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.
+OmittedRanges = Mapping[int, Sequence[ElementRange]]
+
+
+def omit_ranges(plan: SavePlan, omitted: OmittedRanges) -> SavePlan:
+    """Return the plan without the work for some ranges of files.
+
+    A stripe is written whole if any of its bytes is.
+    """
+    if not omitted:
+        return plan
+    received = [part for transfer in plan.received.to_transfers() for part in _remaining_transfers(transfer, omitted)]
+    return replace(
+        plan,
+        file_ranges=[part for file_range in plan.file_ranges for part in _remaining_ranges(file_range, omitted)],
+        stripe_tasks=[task for task in plan.stripe_tasks if _is_written(task, omitted)],
+        sent=[part for transfer in plan.sent for part in _remaining_transfers(transfer, omitted)],
+        received=tabulate_transfers(received),
+    )
+
+
+def _remaining_ranges(file_range: FileRange, omitted: OmittedRanges) -> Iterator[FileRange]:
+    for start, stop in _subtract(file_range.offset, file_range.offset + _size(file_range), file_range.file, omitted):
+        yield file_range.slice_bytes(start - file_range.offset, stop - start)
+
+
+def _remaining_transfers(transfer: CellTransfer, omitted: OmittedRanges) -> Iterator[CellTransfer]:
+    for start, stop in _subtract(transfer.start, transfer.stop, transfer.file, omitted):
+        yield transfer._replace(start=start, stop=stop)
+
+
+def _is_written(task: StripeTask, omitted: OmittedRanges) -> bool:
+    return any(True for file_range in task.file_ranges for _ in _remaining_ranges(file_range, omitted))
+
+
+def _subtract(start: int, stop: int, file: int, omitted: OmittedRanges) -> Iterator[ElementRange]:
+    """Yield the parts of bytes ``[start, stop)`` of a file that are not omitted."""
+    ranges = omitted.get(file, ())
+    for low, high in ranges[bisect_right(ranges, start, key=lambda omitted_range: omitted_range.stop) :]:
+        if low >= stop:
+            break
+        if start < low:
+            yield ElementRange(start, low)
+        start = high
+    if start < stop:
+        yield ElementRange(start, stop)
+
+
+def _size(file_range: FileRange) -> int:
+    return file_range.stop - file_range.start

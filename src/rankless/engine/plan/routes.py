@@ -1,0 +1,147 @@
+"""Assignment of stripes to ranks, and the bytes that ranks exchange for each stripe. Pure functions.
+
+Every rank works through its stripes in the same order as all others. So sends and receives between two ranks match,
+and the oldest stripe in flight never waits for a younger one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.global_spec import GlobalTensor
+from rankless.engine.plan.placements import Coordinate
+from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.shards import LocalShard, local_shard
+from rankless.engine.plan.stripes import StripeSlice, is_narrow, split_into_stripes, stripe_slice
+
+#: Returns the file ranges of bytes ``[start, stop)`` of a tensor; their ``local`` counts from ``start``.
+Locate = Callable[[int, int], Sequence[FileRange]]
+
+
+def is_striped(tensor: GlobalTensor) -> bool:
+    """Return whether a tensor is moved in stripes: whether its first shard, which has the longest ranges, is narrow."""
+    return bool(tensor.division) and is_narrow(local_shard(tensor.info, tensor.division, (0,) * len(tensor.division)))
+
+
+def contiguous_requests(shard: LocalShard, locate: Locate) -> Iterator[FileRange]:
+    """Yield the ranges of a shard as ranges of files."""
+    local = 0
+    for start, stop in shard.iter_ranges():
+        file_ranges = locate(start, stop)
+        yield from (
+            (file_range._replace(local=file_range.local + local) for file_range in file_ranges)
+            if local
+            else file_ranges
+        )
+        local += stop - start
+
+
+class ShardContribution(NamedTuple):
+    """The part of a shard that is in a stripe: ``size`` bytes from offset ``local`` of the shard.
+
+    ``holders`` have these bytes, and ``sender`` is the one that is nearest to the stripe's owner.
+    """
+
+    holders: tuple[int, ...]
+    sender: int
+    local: int
+    size: int
+
+
+class OwnedStripe(NamedTuple):
+    """A stripe that this rank assembles or distributes: its ranges of files, and the contributions of all shards."""
+
+    file_ranges: Sequence[FileRange]
+    contributions: tuple[tuple[ShardContribution, StripeSlice], ...]
+
+
+class RemoteStripe(NamedTuple):
+    """A stripe that rank ``owner`` handles: its ranges of files, and the contribution of this rank's shard."""
+
+    file_ranges: Sequence[FileRange]
+    owner: int
+    contribution: ShardContribution
+
+    @property
+    def tensor(self) -> int:
+        """The number of the stored tensor of the stripe's first byte."""
+        return self.file_ranges[0].tensor
+
+    @property
+    def start(self) -> int:
+        """The position of the stripe's first byte in that tensor. The owner identifies the stripe by both."""
+        return self.file_ranges[0].start
+
+
+StripeTask = OwnedStripe | RemoteStripe
+
+
+class StripeRoutes:
+    """The stripes that concern one rank. Ranks that hold the same tensors own their stripes in turn.
+
+    ``holders`` returns the ranks that take part for a shard.
+    """
+
+    def __init__(
+        self, rank: int, holders: Callable[[GlobalTensor, Coordinate], tuple[int, ...]] = GlobalTensor.holder_ranks
+    ) -> None:
+        self._rank, self._holders = rank, holders
+        self._assigned: dict[tuple[int, ...], int] = {}
+
+    def route_tensor(self, tensor: GlobalTensor, locate: Locate) -> Iterator[StripeTask]:
+        """Yield the stripes of a tensor that this rank owns, and those that contain bytes of its shard.
+
+        Call it for tensors in the order of their numbers, which are the same on all ranks.
+        """
+        coordinate = tensor.coordinate_of(self._rank)
+        if coordinate is None:
+            return
+        shard, peers = local_shard(tensor.info, tensor.division, coordinate), self._holders(tensor, coordinate)
+        candidates = tensor.all_ranks()
+        for stripe in split_into_stripes(shard.shape):
+            owner = self._next_owner(candidates)
+            if owner == self._rank:
+                yield OwnedStripe(locate(*stripe), tuple(self._all_contributions(tensor, stripe)))
+            elif (contribution := _make_contribution(shard, stripe, peers, owner)) is not None:
+                yield RemoteStripe(locate(*stripe), owner, contribution)
+
+    def _all_contributions(
+        self, tensor: GlobalTensor, stripe: ElementRange
+    ) -> Iterator[tuple[ShardContribution, StripeSlice]]:
+        for coordinate in tensor.iter_coordinates():
+            shard = local_shard(tensor.info, tensor.division, coordinate)
+            contribution = _make_contribution(shard, stripe, self._holders(tensor, coordinate), self._rank)
+            if contribution is not None:
+                yield contribution, stripe_slice(shard, stripe)
+
+    def _next_owner(self, candidates: tuple[int, ...]) -> int:
+        number = self._assigned.get(candidates, 0)
+        self._assigned[candidates] = number + 1
+        return candidates[number % len(candidates)]
+
+
+def local_stripes(tensor: GlobalTensor, rank: int, locate: Locate) -> Iterator[OwnedStripe]:
+    """Yield the stripes that contain bytes of this rank's shard, each with the contribution of this shard only."""
+    coordinate = tensor.coordinate_of(rank)
+    if coordinate is None:
+        return
+    shard = local_shard(tensor.info, tensor.division, coordinate)
+    for stripe in split_into_stripes(shard.shape):
+        if (contribution := _make_contribution(shard, stripe, (rank,), rank)) is not None:
+            yield OwnedStripe(locate(*stripe), ((contribution, stripe_slice(shard, stripe)),))
+
+
+def _make_contribution(
+    shard: LocalShard, stripe: ElementRange, holders: tuple[int, ...], owner: int
+) -> ShardContribution | None:
+    start, stop = shard.bytes_before(stripe.start), shard.bytes_before(stripe.stop)
+    return ShardContribution(holders, _nearest_rank(holders, owner), start, stop - start) if start < stop else None
+
+
+def _nearest_rank(holders: tuple[int, ...], owner: int) -> int:
+    """Return the holder nearest to the owner: near numbers are near in the network. ``holders`` are ascending."""
+    index = bisect.bisect_left(holders, owner)
+    return min(holders[max(0, index - 1) : index + 1], key=lambda rank: abs(rank - owner))

@@ -1,0 +1,82 @@
+"""Descriptions of tensors that ranks exchange: names, dtypes, shapes, layouts. They contain no coordinates of shards.
+
+A spec does not depend on the rank that wrote it, and meshes are in a table of their own. So thousands of ranks share a
+few of both, and each rank derives from them which ranks hold which shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from rankless.engine.plan.placements import MeshShape, Placement
+from rankless.engine.plan.split_tensors import Splits
+
+#: The group of tensors that belong to single ranks; their names begin with the rank and a slash.
+PER_RANK = "ranks"
+
+#: In a spec, the group of tensors of the rank itself. Their names lack the rank, so that ranks can share a spec.
+OWN = "own"
+
+
+class LayoutSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A layout over mesh number ``mesh`` of the rank's table."""
+
+    mesh: int
+    placements: tuple[Placement, ...]
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor. ``layout`` is an index into the spec's layouts; ``None`` if every rank that names it has all of it.
+
+    Ranks that hold a ``shared`` tensor must have equal values and divide the writing. If it is not shared (a buffer),
+    the value of the lowest rank is saved. ``splits`` are the stored tensors, if it is not stored as one tensor of its
+    name. A tensor that is ``apart`` shares no file with tensors that are not.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: int | None = None
+    shared: bool = True
+    splits: Splits = ()
+    apart: bool = False
+
+
+class Spec(msgspec.Struct, frozen=True, array_like=True):
+    """All tensors of one rank.
+
+    ``tied`` is ``{group: {tied name: stored name}}``; ``known_names`` are other names that the rank knows, by their
+    kind.
+    """
+
+    layouts: tuple[LayoutSpec, ...] = ()
+    tensors: tuple[TensorSpec, ...] = ()
+    tied: dict[str, dict[str, str]] = {}
+    known_names: dict[str, list[str]] = {}
+
+    def encode(self) -> bytes:
+        """Return the spec as bytes; equal specs have equal bytes."""
+        return _encode(self)
+
+
+class Meshes(msgspec.Struct, frozen=True, array_like=True):
+    """The meshes of one rank's spec, over global ranks."""
+
+    table: tuple[MeshShape, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the table as bytes; equal tables have equal bytes."""
+        return _encode(self)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_spec = msgspec.msgpack.Decoder(Spec).decode
+decode_meshes = msgspec.msgpack.Decoder(Meshes).decode
+
+
+def digest_bytes(raw: bytes, size: int = 16) -> bytes:
+    """Return a digest of ``size`` bytes."""
+    return hashlib.blake2b(raw, digest_size=size).digest()

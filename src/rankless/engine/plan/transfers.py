@@ -1,0 +1,83 @@
+"""Bytes of files that one rank sends to another, which writes them. Pure functions.
+
+A rank sends few ranges, and receives few, unless the shards of a tensor are tiny: then the rank that writes a cell
+receives a few bytes from each of thousands of ranks. So received ranges are columns of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankless.engine.plan.file_ranges import FileRange
+
+Numbers = NDArray[np.int64]
+
+
+class CellTransfer(NamedTuple):
+    """Bytes ``[start, stop)`` of file number ``file`` that this rank sends to, or receives from, another rank."""
+
+    file: int
+    start: int
+    stop: int
+    rank: int
+
+
+class TransferTable(NamedTuple):
+    """Transfers as columns, in the order of the files: see :class:`CellTransfer`."""
+
+    files: Numbers
+    starts: Numbers
+    stops: Numbers
+    ranks: Numbers
+
+    @property
+    def sizes(self) -> Numbers:
+        """The number of bytes of each transfer."""
+        return self.stops - self.starts
+
+    def to_transfers(self) -> list[CellTransfer]:
+        """Return the rows."""
+        return [CellTransfer(*row) for row in zip(*(column.tolist() for column in self), strict=True)]
+
+
+def tabulate_transfers(transfers: Sequence[CellTransfer], tables: Iterable[TransferTable] = ()) -> TransferTable:
+    """Return all transfers as one table in the order of the files. No two of them overlap."""
+    rows = np.array(transfers, np.int64).reshape(-1, len(TransferTable._fields))
+    columns = [np.concatenate(column) for column in zip(rows.T, *tables, strict=True)]
+    order = np.lexsort((columns[1], columns[0]))
+    return TransferTable(*(column[order] for column in columns))
+
+
+def cut_out(
+    file_ranges: Sequence[FileRange], sent: Sequence[CellTransfer]
+) -> tuple[list[FileRange], list[tuple[CellTransfer, list[FileRange]]]]:
+    """Divide ranges into those that the rank writes, and the ranges that make up each transfer.
+
+    Both arguments are in the order of the files. A transfer without any bytes in ``file_ranges`` is left out.
+    """
+    kept: list[FileRange] = []
+    cut: dict[CellTransfer, list[FileRange]] = {}
+    number = 0
+    for file_range in file_ranges:
+        rest = file_range
+        while number < len(sent) and (sent[number].file, sent[number].stop) <= (rest.file, rest.offset):
+            number += 1
+        following = number
+        while following < len(sent) and sent[following].file == rest.file:
+            transfer = sent[following]
+            skip = max(0, transfer.start - rest.offset)
+            if skip >= rest.stop - rest.start:
+                break
+            size = min(transfer.stop - rest.offset, rest.stop - rest.start) - skip
+            if skip:
+                kept.append(rest.slice_bytes(0, skip))
+            cut.setdefault(transfer, []).append(rest.slice_bytes(skip, size))
+            rest = rest.slice_bytes(skip + size, rest.stop - rest.start - skip - size)
+            following += 1
+        if rest.start < rest.stop:
+            kept.append(rest)
+    return kept, list(cut.items())

@@ -1,0 +1,30 @@
+"""Checks that every file of a checkpoint is inside the folder that was opened, after symbolic links are resolved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankless.storage import posix
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
+
+
+def allowed_root(root: Path) -> tuple[Path, ...]:
+    """Return the folders that may hold the files of a checkpoint in ``root``.
+
+    They are ``root`` itself and, in the cache of the Hugging Face Hub, the folder ``blobs`` of the repository: there a
+    file in ``snapshots/<revision>/`` is a link into ``blobs/``. ``blobs`` must be a real folder of the repository,
+    because a link could lead anywhere.
+    """
+    if isinstance(root, ObjectPath):
+        return (root,)
+    repository = root.parent.parent
+    blobs = repository / "blobs"
+    if root.parent.name == "snapshots" and posix.real_path(blobs) == posix.real_path(repository) / "blobs":
+        return root, blobs
+    return (root,)
+
+
+def check_contained(path: Path, root: Path) -> None:
+    """Raise ``UnsafeNameError`` if ``path`` is not a regular file inside ``root``, the folder that was opened."""
+    store_of(path).check_regular(path, within=allowed_root(root))

@@ -1,0 +1,114 @@
+"""Parsing the file of a model: its tensors, the shapes of its parameters, and other values.
+
+Source: ``_common_checkpoint_state`` and ``_save_checkpoint`` in ``runtime/engine.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankless.errors import CorruptCheckpointError, FormatError
+from rankless.formats.deepspeed.file_access import FileAccess
+from rankless.formats.deepspeed.param_shapes import parse_shape_groups, parse_shapes
+from rankless.formats.deepspeed.partitions import Shapes
+
+#: Keys that rankless reads into a model, an optimizer or a scheduler.
+_FORMAT_KEYS = frozenset(
+    {
+        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+        *("buffer_names", "lr_scheduler"),
+    }
+)
+
+#: Keys of DeepSpeed that are left out if they are empty. All others are the user's client state.
+_OPTIONAL_KEYS = frozenset(
+    {
+        *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "num_experts"),
+        *("ds_autoep_layers", "autoep_layers", "universal_checkpoint_info", "folding"),
+    }
+)
+
+_AUTO_EP = ("ds_autoep_layers", "autoep_layers")
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """The file of a model.
+
+    Attributes:
+        path: The file.
+        module: The state dict of the model; empty for a stage of a pipeline, whose layers have files of their own.
+        shapes: The shapes of the trained parameters of each group, or sub-group of ZeRO-3; ``None`` without ZeRO.
+        frozen_shapes: The shapes of the frozen parameters, if they are known.
+        frozen: The part of each frozen parameter that a rank of ZeRO-3 has.
+        shared: The names of tied parameters: ``{name: name of the parameter that is stored}``.
+        buffers: The names of the buffers.
+        optimizer: The state of the optimizer without ZeRO, or ``None``.
+        scheduler: The state of the scheduler, or ``None``.
+        values: The counters of DeepSpeed and the client state.
+    """
+
+    path: Path
+    module: Mapping[str, Any]
+    shapes: Sequence[Shapes] | None
+    frozen_shapes: Shapes
+    frozen: Mapping[str, Any]
+    shared: Mapping[str, str]
+    buffers: Sequence[str]
+    optimizer: Any
+    scheduler: Any
+    values: Mapping[str, Any]
+
+
+def read_model_file(path: Path, access: FileAccess) -> ModelFile:
+    """Read the file of a model.
+
+    Raises ``FormatError`` if it has a form that rankless does not read, ``CorruptCheckpointError`` if it is invalid.
+    """
+    root = access.read_dict(path)
+    if "module" not in root:
+        raise FormatError(f"{path} has no module: it is not a model that DeepSpeed saved")
+    if any(root.get(key) for key in _AUTO_EP):
+        raise FormatError(
+            f"{path} has layers of AutoEP, which rankless reads neither here nor in universal checkpoints: train "
+            "without AutoEP, or save the weights in DeepSpeed"
+        )
+    shapes = root.get("param_shapes")
+    return ModelFile(
+        path,
+        _get_table(root, "module", path),
+        None if shapes is None else parse_shape_groups(shapes, path, access.budget),
+        parse_shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes", path, access.budget),
+        _get_table(root, "frozen_param_fragments", path),
+        _get_table(root, "shared_params", path, of_names=True),
+        _get_names(root, path),
+        root.get("optimizer"),
+        root.get("lr_scheduler"),
+        {
+            key: value
+            for key, value in root.items()
+            if key not in _FORMAT_KEYS and not (key in _OPTIONAL_KEYS and not value)
+        },
+    )
+
+
+def _get_table(root: Mapping[str, Any], key: str, path: Path, *, of_names: bool = False) -> dict[str, Any]:
+    """Return a dict by name, which may be missing or ``None``."""
+    table = root.get(key)
+    if table is None:
+        return {}
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
+        raise CorruptCheckpointError(f"{path}: {key} must be a dict by the names of parameters")
+    if of_names and not all(isinstance(name, str) for name in table.values()):
+        raise CorruptCheckpointError(f"{path}: {key} must have the names of parameters")
+    return table
+
+
+def _get_names(root: Mapping[str, Any], path: Path) -> list[str]:
+    names = root.get("buffer_names") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptCheckpointError(f"{path}: buffer_names must be a list of names")
+    return names

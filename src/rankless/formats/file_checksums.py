@@ -1,0 +1,89 @@
+"""The checksums of byte ranges that other systems' files have, and the ranges that cover the bytes of a tensor."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rankless.engine.io.sources import InMemorySource, SourceChunk
+from rankless.errors import CorruptCheckpointError, RanklessError
+from rankless.formats.dcp.folder import is_dcp
+from rankless.formats.dcp.record_checksums import RecordChecksumIndex
+from rankless.formats.reader import FileExtent
+from rankless.formats.torchfile.entry_checksums import read_entry_checksums
+from rankless.formats.torchfile.zip_reader import FileWindow, is_zip
+from rankless.ondisk.range_checksums import RangeChecksum
+from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.store import store_of
+
+
+@dataclass(frozen=True)
+class FileChecksums:
+    """The checksums in files, sorted, and the errors of files whose checksums cannot be read."""
+
+    sums: Sequence[RangeChecksum]
+    errors: Sequence[CorruptCheckpointError]
+
+    @cached_property
+    def _range_starts(self) -> Sequence[tuple[Path, int]]:
+        return [(checksum.file, checksum.start) for checksum in self.sums]
+
+    def find_covering(self, extents: Iterable[FileExtent]) -> list[int] | None:
+        """Return the indices of the checksums that cover the bytes of a tensor, or ``None`` if some bytes have none.
+
+        Raises ``CorruptCheckpointError`` if the location of the bytes cannot be read.
+        """
+        numbers: set[int] = set()
+        for file, start, stop in (file_range for extent in extents for file_range in _file_ranges(extent)):
+            at, number = start, bisect.bisect_right(self._range_starts, (file, start)) - 1
+            while at < stop:
+                checksum = self.sums[number] if 0 <= number < len(self.sums) else None
+                if checksum is None or checksum.file != file or not checksum.start <= at < checksum.stop:
+                    return None
+                numbers.add(number)
+                at, number = checksum.stop, number + 1
+        return sorted(numbers) if self.sums else None
+
+
+def find_file_checksums(files: Sequence[Path]) -> FileChecksums:
+    """Return the checksums in the files of a checkpoint: of zip files, and of records of distributed checkpoints."""
+    results = list(_find_checksums(files))
+    sums = {result for result in results if isinstance(result, RangeChecksum)}
+    return FileChecksums(sorted(sums), [result for result in results if isinstance(result, CorruptCheckpointError)])
+
+
+def _find_checksums(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
+    remaining = set(files)
+    for folder in sorted({file.parent for file in remaining}):
+        if not is_dcp(folder):
+            continue
+        try:
+            records = RecordChecksumIndex(folder)
+        except RanklessError as error:
+            yield CorruptCheckpointError(*error.args)
+            remaining -= {file for file in remaining if file.parent == folder and file.suffix == ".distcp"}
+            continue
+        yield from records.find_checksums(remaining & records.files)
+        remaining -= records.files
+    for file in sorted(remaining):
+        window = FileWindow(file, 0, store_of(file).file_size(file), ReaderPool())
+        if is_zip(window):
+            yield from read_entry_checksums(window)
+
+
+def _file_ranges(extent: FileExtent) -> Iterator[tuple[Path, int, int]]:
+    """Yield the file ranges of an extent. Bytes in memory have none: they were checked when the values were read."""
+    if isinstance(extent.file, Path):
+        yield extent.file, extent.offset, extent.offset + extent.stop - extent.start
+    elif not isinstance(extent.file, InMemorySource):
+        for chunk in extent.file.chunks:
+            yield _file_range_of(chunk, extent.file.width)
+
+
+def _file_range_of(chunk: SourceChunk, width: int) -> tuple[Path, int, int]:
+    file, offset, strides = chunk.location
+    reach = sum((size - 1) * stride for size, stride in zip(chunk.box.shape, strides, strict=True))
+    return file, offset, offset + reach + width

@@ -1,0 +1,161 @@
+"""A reader of weights as Hugging Face libraries write them: one safetensors file, or several and an index.
+
+Source: ``save_pretrained`` of transformers. A single safetensors file outside of such a folder is read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankless.errors import CorruptCheckpointError, FormatError
+from rankless.formats.contained_paths import check_contained
+from rankless.formats.native import check_native_form
+from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
+from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
+from rankless.formats.sharded.index import read_index, two_saves_error
+from rankless.ondisk import block_crcs, values
+from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.header import parse_json_object
+from rankless.ondisk.values import ArrayCodec
+from rankless.storage.store import store_of
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+#: The index and the single file of an optimizer, as ``save_optimizer`` writes them.
+_OPTIMIZER = ("optimizer.safetensors.index.json", "optimizer.safetensors")
+
+#: Key of the header metadata of a first file with the values that are not tensors, as JSON by component.
+VALUES_KEY = "rankless.values"
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+def is_huggingface(path: Path) -> bool:
+    """Return whether a folder holds weights in this layout, or a file is a safetensors file."""
+    if store_of(path).is_file(path):
+        return path.suffix == ".safetensors" or is_safetensors(path)
+    return bool(kinds_in(path))
+
+
+def kinds_in(folder: Path) -> list[str]:
+    """Return which of a model and an optimizer a folder holds in this layout; optimizers as rankless writes them."""
+    index, single = _OPTIMIZER
+    has_optimizer = store_of(folder).file_exists(folder / single) or (
+        store_of(folder).file_exists(folder / index) and not read_index(folder / index, folder).groups_file
+    )
+    has_model = store_of(folder).file_exists(folder / INDEX) or store_of(folder).file_exists(folder / SINGLE)
+    return [kind for kind, is_there in ((MODEL, has_model), (OPTIMIZER, has_optimizer)) if is_there]
+
+
+class HuggingFaceReader:
+    """A reader of one safetensors file, or of a folder with a model, an optimizer as rankless writes it, or both."""
+
+    format = "huggingface"
+    unread: Sequence[UnreadTensorNote] = ()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file_sets = dict(self._open_file_sets())
+        self.files: Sequence[Path] = [file.path for files in self._file_sets.values() for file in files.files]
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
+            group: files.tensors for group, files in self._file_sets.items()
+        }
+        self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._file_sets.items()}
+
+    def _open_file_sets(self) -> Iterator[tuple[str, SafetensorsFiles]]:
+        if store_of(self.path).is_file(self.path):
+            file = SafetensorsFile.open(self.path)
+            yield (OPTIMIZER if OPTIMIZER in self._header_values([file]) else MODEL), SafetensorsFiles([file])
+            return
+        for group, (index, single) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+            paths = self._list_files(index, single)
+            if paths:
+                yield group, SafetensorsFiles([SafetensorsFile.open(path) for path in paths])
+
+    def _list_files(self, index: str, single: str) -> list[Path]:
+        store = store_of(self.path)
+        if store.file_exists(self.path / index) and not read_index(self.path / index, self.path).groups_file:
+            names = sorted(set(self._weight_map(index).values()))
+            if single not in names and store.file_exists(self.path / single):
+                raise two_saves_error(self.path / index, self.path / single)
+            return [self._checked_path(self.path / name, index) for name in names]
+        return [self._checked_path(self.path / single, index)] if store.file_exists(self.path / single) else []
+
+    def _weight_map(self, name: str) -> dict[str, str]:
+        return read_index(self.path / name, self.path).weight_map
+
+    def _checked_path(self, file: Path, index: str) -> Path:
+        if not store_of(file).path_exists(file):
+            raise CorruptCheckpointError(f"{file} is missing; {index} names it")
+        check_contained(file, self.path)
+        return file
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the tensors' names, dtypes, shapes and offsets, and of the values in the headers."""
+        tensors = repr(
+            [
+                sorted(
+                    (name, info, files.file_of(name).tensor_extent(name, 0, 0).offset)
+                    for name, info in files.tensors.items()
+                )
+                for files in self._file_sets.values()
+            ]
+        )
+        header_texts = repr([self._header_texts(files.files) for files in self._file_sets.values()])
+        return f"{block_crcs.crc64((tensors + header_texts).encode()):016x}"
+
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """See :class:`rankless.formats.reader.Reader`."""
+        if group not in self._file_sets:
+            raise FormatError(f"{self.path} holds {' and '.join(self._file_sets)}, and no {group}")
+        return [self._file_sets[group].file_of(name).tensor_extent(name, start, stop)]
+
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRCs that rankless wrote into the header, or ``None`` if another library wrote the file."""
+        return self._file_sets[group].file_of(name).crcs.get(name)
+
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the values that rankless wrote into the headers; files of other libraries have none."""
+        del rank, rank_codec
+        shared = {}
+        for group, files in self._file_sets.items():
+            encoded = self._header_values(files.files)
+            if group == OPTIMIZER and group not in encoded:
+                raise CorruptCheckpointError(
+                    f"{self.path}: the optimizer's parameter groups are missing: no file's header has {VALUES_KEY!r}"
+                )
+            if group in encoded:
+                value = values.decode_value(encoded[group], shared_codec, str(self.path))
+                shared[group] = check_native_form(group, value, self.path)
+        return CheckpointValues(shared)
+
+    def _header_values(self, files: Sequence[SafetensorsFile]) -> dict[str, Any]:
+        """Return the values in the headers by component, still encoded."""
+        encoded: dict[str, Any] = {}
+        for text in self._header_texts(files):
+            encoded |= parse_json_object(text, f"{VALUES_KEY} of {self.path}")
+        return encoded
+
+    def _header_texts(self, files: Sequence[SafetensorsFile]) -> list[str]:
+        texts = [file.header.metadata.get(VALUES_KEY) for file in files]
+        return [text for text in texts if text is not None]
+
+    def is_current(self) -> bool:
+        """Return ``True``: a folder of weights has no id, so it is unknown whether it was replaced."""
+        return True
+
+    def check_files(self) -> None:
+        """Check that an index names just the tensors that are in the files. There are no checksums of the files."""
+        for group, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+            if group in self._file_sets and store_of(self.path).file_exists(self.path / index):
+                self._check_index(index, self._file_sets[group])
+
+    def _check_index(self, index: str, files: SafetensorsFiles) -> None:
+        for name, file in self._weight_map(index).items():
+            if name not in files.tensors or files.file_of(name).path.name != file:
+                raise CorruptCheckpointError(
+                    f"{self.path / index} says that {file} holds tensor {name!r}, but it does not"
+                )

@@ -1,0 +1,135 @@
+"""The protocol that the reader of every checkpoint format implements.
+
+A reader parses metadata and moves no tensor data. For any byte range of a tensor it returns the file ranges that hold
+it, so that each rank reads just the bytes that it needs, however the checkpoint was sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from rankless.engine.io.sources import Source
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
+from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.values import ArrayCodec
+
+
+class FileExtent(NamedTuple):
+    """Bytes ``[start, stop)`` of a tensor, stored at ``offset`` in ``file`` or in a source that reads like a file."""
+
+    file: Source
+    offset: int
+    start: int
+    stop: int
+
+
+class UnreadTensorNote(NamedTuple):
+    """A part of a checkpoint that rankless cannot read: a tensor of a group or, with ``is_value``, a value.
+
+    ``why`` completes a sentence that begins with its name: ``is quantized``. Reading it raises ``error``.
+    """
+
+    group: str
+    name: str
+    why: str
+    is_value: bool = False
+    error: type[FormatError] = FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointValues:
+    """The plain values of a checkpoint.
+
+    Attributes:
+        shared: Values that all ranks share, with the keys ``optimizer``, ``scheduler``, ``user_content`` and ``model``.
+            A component that was not saved has no key.
+        rank_values: Values of the requested rank, with the keys ``rng``, ``dataloader`` and ``content``; ``None`` if
+            that rank saved none.
+        world_size: The number of ranks that saved values of their own.
+        ranks: The values of each of these ranks, not decoded yet.
+    """
+
+    shared: Mapping[str, Any]
+    rank_values: Mapping[str, Any] | None = None
+    world_size: int = 0
+    ranks: Sequence[Any] = ()
+
+
+class Reader(Protocol):
+    """A checkpoint of some format, open for reading."""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder or file."""
+
+    @property
+    def format(self) -> str:
+        """The format's name, for messages."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that is equal on two ranks exactly if they opened the same checkpoint."""
+
+    @property
+    def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The tensors, by group (``"model"``, ``"optimizer"``, …) and name."""
+
+    @property
+    def tied(self) -> Mapping[str, Mapping[str, str]]:
+        """The further names of tied tensors: ``{group: {tied name: stored name}}``."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files of the checkpoint, without optional files that any folder of its format may have."""
+
+    @property
+    def unread(self) -> Sequence[UnreadTensorNote]:
+        """The tensors and values that rankless cannot read."""
+
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """Return the file ranges of bytes ``[start, stop)`` of a tensor, in order, always with the same ``file``."""
+
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRC of each block of a tensor, or ``None`` if the format has none."""
+
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the shared values and those of ``rank``. Their tensors are in the groups ``state`` and ``ranks``."""
+
+    def check_files(self) -> None:
+        """Verify every file that holds no tensor data. Raises ``CorruptCheckpointError`` naming the file."""
+
+    def is_current(self) -> bool:
+        """Return whether the path still holds the checkpoint that was opened, as far as the format can tell."""
+
+
+@runtime_checkable
+class FamilyReader(Protocol):
+    """A reader that knows the family of models, by which names and tensors can be those of transformers."""
+
+    def describe_family(self) -> str:
+        """Return the family, where it is known from, and which layouts the checkpoint can be read in."""
+
+
+def check_read(reader: Reader, is_wanted: Callable[[UnreadTensorNote], bool]) -> None:
+    """Raise ``FormatError``, or a subclass, naming the first wanted tensor or value that rankless cannot read."""
+    for note in reader.unread:
+        if is_wanted(note):
+            kind = "value" if note.is_value else "tensor"
+            raise note.error(f"{reader.path}: {note.group} {kind} {note.name!r} {note.why}")
+
+
+@contextmanager
+def detect_replacement(reader: Reader) -> Iterator[None]:
+    """Raise ``CheckpointReplacedError`` for a read error if another process replaced or removed the checkpoint."""
+    try:
+        yield
+    except (CorruptCheckpointError, StorageError) as error:
+        if reader.is_current():
+            raise
+        raise CheckpointReplacedError(
+            f"{reader.path} was replaced or removed while it was read; open it again"
+        ) from error

@@ -1,0 +1,64 @@
+"""Files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankless.formats.torchfile import archive, legacy
+from rankless.formats.torchfile.allowed_globals import NAMES
+from rankless.formats.torchfile.zip_reader import FileWindow, RangeReader, is_zip
+from rankless.formats.tree.contents import classify_tree
+from rankless.formats.tree.tree_reader import TreeReader
+from rankless.ondisk.read_budget import ReadBudget
+from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.store import store_of
+
+#: A key that every file of Lightning's Trainer has.
+_LIGHTNING = "pytorch-lightning_version"
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a file begins as those of ``torch.save`` do."""
+    if not store_of(path).is_file(path):
+        return False
+    window = _open_window(path)
+    return is_zip(window) or window.read(0, min(window.size, len(legacy.MAGIC))) == legacy.MAGIC
+
+
+def _open_window(path: Path, readers: RangeReader | None = None) -> FileWindow:
+    return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool() if readers is None else readers)
+
+
+def read_tree(
+    path: Path,
+    budget: ReadBudget | None = None,
+    names: Mapping[str, object] = NAMES,
+    readers: RangeReader | None = None,
+) -> archive.ArchiveTree:
+    """Return the tree in a file of ``torch.save``, of its zip format or the older one.
+
+    The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name. Pass
+    ``readers`` that many files share: otherwise each file stays open as long as its tree exists.
+    """
+    window = _open_window(path, readers)
+    if budget is None:
+        budget = ReadBudget()
+    read = archive.read_archive if is_zip(window) else legacy.read_legacy_archive
+    return read(window, budget, names)
+
+
+class TorchFileReader(TreeReader):
+    """A reader of files of ``torch.save``.
+
+    ``keys`` names components that are not detected: ``{"model": "app.net"}``.
+    """
+
+    def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
+        budget = ReadBudget()
+        size, tree = store_of(path).file_size(path), read_tree(path, budget)
+        contents = classify_tree(tree.root, keys, budget, str(path))
+        is_lightning = isinstance(tree.root, dict) and _LIGHTNING in tree.root
+        super().__init__(
+            path, "lightning" if is_lightning else "torch", [path], f"{size:x}-{tree.digest:016x}", contents
+        )

@@ -1,0 +1,75 @@
+"""The names of dtypes and storage classes in torch, and the names of dtypes in safetensors files."""
+
+from rankless.ondisk.dtypes import WIDTHS
+
+#: The safetensors name of each torch dtype that rankless reads.
+DTYPES = {
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "int8": "I8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "uint8": "U8",
+}
+
+#: Further torch dtypes, which safetensors files lack.
+OTHERS = (
+    *(f"uint{bits}" for bits in range(1, 8)),
+    *(f"int{bits}" for bits in range(1, 8)),
+    "bcomplex32",
+    "complex128",
+    "complex32",
+    "float4_e2m1fn_x2",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "bits8",
+    "bits16",
+    "qint8",
+    "qint32",
+    "quint8",
+    "quint4x2",
+    "quint2x4",
+)
+
+#: The dtype of each typed storage class.
+STORAGES = {
+    "BFloat16": "bfloat16",
+    "Bool": "bool",
+    "Byte": "uint8",
+    "Char": "int8",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "Int": "int32",
+    "Long": "int64",
+    "QInt32": "qint32",
+    "QInt8": "qint8",
+    "QUInt2x4": "quint2x4",
+    "QUInt4x2": "quint4x2",
+    "QUInt8": "quint8",
+    "Short": "int16",
+}
+
+#: The width of an element, in bytes, of dtypes that storages may have but rankless does not read.
+_OTHER_WIDTHS = {"complex128": 16, "qint8": 1, "qint32": 4, "quint2x4": 1, "quint4x2": 1, "quint8": 1}
+
+
+def dtype_width(dtype: str) -> int:
+    """Return the width in bytes of an element of a torch dtype."""
+    return WIDTHS[DTYPES[dtype]] if dtype in DTYPES else _OTHER_WIDTHS[dtype]

@@ -1,0 +1,65 @@
+"""The base class of readers of formats that store a tree of tensors and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankless.errors import FormatError
+from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
+from rankless.formats.tree.contents import TreeContents
+from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.values import ArrayCodec
+from rankless.storage.store import store_of
+
+#: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
+_SHARED, _LEAST = 4, 2**20
+
+
+class TreeReader:
+    """A reader of a checkpoint that is a tree of tensors and values. See :class:`rankless.formats.reader.Reader`."""
+
+    def __init__(self, path: Path, kind: str, files: Sequence[Path], fingerprint: str, contents: TreeContents) -> None:
+        """Take over the contents. Raises ``FormatError`` if the tensors have many more bytes than the files."""
+        _check_total_size(path, files, contents)
+        self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
+        self._contents = contents
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
+            group: {name: stored.info for name, stored in tensors.items()} for group, tensors in contents.groups.items()
+        }
+        self.tied: Mapping[str, Mapping[str, str]] = contents.tied
+        self.unread: Sequence[UnreadTensorNote] = contents.unread
+
+    def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
+        """See :class:`rankless.formats.reader.Reader`."""
+        if group not in self._contents.groups:
+            raise FormatError(f"{self.path} holds no {group}")
+        return self._contents.groups[group][name].find_extents(start, stop)
+
+    def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
+        """Return the CRCs of a tensor's blocks, or ``None``: most of these formats have none."""
+        return self._contents.groups[group][name].crcs if group in self._contents.groups else None
+
+    def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
+        """Return the values. There are none of single ranks."""
+        del rank, rank_codec
+        return CheckpointValues(self._contents.decode_values(shared_codec))
+
+    def is_current(self) -> bool:
+        """Return ``True``: such a checkpoint has no id, so it is unknown whether it was replaced."""
+        return True
+
+    def check_files(self) -> None:
+        """Do nothing: there are no checksums of the files, and everything else was checked when they were opened."""
+
+
+def _check_total_size(path: Path, files: Sequence[Path], contents: TreeContents) -> None:
+    nbytes = contents.total_nbytes()
+    if nbytes <= _LEAST:
+        return
+    size = sum(store_of(file).file_size(file) for file in files)
+    if nbytes > _SHARED * size + _LEAST:
+        raise FormatError(
+            f"{path} has {size} bytes, but its tensors have {nbytes}: they are views that repeat elements; "
+            "call contiguous() on them before they are saved"
+        )

@@ -1,0 +1,151 @@
+"""Saves, loads and removes checkpoints by their full paths, as Lightning names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rankless.api import finalize, restore, save_checkpoint
+from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.errors import InvalidArgumentError, StorageError
+from rankless.formats.native import is_native
+from rankless.lightning.checkpoint_dict import ResumedCheckpoint
+from rankless.lightning.removal import remove_checkpoint
+from rankless.load.result import RestoreResult
+from rankless.ondisk.validation import check_choice
+from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.scan import CheckpointInfo
+from rankless.save.handle import SaveHandle
+from rankless.save.request import FROZEN
+from rankless.storage.atomic_rename import rename_path
+from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.posix import local_path, path_exists
+
+#: Seconds that ranks wait for each other.
+TIMEOUT = 600.0
+
+#: The formats that strategies can write.
+FORMATS = ("native", "lightning")
+
+
+@dataclass
+class LightningCheckpoints:
+    """The saves and removals of a strategy.
+
+    Only one save is in progress at a time. Removals wait for it, because it may replace the checkpoint that is to be
+    removed.
+    """
+
+    checkpoint_format: str
+    async_save: bool
+    frozen: str = "together"
+    _handle: SaveHandle[CheckpointInfo] | None = None
+    _removals: list[Callable[[], object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_format not in FORMATS:
+            raise InvalidArgumentError(
+                f"checkpoint_format must be one of {', '.join(FORMATS)}; got {self.checkpoint_format!r}"
+            )
+        if self.async_save and self.checkpoint_format != "native":
+            raise InvalidArgumentError("async_save=True needs checkpoint_format='native'")
+        check_choice("frozen", self.frozen, FROZEN)
+        if self.frozen != "together" and self.checkpoint_format != "native":
+            raise InvalidArgumentError(f"frozen={self.frozen!r} needs checkpoint_format='native'")
+
+    @property
+    def writes_native(self) -> bool:
+        """True if checkpoints are written in rankless's own format."""
+        return self.checkpoint_format == "native"
+
+    def locate(self, path: str | PathLike[str]) -> Path:
+        """Return the path of a checkpoint. Raises ``InvalidArgumentError`` for a URL with Lightning's own format."""
+        return parse_location(path) if self.writes_native else local_path(path)
+
+    def save(
+        self,
+        path: Path,
+        model: Any,
+        optimizer: Any,
+        content: Mapping[str, Any],
+        *,
+        step: int | None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save under a path, replacing what is there. Waits for the previous save."""
+        self.finish_pending()
+        displaced = _displace_lightning_checkpoint(path)
+        self._handle = save_checkpoint(
+            path.parent,
+            path.name,
+            model,
+            optimizer,
+            user_content=content,
+            step=step,
+            metrics=metrics,
+            overwrite=True,
+            async_save=self.async_save,
+            frozen=self.frozen,
+        )
+        if displaced is not None:
+            self.remove_when_durable(lambda: remove_checkpoint(displaced))
+
+    def restore(self, path: Path, model: Any, optimizer: Any, *, strict: bool) -> RestoreResult:
+        """Load from a path, after the save in progress is complete."""
+        self.finish_pending()
+        return restore(path, None, model, optimizer, strict=strict)
+
+    def open_checkpoint(self, path: Path) -> ResumedCheckpoint:
+        """Open a checkpoint on all ranks, after the save in progress is complete."""
+        self.finish_pending()
+        session = RankGroup().open_session(TIMEOUT)
+
+        def finish_replace() -> None:
+            if session.rank == COORDINATOR_RANK and not isinstance(path, ObjectPath):
+                with suppress(StorageError):  # all ranks together raise it next, if it matters
+                    finish_interrupted_replace(path.parent)
+
+        session.run_on_all("finding the checkpoint", finish_replace)
+        return session.run_on_all("opening the checkpoint", lambda: ResumedCheckpoint.open_path(path))
+
+    def remove_when_durable(self, removal: Callable[[], object]) -> None:
+        """Run a removal once everything that was saved is durable; at once if it already is."""
+        self._removals.append(removal)
+        if self._handle is None or self._handle.done():
+            self.finish_pending()
+
+    def finish_pending(self) -> None:
+        """Wait for the save in progress, then run the pending removals. Raises the error of the save."""
+        removals, self._removals = self._removals, []
+        finalize()
+        for removal in removals:
+            removal()
+
+
+def _displace_lightning_checkpoint(path: Path) -> Path | None:
+    """Rename a checkpoint of Lightning's format at the path, because a native save replaces native ones only.
+
+    Rank 0 renames it and returns the new path; the other ranks return ``None``. If it fails, all ranks raise its error.
+    In an object store both can have the same path, and the native one is found.
+    """
+    if isinstance(path, ObjectPath):
+        return None
+    displaced = path.with_name(f"{path.stem}.before{path.suffix}")
+
+    def rename_existing(_: list[bytes]) -> bytes:
+        if not path_exists(path) or is_native(path):
+            return b""
+        remove_checkpoint(displaced)
+        rename_path(path, displaced)
+        return b"renamed"
+
+    session = RankGroup().open_session(TIMEOUT)
+    _, renamed = session.vote(
+        "renaming the checkpoint that Lightning has written", lambda: None, lambda _: b"", rename_existing
+    )
+    return displaced if renamed and session.rank == COORDINATOR_RANK else None

@@ -1,0 +1,39 @@
+"""``load_from_checkpoint`` for checkpoints that Lightning cannot open: folders."""
+
+from __future__ import annotations
+
+import io
+from os import PathLike
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from rankless.conversion.state_dict_schemas import lightning_schema
+from rankless.lightning.checkpoint_dict import ResumedCheckpoint
+from rankless.storage.object_path import parse_location
+
+_M = TypeVar("_M", bound=LightningModule | LightningDataModule)
+
+
+def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options: Any) -> _M:
+    """Create a module with the hyper-parameters and weights of a checkpoint of any format, in one process.
+
+    Calls Lightning's ``module.load_from_checkpoint`` with a file in memory, because that function opens files only.
+    Meanwhile the weights are in memory three times. ``rankless consolidate`` writes such a file once, for repeated use.
+
+    Args:
+        module: the class of the module, or of a ``LightningDataModule``.
+        path: a checkpoint: a folder, a file, or a URL. Code in it is never run.
+        options: options of Lightning's ``load_from_checkpoint``: ``map_location``, ``hparams_file``, ``strict``, and
+            hyper-parameters that replace those in the checkpoint. Without ``map_location`` the weights are on the CPU.
+
+    Raises ``NoCheckpointError``, ``FormatError`` or ``CorruptCheckpointError``, and Lightning's errors.
+    """
+    checkpoint = ResumedCheckpoint.open_path(parse_location(path))
+    file = io.BytesIO()
+    torch.save(lightning_schema({"model": dict(checkpoint.model)}, {"user_content": checkpoint.content}), file)
+    del checkpoint
+    file.seek(0)
+    options.pop("weights_only", None)  # the file was just created from tensors and plain values
+    return module.load_from_checkpoint(file, weights_only=False, **options)  # type: ignore[return-value]

@@ -1,0 +1,26 @@
+"""Removal of a checkpoint of any kind.
+
+A folder is renamed to a hidden name first, so that no process loads half of it. In an object store the pointer is the
+first object that is removed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankless.run.catalog import list_checkpoints
+from rankless.run.cleanup import delete_checkpoints
+from rankless.run.staging_dir import StagingDirectory
+from rankless.storage.directory_trees import remove_directory, remove_tree
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.posix import is_directory
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a folder, a file or a link. Do nothing if it does not exist, or is pinned in an object store."""
+    if isinstance(path, ObjectPath):
+        list(delete_checkpoints([info for info in list_checkpoints(path.parent) if info.tag == path.name]))
+    elif is_directory(path):
+        remove_directory(path, StagingDirectory(path).removal_path)
+    else:
+        remove_tree(path)

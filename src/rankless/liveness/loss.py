@@ -1,0 +1,50 @@
+"""The loss of ranks: what one rank has found, in a form that the others read, and its message."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from rankless.engine.comm.vote import format_ranks
+
+
+class Evidence(StrEnum):
+    """The observation that shows that ranks are lost. The first two are certain."""
+
+    #: The process has ended without a farewell. Certain: the kernel of its host reports it.
+    ENDED = "ended"
+    #: The process ended with an exception, and has reported it.
+    RAISED = "raised"
+    #: The rank has sent no heartbeat for too long.
+    SILENT = "silent"
+    #: The key-value store was lost, or does not answer.
+    STORE = "store"
+
+
+class RankLoss(msgspec.Struct, frozen=True):
+    """Ranks of the job that are lost. ``finder`` is the rank that has noticed it, ``detail`` says more.
+
+    Ranks are those of the default group.
+    """
+
+    ranks: tuple[int, ...]
+    evidence: Evidence
+    finder: int
+    detail: str = ""
+
+    @property
+    def message(self) -> str:
+        """The message of the error that every rank raises."""
+        return (
+            f"{_DESCRIPTIONS[self.evidence].format(ranks=format_ranks(self.ranks), detail=self.detail)} "
+            f"(noticed by rank {self.finder}). Restart the job from its latest checkpoint"
+        )
+
+
+_DESCRIPTIONS = {
+    Evidence.ENDED: "{ranks} died: {detail} ended without leaving the job, as a killed or crashed process does",
+    Evidence.RAISED: "{ranks} ended with an error: {detail}",
+    Evidence.SILENT: "{ranks} sent no heartbeat {detail}",
+    Evidence.STORE: "{ranks} cannot be reached: {detail}",
+}

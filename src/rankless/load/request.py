@@ -1,0 +1,75 @@
+"""The arguments of a load, and their checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankless.engine.comm.call_check import CallDescription
+from rankless.formats.reader import Reader
+from rankless.observe.events import OnEvent, ignore_event
+from rankless.ondisk.validation import check_choice, check_tag
+from rankless.run.tags import Best
+from rankless.state.restore import COMPONENTS, RestorePolicy
+from rankless.state.training import TrainingObjects
+
+#: How ranks read bytes that several of them need.
+SHARE_READS = ("auto", "always", "never")
+
+#: What to do if the newest checkpoint is corrupt and no tag was given.
+ON_CORRUPTION = ("fall_back", "raise")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
+
+    ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
+    ``reader_adapter_text`` describes the adapter. ``local``: the options of the local tier, as text.
+    """
+
+    path: Path
+    tag: str | Best | None
+    training: TrainingObjects
+    policy: RestorePolicy
+    verify: bool
+    share_reads: str = "auto"
+    on_corruption: str = "fall_back"
+    keys: Mapping[str, str] = field(default_factory=dict)
+    reader_adapter: Callable[[Reader], Reader] = lambda reader: reader
+    reader_adapter_text: str = "as it is"
+    local: str = "none"
+    on_event: OnEvent = ignore_event
+    began: float = field(default_factory=time.perf_counter)
+
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+        arguments = {
+            "the path": repr(str(self.path)),
+            "the tag": repr(self.tag),
+            "what is loaded": ", ".join(self.training.component_names()) or "nothing",
+            "share_reads": self.share_reads,
+            "on_corruption": self.on_corruption,
+            "keys": repr(sorted(self.keys.items())),
+            "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
+            "strict": f"{self.policy.strict}, but not for {', '.join(sorted(self.policy.lenient)) or 'nothing'}",
+            "the local tier": self.local,
+            "the adapter of the checkpoint's reader": self.reader_adapter_text,
+        }
+        return CallDescription("load", arguments)
+
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if an argument is invalid."""
+        if isinstance(self.tag, str):
+            check_tag(self.tag)
+        check_choice("share_reads", self.share_reads, SHARE_READS)
+        check_choice("on_corruption", self.on_corruption, ON_CORRUPTION)
+        named = {*self.training.component_names(), *self.training.stateful_names()}
+        for argument, components in (
+            ("each of allow_missing", self.policy.allow_missing),
+            ("each key of strict", self.policy.lenient),
+        ):
+            for component in components:
+                check_choice(argument, component, (*COMPONENTS, *(name for name in named if "/" in name)))

@@ -1,0 +1,58 @@
+"""The result of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RestoreResult:
+    """The result of a load: the content that was returned, and a report of each component.
+
+    Components are ``"model"``, ``"optimizer"`` and ``"scheduler"`` (with a name, as in ``"model/generator"``, if there
+    are several), ``"stateful"``, ``"dataloader"``, ``"rng"``, ``"user_content"`` and ``"per_rank_content"``.
+
+    Attributes:
+        user_content: The user content of the checkpoint, or ``None``.
+        per_rank_content: The content that this rank saved, or ``None``.
+        tag: The tag of the checkpoint that was loaded.
+        step: The training step, if one was saved, also by Lightning, the ``Trainer``, DeepSpeed or Megatron.
+        verified: Whether every byte that was read was checked against its CRC.
+        missing: The components that could not be restored and, if that was allowed, the names that exist only in the
+            objects passed: tensors of a model; parameters of an optimizer without a saved state, as
+            ``"optimizer/NAME"``; param groups that keep their settings.
+        unexpected: The names that exist only in the checkpoint.
+        exact: The components that are restored bit for bit.
+        reconstructed: The components that are restored but cannot be identical: a model cast to another dtype, a data
+            loader whose position was split for another number of ranks, random number generators that were derived
+            from the saved ones for another number of ranks. A component with missing or unexpected names is in
+            neither list.
+        skipped_checkpoints: The tags of corrupt checkpoints that were ignored and may be newer.
+        run: The id of the run that saved the checkpoint; empty for formats other than rankless's.
+        path: The directory of the checkpoint, or its file.
+        id: The id of the checkpoint; empty for formats other than rankless's.
+        source: ``"local tier"`` if the bytes were read from the local tier, else ``"run directory"``.
+        corrupt_parts: Descriptions of the parts in the local tier that were corrupt, and were not used.
+        matched_by: By optimizer, how its parameters were matched: ``"model"`` (the names in the model), ``"names"``
+            (the names that torch keeps in the param groups) or ``"places"`` (their positions).
+    """
+
+    user_content: Any
+    per_rank_content: Any
+    tag: str
+    step: float | None
+    verified: bool
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    exact: tuple[str, ...]
+    reconstructed: tuple[str, ...] = ()
+    skipped_checkpoints: tuple[str, ...] = ()
+    run: str = ""
+    path: Path | None = None
+    id: str = ""
+    source: str = "run directory"
+    corrupt_parts: tuple[str, ...] = ()
+    matched_by: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,301 @@
+"""Selects the checkpoint to load, and the next one if that one is corrupt or was replaced while it was read."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    FormatError,
+    MismatchError,
+    NoCheckpointError,
+    RanklessError,
+    StorageError,
+)
+from rankless.formats.detect import is_checkpoint
+from rankless.formats.native import holds_checkpoint, is_native, read_manifest
+from rankless.load.request import LoadRequest
+from rankless.observe.warning import warn_caller
+from rankless.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
+from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.collected_parts import FOLDER
+from rankless.run.corruption import CorruptRecord
+from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
+from rankless.run.object_run import has_lost_files, lost_files_error
+from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
+from rankless.run.tags import resolve_tag
+from rankless.storage.object_path import ObjectPath, make_object_path
+from rankless.tier.catalog import LocalCheckpoint
+from rankless.tier.part import GenerationKey
+
+#: Seconds between two attempts to select a checkpoint while others are replaced.
+_RETRY_SECONDS = 0.01
+
+#: The maximum number of tags that a message names.
+_MAX_SHOWN = 5
+
+
+class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
+    """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
+
+    ``is_latest``: it was selected as the latest checkpoint, and not by its tag. ``generation``: it is loaded from the
+    local tier; the folder need not exist.
+    """
+
+    folder: str = ""
+    tag: str = ""
+    id: str = ""
+    is_latest: bool = False
+    corrupt: list[CorruptRecord] = []
+    generation: GenerationKey | None = None
+
+    def locate(self, run: Path) -> Path:
+        """Return the path of the folder. ``run`` is the path that the caller has passed."""
+        return make_object_path(run.store, self.folder) if isinstance(run, ObjectPath) else Path(self.folder)
+
+    def still_exists(self, run: Path) -> bool:
+        """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
+        folder = self.locate(run)
+        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoints:
+    """The tags of checkpoints that a load has skipped, by the reason.
+
+    ``corrupt`` checkpoints differ from what was saved. ``mismatched`` ones are intact, but do not match the caller's
+    objects. ``unreadable`` ones are in a newer format, or may not be read. ``reasons`` has an error message for each
+    corrupt one.
+    """
+
+    corrupt: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def from_infos(
+        cls, infos: Sequence[CheckpointInfo], errors: Mapping[tuple[str, str], RanklessError]
+    ) -> SkippedCheckpoints:
+        """Classify checkpoints. ``errors`` has, by tag and id, the error of each one that could not be loaded."""
+        failed = [(info, errors[info.tag, info.id]) for info in infos if (info.tag, info.id) in errors]
+        mismatched = tuple(info.tag for info, error in failed if isinstance(error, MismatchError))
+        corrupt = {info.tag: info.problem for info in infos if info.status == "damaged"}
+        corrupt |= {info.tag: _root_message(error) for info, error in failed if info.tag not in mismatched}
+        unreadable = tuple(info.tag for info in infos if info.status == "unreadable")
+        return cls(tuple(corrupt), mismatched, unreadable, tuple(corrupt.values()))
+
+    def describe(self) -> str:
+        """Describe the skipped checkpoints as part of a sentence. Return an empty text if there are none."""
+        reasons = (
+            (self.corrupt, "is corrupt", "are corrupt"),
+            (self.mismatched, "does not match the objects passed", "do not match the objects passed"),
+            (self.unreadable, "is unreadable", "are unreadable"),
+        )
+        return "; ".join(
+            f"{_list_tags(tags)} {singular if len(tags) == 1 else plural}" for tags, singular, plural in reasons if tags
+        )
+
+
+def _list_tags(tags: tuple[str, ...]) -> str:
+    return ", ".join(tags[-_MAX_SHOWN:]) + (f" and {len(tags) - _MAX_SHOWN} more" if len(tags) > _MAX_SHOWN else "")
+
+
+def _root_message(error: RanklessError) -> str:
+    """Return the message of the error's cause, without the advice for the arguments of the failed call."""
+    return _error_message(error.__cause__ if isinstance(error.__cause__, RanklessError) else error)
+
+
+class CheckpointSelector:
+    """The selection of checkpoints on rank 0, over all attempts of one load. Other ranks only note failures.
+
+    :attr:`filled` are the tensors of models and optimizers that any attempt may have filled, on this rank.
+    :attr:`skipped` are, on rank 0, the checkpoints that were skipped. :attr:`ignored` is a warning about other files in
+    the run directory that the caller may have meant.
+    """
+
+    def __init__(self, request: LoadRequest, timeout: float, local: Sequence[LocalCheckpoint] = ()) -> None:
+        """``timeout``: the seconds after which a load fails if checkpoints are replaced faster than it can read one.
+
+        ``local`` are the complete checkpoints in the local tier, oldest first.
+        """
+        self._local = list(local)
+        #: The errors of the generations in the local tier that could not be loaded.
+        self.lost_generations: list[str] = []
+        self._request, self._deadline = request, time.monotonic() + timeout
+        self._failed: tuple[SelectedCheckpoint, RanklessError] | None = None
+        #: The error of the first attempt that may have filled tensors.
+        self._filling_error: RanklessError | None = None
+        #: The errors of failed attempts, by tag and id: a tag may be reused meanwhile, and copies have the same id.
+        self._errors: dict[tuple[str, str], RanklessError] = {}
+        #: The tags and ids of checkpoints that were read again, because bytes may have changed on their way.
+        self._read_again: set[tuple[str, str]] = set()
+        self.skipped = SkippedCheckpoints()
+        self.ignored: str | None = None
+        self.filled: set[tuple[str, str]] = set()
+
+    def note_failure(self, selected: SelectedCheckpoint, filled: set[tuple[str, str]], error: RanklessError) -> None:
+        """Record the error of a failed attempt, which is the same on all ranks, and the tensors it may have filled."""
+        self._failed = selected, error
+        self.filled |= filled
+        if filled and self._filling_error is None:
+            self._filling_error = error
+
+    def select_next(self) -> SelectedCheckpoint:
+        """Return the checkpoint to load, or the next one after a failure. Raise the failure if there is none.
+
+        If an earlier attempt may have partly filled the tensors, raise that attempt's error rather than a later one.
+        """
+        if self._failed is not None:
+            self._handle_failure(*self._failed)
+        path = self._request.path
+        if _has_collected(path):
+            self._publish_collected(path)
+        return self._retry_until_stable()
+
+    def _publish_collected(self, run: Path) -> None:
+        """Write a checkpoint whose parts hosts have put into the run directory, if a process died before it did so."""
+        from rankless.save.host_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
+
+        try:
+            publish_collected(run, self._request.on_event)
+        except RanklessError as error:
+            warn_caller(f"a checkpoint could not be written from the parts in {run / FOLDER}: {_error_message(error)}")
+
+    def _handle_failure(self, selected: SelectedCheckpoint, error: RanklessError) -> None:
+        """Return if another attempt may succeed; raise the error otherwise."""
+        if not selected.still_exists(self._request.path):
+            if self._filling_error is error:
+                self._filling_error = CheckpointReplacedError(
+                    f"{selected.folder} was replaced or removed while it was loaded: {_error_message(error)}"
+                )
+            if self._is_timed_out():
+                raise self._timeout_error(error) from error
+        elif selected.generation is not None:
+            self._local = [one for one in self._local if one.key != selected.generation]
+            self.lost_generations.append(_error_message(error))
+            if isinstance(error, MismatchError):
+                raise self._filling_error or error
+        elif self._may_read_again(selected, error):
+            self._read_again.add((selected.tag, selected.id))
+        elif self._may_fall_back(selected, error):
+            self._errors[selected.tag, selected.id] = error
+        else:
+            raise self._filling_error or error
+
+    def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
+        """Return whether bytes may have changed on their way through a network without encryption."""
+        is_distant = isinstance(self._request.path, ObjectPath) and isinstance(error, CorruptCheckpointError)
+        return is_distant and (selected.tag, selected.id) not in self._read_again
+
+    def _may_fall_back(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
+        """Return whether another checkpoint may be loaded instead."""
+        if not selected.is_latest or self._request.on_corruption == "raise":
+            return False
+        is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
+        is_missing |= isinstance(error, CheckpointReplacedError)  # but it is still there: its files are lost
+        is_mismatched = isinstance(error, MismatchError) and bool(self._errors)
+        return is_missing or is_mismatched or isinstance(error, CorruptCheckpointError)
+
+    def _is_timed_out(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def _timeout_error(self, error: RanklessError) -> CheckpointReplacedError:
+        return CheckpointReplacedError(
+            f"the checkpoints in {self._request.path} are replaced or removed faster than one can be loaded; "
+            f"keep more of them: {_error_message(self._filling_error or error)}"
+        )
+
+    def _retry_until_stable(self) -> SelectedCheckpoint:
+        """Select a checkpoint. Try again if checkpoints are replaced meanwhile, until the deadline."""
+        while True:
+            try:
+                return self._select_checkpoint()
+            except CheckpointReplacedError as error:
+                if self._is_timed_out():
+                    raise self._timeout_error(error) from error
+                time.sleep(_RETRY_SECONDS)
+            except (CorruptCheckpointError, NoCheckpointError) as error:
+                if self._filling_error is None:
+                    raise
+                raise self._filling_error from error
+
+    def _select_checkpoint(self) -> SelectedCheckpoint:
+        """Return the requested checkpoint, or the newest intact one.
+
+        Raises ``NoCheckpointError``, ``StorageError``, or ``CorruptCheckpointError`` if the caller does not want to
+        fall back.
+        """
+        path, tag = self._request.path, self._request.tag
+        if tag is not None:
+            tag = resolve_tag(path, tag)
+            return self._find_local(tag) or _select_folder(find_checkpoint(path, tag), tag)
+        infos = list_checkpoints_strictly(path)
+        if not any(map(is_rankless_checkpoint, infos)):
+            resolved = resolve_checkpoint_path(path)
+            if is_native(resolved):
+                return _select_folder(resolved, path.name)
+            if is_checkpoint(resolved):
+                return SelectedCheckpoint(str(resolved), path.name)
+            if self._local:
+                return self._select_local(self._local[-1], is_latest=True)
+        self.ignored = describe_ignored_files(path)
+        unreadable = [info for info in infos if info.status != "complete"]
+        if unreadable and self._request.on_corruption == "raise":
+            kind = CorruptCheckpointError if unreadable[0].status == "damaged" else FormatError
+            raise kind(
+                f"{unreadable[0].problem}; it may be the newest checkpoint: remove it, or pass the tag of another"
+            )
+        intact = [info for info in infos if info.status == "complete" and (info.tag, info.id) not in self._errors]
+        if not intact and self._errors:
+            raise next(iter(self._errors.values()))
+        if self._local and (not intact or self._local[-1].age >= intact[-1].age):
+            return self._select_local(self._local[-1], is_latest=True)
+        latest = intact[-1] if intact else latest_checkpoint(path)
+        self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
+        corrupt = [CorruptRecord.of(path / tag, tag) for tag in self.skipped.corrupt]
+        return SelectedCheckpoint(str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt)
+
+    def _find_local(self, tag: str) -> SelectedCheckpoint | None:
+        """Return the checkpoint of a tag in the local tier, unless there is a newer one in the run directory."""
+        tagged = [one for one in self._local if one.manifest.tag == tag]
+        durable = [info.age for info in cached_checkpoints(self._request.path) if info.tag == tag]
+        if not tagged or max(durable, default=tagged[-1].age) > tagged[-1].age:
+            return None
+        return self._select_local(tagged[-1], is_latest=False)
+
+    def _select_local(self, local: LocalCheckpoint, *, is_latest: bool) -> SelectedCheckpoint:
+        tag = local.manifest.tag
+        return SelectedCheckpoint(
+            str(self._request.path / tag), tag, local.manifest.id, is_latest=is_latest, generation=local.key
+        )
+
+
+def _has_collected(run: Path) -> bool:
+    """Return whether hosts have put parts of checkpoints into a run directory. Repair its names, too."""
+    if isinstance(run, ObjectPath):
+        return run.store.is_directory(run / FOLDER)
+    return FOLDER in finish_interrupted_replace(run)
+
+
+def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
+    """Select a checkpoint by its folder. Raises ``CheckpointReplacedError`` if it is replaced or removed meanwhile."""
+    try:
+        return SelectedCheckpoint(str(folder), tag, read_manifest(folder).id)
+    except NoCheckpointError as error:
+        if has_lost_files(folder):
+            raise lost_files_error(folder) from error
+        raise
+    except RanklessError:  # all ranks raise it when they read the manifest
+        return SelectedCheckpoint(str(folder), tag)
+
+
+def _error_message(error: RanklessError) -> str:
+    return str(error.args[-1])

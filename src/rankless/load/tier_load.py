@@ -1,0 +1,135 @@
+"""The part of a load that concerns the local tier: what the hosts have, and the bytes that they send to each other.
+
+1. All ranks tell what their hosts have. Rank 0 knows then which generations are complete, and selects.
+2. The tables of all parts of the selected generation are sent to all ranks, which plan what they read.
+3. Each host gets the bytes that its ranks need and that are in parts on other hosts. Meanwhile the ranks of each host
+   verify its parts. If one is corrupt, the generation is assembled again without it: a copy on another host, or what is
+   computed from parity, takes its place. After that, the load is an ordinary one, from files of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rankless.engine.comm.session import RankGroup, Session
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.errors import StorageError
+from rankless.load.part_assembler import PartAssembler
+from rankless.load.part_fetch import PartFetch
+from rankless.load.read_plan import ReadPlan
+from rankless.load.tier_hosts import TierHosts, gather_hosts, take_over
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.manifest import Manifest
+from rankless.run.scan import CheckpointInfo
+from rankless.storage.posix import remove_file
+from rankless.tier.assembly import Assembly
+from rankless.tier.catalog import LocalCheckpoint
+from rankless.tier.collected import CollectedParts
+from rankless.tier.part import GenerationKey
+from rankless.tier.reader import GenerationReader
+from rankless.tier.state import TierState
+
+
+class TierLoad:
+    """The local tier in one load, over all attempts."""
+
+    def __init__(self, tier: TierState, ranks: RankGroup, timeout: float) -> None:
+        self.tier, self._ranks, self._timeout = tier, ranks, timeout
+        self._hosts = TierHosts((), ())
+        self._assembler: PartAssembler | None = None
+        #: The generation that was loaded last, or tried.
+        self.assembly: Assembly | None = None
+
+    @property
+    def local(self) -> Sequence[LocalCheckpoint]:
+        """On rank 0, the complete generations, oldest first."""
+        return self._hosts.local
+
+    @property
+    def reads_again(self) -> bool:
+        """True if this rank can read each byte of the checkpoint."""
+        return self.assembly is None or not self.assembly.is_spread
+
+    def gather(self) -> None:
+        """Let all ranks tell which generations their hosts have.
+
+        From now on, an earlier job that is still alive changes none of them.
+        """
+        self._hosts = take_over(self.tier, self._ranks, self._timeout)
+
+    def assemble(self, session: Session, key: GenerationKey) -> None:
+        """Collect the tables of a generation. Raises ``CorruptCheckpointError`` on all ranks if a part is lost."""
+        if self._assembler is None or self._assembler.key != key:
+            self._assembler = PartAssembler(self.tier, self._ranks, self._hosts, key)
+        self.assembly = self._assembler.assemble(session)
+
+    def assemble_newest(self, key: GenerationKey) -> None:
+        """Assemble and verify the generation that this job has saved last."""
+        session = self._ranks.open_session(self._timeout)
+        self._hosts = gather_hosts(self.tier, session)
+        self._assembler = PartAssembler(self.tier, self._ranks, self._hosts, key)
+        session.run_on_all("verifying the local tier", self._assembler.verify_share)
+        self.assembly = self._assembler.assemble(session)
+        session.leave()
+
+    def open_reader(self, path: Path, keys: Mapping[str, str]) -> GenerationReader:
+        """Return the reader of the assembled generation."""
+        assembly = self._require_assembly()
+        paths = {part: assembly.path_of(part) for part in assembly.places}
+        return GenerationReader(path, assembly.generation, paths, keys=keys)
+
+    def fetch(self, session: Session, plan: ReadPlan) -> bool:
+        """Get the bytes that the ranks of this host will read and that are in parts on other hosts.
+
+        The parts are verified meanwhile, once. Return false if some are corrupt: then the generation must be assembled
+        again.
+        """
+        assembler = self._require_assembler()
+        verify = None if assembler.is_verified else assembler.verify_share
+        is_intact = PartFetch(self._ranks, session, self._require_assembly()).run(plan, verify)
+        assembler.is_verified = True
+        return is_intact
+
+    def remove_fetched(self) -> None:
+        """Remove the bytes that this host got from others. All its ranks have read them."""
+        for path in {} if self.assembly is None else self.assembly.fetched.values():
+            with suppress(StorageError):  # another rank of this host has removed it
+                remove_file(path)
+
+    def finish(self, session: Session, manifest: Manifest | None, key: GenerationKey | None) -> None:
+        """Begin an epoch that continues from the loaded checkpoint, and remove all other generations."""
+        self.remove_fetched()
+
+        def begin_epoch(_: list[bytes]) -> bytes:
+            start, run_id = (0, "") if manifest is None else (manifest.sequence, manifest.run)
+            is_local = manifest is not None and key is not None
+            loaded = CheckpointInfo.of(self.tier.run / manifest.tag, manifest) if is_local and manifest else None
+            self.tier.begin_epoch(start, run_id, loaded)
+            CollectedParts.of(self.tier.run).remove_outdated(self.tier.run)
+            return b""
+
+        session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
+        self.tier.forget_newest()
+        self.tier.remove_generations(lambda one: one == key)
+        if self._hosts.unreadable:
+            warn_caller(f"ignored in the local tier: {'; '.join(dict.fromkeys(self._hosts.unreadable))}")
+        problems = () if self.assembly is None or key is None else self.assembly.problems
+        if problems and session.rank == COORDINATOR_RANK:
+            warn_caller(f"copies of other hosts were used in place of corrupt parts: {'; '.join(problems)}")
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Descriptions of the corrupt parts that were not used."""
+        return () if self.assembly is None else tuple(self.assembly.problems)
+
+    def _require_assembly(self) -> Assembly:
+        if self.assembly is None:
+            raise StorageError(None, "no generation was assembled: this is a bug of rankless")
+        return self.assembly
+
+    def _require_assembler(self) -> PartAssembler:
+        if self._assembler is None:
+            raise StorageError(None, "no generation was assembled: this is a bug of rankless")
+        return self._assembler

@@ -1,0 +1,27 @@
+"""Warnings that name the line of the caller, and that are also logged by the ``rankless`` logger."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+_PACKAGE = __name__.partition(".")[0]
+
+_log = logging.getLogger(_PACKAGE)
+
+
+def warn_caller(message: str) -> None:
+    """Issue a warning for the line that called rankless, from any depth of calls."""
+    warnings.warn(message, stacklevel=_levels_to_caller())
+    # Without a handler, logging would print it to stderr a second time.
+    if _log.hasHandlers():
+        _log.warning(message)
+
+
+def _levels_to_caller() -> int:
+    """Return the ``stacklevel`` of the nearest frame outside of rankless; in rankless's threads, of the last frame."""
+    frame, level = sys._getframe(1), 1  # noqa: SLF001 - like inspect.stack(), without reading source files
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+        frame, level = frame.f_back, level + 1
+    return level

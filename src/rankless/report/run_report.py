@@ -1,0 +1,197 @@
+"""The data of the report of a run, or of one checkpoint."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, StorageError
+from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
+from rankless.report.compaction import sample_evenly
+from rankless.report.health import Finding, judge_checkpoints, judge_saves, judge_values, judge_verification
+from rankless.report.statistics import Statistics, statistics_columns
+from rankless.report.tensors import NamedTensor, list_tensors, mark_shared, tensor_columns
+from rankless.report.timeline import build_timeline
+from rankless.run.aliases import Alias, list_aliases
+from rankless.run.catalog import list_checkpoints, list_stale_directories
+from rankless.run.journal import JournalEntry, read_journal
+from rankless.run.scan import CheckpointInfo
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.shared_files import own_bytes
+
+#: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
+_MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20
+
+#: The tags and statistics of checkpoints, oldest first.
+History = Sequence[tuple[str, Statistics]]
+
+#: The checkpoints below a path that were verified: the fields of a ``VerifyResult`` by tag.
+Verified = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of a report.
+
+    ``read_statistics`` returns the statistics of a checkpoint, or ``None`` if there are none. ``is_full``: nothing is
+    left out, however large the page becomes.
+    """
+
+    read_statistics: Callable[[InspectedCheckpoint], Statistics | None]
+    verified: Verified = field(default_factory=dict)
+    is_full: bool = False
+
+    def limit(self, number: int) -> int:
+        """Return a limit, or a number above all if there is none."""
+        return sys.maxsize if self.is_full else number
+
+
+def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
+    """Return the data of the report of a run, with the tensors of the checkpoint ``tag``."""
+    checkpoints, leftovers = list_checkpoints(run), list_stale_directories(run)
+    journal, journal_findings = _read_journal(run)
+    complete = [info for info in checkpoints if info.status == "complete"]
+    focus = next(info for info in reversed(complete) if info.tag == tag)
+    until_focus = complete[: complete.index(focus) + 1]
+    history, unread = _read_history(until_focus, options)
+    shown = sample_evenly(checkpoints, options.limit(_MAX_CHECKPOINTS))
+    inspected = inspect_exact_path(focus.path)
+    findings = [
+        *judge_checkpoints(checkpoints, leftovers),
+        *journal_findings,
+        *judge_saves(journal),
+        *judge_verification(options.verified),
+        *unread,
+        *judge_values(history),
+    ]
+    return {
+        **_describe_page("run", run, inspected, findings, options),
+        "focus": tag,
+        "checkpoints": _checkpoint_rows(run, shown),
+        "checkpoints_omitted": len(checkpoints) - len(shown),
+        "timeline": build_timeline(checkpoints, journal, options.limit(_MAX_ENTRIES)).as_record(),
+        **_describe_tensors(inspected, _find_before(until_focus), history),
+        "statistics_omitted": max(0, len(until_focus) - options.limit(_MAX_STATISTICS)),
+    }
+
+
+def describe_checkpoint(path: Path, options: ReportOptions) -> dict[str, Any]:
+    """Return the data of the report of one checkpoint of any format."""
+    inspected = inspect_exact_path(path)
+    history, unread = _collect_statistics([(path.name, lambda: inspected)], options)
+    findings = [*judge_verification(options.verified), *unread, *judge_values(history)]
+    return {
+        **_describe_page("checkpoint", path, inspected, findings, options),
+        "focus": path.name,
+        **_describe_tensors(inspected, None, history),
+        "statistics_omitted": 0,
+    }
+
+
+def _describe_page(
+    kind: str, path: Path, inspected: InspectedCheckpoint, findings: Sequence[Finding], options: ReportOptions
+) -> dict[str, Any]:
+    manifest = inspected.manifest
+    return {
+        "kind": kind,
+        "path": str(path),
+        "made": round(time.time(), 3),
+        "format": inspected.reader.format,
+        "nbytes": sum(inspected.file_sizes().values()),
+        "step": manifest.step if manifest else None,
+        "saved": manifest.time if manifest else None,
+        "world_size": manifest.provenance.world_size if manifest else 0,
+        "findings": list(dict.fromkeys(findings)),  # a verification and statistics find the same
+        "notes": list(inspected.notes),
+        "verified": {tag: dict(result) for tag, result in options.verified.items()},
+    }
+
+
+def _describe_tensors(
+    inspected: InspectedCheckpoint, before: CheckpointInfo | None, history: History
+) -> dict[str, Any]:
+    tensors = list_tensors(inspected)
+    sharing = "" if before is None else _compare_with(tensors, inspected, before)
+    return {
+        "tensors": tensor_columns(tensors),
+        "before": before.tag if before is not None and sharing else None,
+        "sharing": sharing,
+        "statistics": statistics_columns(tensors, history) if history else None,
+    }
+
+
+def _compare_with(tensors: Sequence[NamedTensor], inspected: InspectedCheckpoint, before: CheckpointInfo) -> str:
+    """Compare tensors with those of the checkpoint before; the result is empty if that cannot be read now."""
+    try:
+        return mark_shared(tensors, inspected.reader, inspect_exact_path(before.path).reader)
+    except RanklessError:
+        return ""
+
+
+def _find_before(until_focus: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
+    """Return the newest checkpoint of the same run that is older than the last one."""
+    focus = until_focus[-1]
+    return next((info for info in reversed(until_focus[:-1]) if info.run == focus.run), None)
+
+
+def _read_journal(run: Path) -> tuple[list[JournalEntry], list[Finding]]:
+    """Return the journal, or a finding if it cannot be read."""
+    try:
+        return read_journal(run), []
+    except StorageError as error:
+        return [], [("note", f"The journal of saves is not shown: {error}")]
+
+
+def _read_history(infos: Sequence[CheckpointInfo], options: ReportOptions) -> tuple[History, list[Finding]]:
+    """Return the statistics of checkpoints of the run of the last one, which are sampled if there are many."""
+    same_run = [info for info in infos if info.run == infos[-1].run]
+    sampled = sample_evenly(same_run, options.limit(_MAX_STATISTICS))
+    return _collect_statistics([(info.tag, partial(inspect_exact_path, info.path)) for info in sampled], options)
+
+
+def _collect_statistics(
+    checkpoints: Sequence[tuple[str, Callable[[], InspectedCheckpoint]]], options: ReportOptions
+) -> tuple[History, list[Finding]]:
+    """Return the statistics of checkpoints that have some, and a finding for each that cannot be read.
+
+    ``checkpoints`` are tags, and functions that inspect the checkpoints. Those that were removed or replaced meanwhile
+    are left out: a training may be running.
+    """
+    history: list[tuple[str, Statistics]] = []
+    findings: list[Finding] = []
+    for tag, inspect in checkpoints:
+        try:
+            statistics = options.read_statistics(inspect())
+        except NoCheckpointError:
+            continue
+        except (CorruptCheckpointError, StorageError) as error:
+            findings.append(("bad", f"{tag}: {error}"))
+            continue
+        if statistics is not None:
+            history.append((tag, statistics))
+    return history, findings
+
+
+def _checkpoint_rows(run: Path, infos: Sequence[CheckpointInfo]) -> list[list[Any]]:
+    aliases = list_aliases(run)
+    return [
+        [
+            info.tag,
+            info.status,
+            info.step,
+            round(info.time, 3),
+            info.world_size,
+            info.run,
+            info.nbytes,
+            info.nbytes if isinstance(info.path, ObjectPath) else own_bytes(info.path),
+            [name for name, alias in aliases.items() if alias == Alias(info.tag, info.id)],
+            dict(info.metrics),
+            info.problem,
+        ]
+        for info in infos
+    ]

@@ -1,0 +1,112 @@
+"""Metrics that are added to a checkpoint after its save, by an evaluator for example.
+
+Each is a hidden file ``.TAG.ID.DIGEST.metric`` in the run directory: the tag and the id of the checkpoint, and a digest
+of the metric's name. So two processes that add metrics never write the same file, unless the metric is the same one.
+The files are no part of the format: a checkpoint is complete without them, and never changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import CorruptCheckpointError, StorageError
+from rankless.observe.warning import warn_caller
+from rankless.storage.file_memo import FileMemo, sign_file
+from rankless.storage.store import store_of
+
+_NAME = re.compile(r"\.(?P<tag>.+)\.(?P<id>[0-9a-f]{16})\.[0-9a-f]{16}\.metric")
+
+#: The most bytes of the file of a metric.
+_MAX_BYTES = 10_000
+
+
+class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a file: a metric's name, and its value, which is ``None`` if it is not finite."""
+
+    name: str
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFile:
+    """The name of a file, and the tag and the id of its checkpoint."""
+
+    name: str
+    tag: str
+    id: str
+
+
+_MEMO: FileMemo[_AddedMetric] = FileMemo(2**15)
+
+
+def write_added_metric(run: Path, tag: str, checkpoint_id: str, name: str, value: float | None) -> None:
+    """Add a metric to a checkpoint in a run directory, or replace the value that was added before."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    file = run / f".{tag}.{checkpoint_id}.{digest}.metric"
+    store_of(run).replace_small(file, msgspec.json.encode(_AddedMetric(name, value)))
+
+
+def list_metric_files(names: Collection[str]) -> list[MetricFile]:
+    """Return the files of added metrics among the names in a run directory."""
+    matches = (_NAME.fullmatch(name) for name in names if name.endswith(".metric"))
+    return [MetricFile(match[0], match["tag"], match["id"]) for match in matches if match]
+
+
+def read_added_metrics(run: Path, files: Collection[MetricFile]) -> dict[tuple[str, str], dict[str, float | None]]:
+    """Return the added metrics by the tag and the id of their checkpoint.
+
+    A file that cannot be read is left out with a warning: the checkpoint itself is intact.
+    """
+    added: dict[tuple[str, str], dict[str, float | None]] = {}
+    for file in files:
+        try:
+            metric = _read_metric(run / file.name)
+        except (StorageError, CorruptCheckpointError) as error:
+            warn_caller(f"an added metric of {file.tag!r} is ignored: {error}")
+            continue
+        if metric is not None:
+            added.setdefault((file.tag, file.id), {})[metric.name] = metric.value
+    return added
+
+
+def read_metrics_of(run: Path, tag: str, checkpoint_id: str) -> Mapping[str, float | None]:
+    """Return the metrics that were added to one checkpoint in a run directory."""
+    return read_added_metrics(run, _list_files_of(run, tag, checkpoint_id)).get((tag, checkpoint_id), {})
+
+
+def remove_metrics_of(run: Path, tag: str, checkpoint_id: str) -> None:
+    """Remove the metrics that were added to a checkpoint that no longer exists."""
+    for file in _list_files_of(run, tag, checkpoint_id):
+        with suppress(StorageError):
+            store_of(run).remove_file(run / file.name)
+
+
+def _list_files_of(run: Path, tag: str, checkpoint_id: str) -> list[MetricFile]:
+    files = list_metric_files(store_of(run).list_names(run))
+    return [file for file in files if (file.tag, file.id) == (tag, checkpoint_id)]
+
+
+def _read_metric(file: Path) -> _AddedMetric | None:
+    """Return the content of a file; ``None`` if it was removed meanwhile."""
+    if (metric := _MEMO.recall(str(file))) is not None:
+        return metric
+    signature = sign_file(str(file))
+    try:
+        store_of(file).check_regular(file, within=(file.parent,))
+        metric = msgspec.json.decode(store_of(file).read_small(file, _MAX_BYTES), type=_AddedMetric)
+    except msgspec.DecodeError as error:
+        raise CorruptCheckpointError(f"{file} is corrupt: add the metric again, or remove the file") from error
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    _MEMO.remember(str(file), signature, metric)
+    return metric

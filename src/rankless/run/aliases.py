@@ -1,0 +1,86 @@
+"""Aliases: further names of checkpoints that users give, such as ``production``.
+
+An alias is a hidden file ``.NAME.alias`` in the run directory with the tag and the id of a checkpoint. It is no part of
+the format: a run directory without it is complete. Retention does not remove a checkpoint that has an alias.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, StorageError
+from rankless.ondisk.validation import check_tag, is_tag
+from rankless.run.scan import CheckpointInfo
+from rankless.storage.store import store_of
+
+_NAME = re.compile(r"\.(?P<alias>[^.].*)\.alias")
+
+#: The most bytes of the file of an alias.
+_MAX_BYTES = 10_000
+
+
+class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that an alias means."""
+
+    tag: str
+    id: str
+
+
+def write_alias(path: Path, name: str, info: CheckpointInfo) -> None:
+    """Make ``name`` an alias of a checkpoint in a run directory, also if it was one of another."""
+    store_of(path).replace_small(_alias_path(path, name), msgspec.json.encode(Alias(info.tag, info.id)))
+
+
+def delete_alias(path: Path, name: str) -> None:
+    """Remove an alias. Raises ``NoCheckpointError`` if there is none of this name."""
+    if read_alias(path, name) is None:
+        raise NoCheckpointError(f"there is no alias {name!r} in {path}")
+    store_of(path).remove_file(_alias_path(path, name))
+
+
+def read_alias(path: Path, name: str) -> Alias | None:
+    """Return what an alias means, or ``None`` if there is none of this name. Raises ``CorruptCheckpointError``."""
+    file = _alias_path(path, name)
+    try:
+        store_of(file).check_regular(file, within=(path,))
+        return msgspec.json.decode(store_of(file).read_small(file, _MAX_BYTES), type=Alias)
+    except msgspec.DecodeError as error:
+        raise CorruptCheckpointError(f"{file} is corrupt: set the alias {name!r} again, or remove the file") from error
+    except StorageError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
+            raise
+        return None
+
+
+def list_aliases(path: Path) -> dict[str, Alias]:
+    """Return the aliases in a run directory that can be read, by name."""
+    aliases = {}
+    for name in _alias_names(store_of(path).list_names(path)):
+        with suppress(RanklessError):  # a load by this name says what is wrong
+            if (alias := read_alias(path, name)) is not None:
+                aliases[name] = alias
+    return aliases
+
+
+def has_alias(info: CheckpointInfo, names: Collection[str]) -> bool:
+    """Return whether a checkpoint has an alias. ``names`` are those in its run directory.
+
+    Raises ``CorruptCheckpointError`` or ``StorageError`` if an alias cannot be read, as it may be of this checkpoint.
+    """
+    aliases = [read_alias(info.path.parent, name) for name in _alias_names(names)]
+    return Alias(info.tag, info.id) in aliases
+
+
+def _alias_names(names: Collection[str]) -> list[str]:
+    matches = (_NAME.fullmatch(name) for name in sorted(names))
+    return [match["alias"] for match in matches if match and is_tag(match["alias"])]
+
+
+def _alias_path(path: Path, name: str) -> Path:
+    return path / f".{check_tag(name)}.alias"

@@ -1,0 +1,134 @@
+"""The catalog of a run directory: its checkpoints, the latest one, and the identity of the next one."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rankless.errors import NoCheckpointError
+from rankless.formats.native import is_native
+from rankless.ondisk.hidden_names import parse_hidden_name
+from rankless.ondisk.manifest import LARGEST
+from rankless.run.object_run import list_unpublished, tag_of_folder
+from rankless.run.pointers import list_tags
+from rankless.run.scan import (
+    CheckpointInfo,
+    displaced_checkpoints,
+    is_rankless_checkpoint,
+    read_info,
+    read_info_strictly,
+    scan_run,
+)
+from rankless.storage import posix
+from rankless.storage.object_path import ObjectPath
+
+
+class CheckpointList(list[CheckpointInfo]):
+    """A list of checkpoints that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from rankless.run.checkpoints_html import describe_checkpoints  # noqa: PLC0415 - for notebooks
+
+        return describe_checkpoints(self)
+
+
+def list_checkpoints(path: Path) -> list[CheckpointInfo]:
+    """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
+
+    The objects are copies that the caller may change.
+    """
+    return CheckpointList(replace(info, metrics=dict(info.metrics)) for info in cached_checkpoints(path))
+
+
+def cached_checkpoints(path: Path) -> list[CheckpointInfo]:
+    """Return the checkpoints like :func:`list_checkpoints`, but as cached objects, which must not be changed."""
+    return scan_run(path, read_info)
+
+
+def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
+    """Return the checkpoints like :func:`cached_checkpoints`, but raise ``StorageError`` if one cannot be read.
+
+    The latest checkpoint is unknown then.
+    """
+    return scan_run(path, read_info_strictly)
+
+
+def is_run_directory(path: Path) -> bool:
+    """Return whether a directory contains rankless checkpoints. If so, it is a run directory."""
+    return any(map(is_rankless_checkpoint, cached_checkpoints(path)))
+
+
+def find_checkpoint(path: Path, tag: str) -> Path:
+    """Return the directory of the rankless checkpoint ``tag`` in a run.
+
+    Raises ``NoCheckpointError``, which names the existing tags, if there is none.
+    """
+    if is_native(path / tag):
+        return path / tag
+    infos = cached_checkpoints(path)
+    if matches := [info.path for info in infos if info.tag == tag]:
+        return matches[-1]
+    tags = [info.tag for info in infos]
+    existing = f"there are {', '.join(tags[-5:])}" if tags else "there is none at all"
+    raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {existing}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIdentity:
+    """The identity of a checkpoint: its sequence number, the id of its run, and its own id."""
+
+    sequence: int
+    run: str
+    id: str
+
+
+def next_identity(path: Path, runs: frozenset[str]) -> CheckpointIdentity:
+    """Return the identity of the next checkpoint in a run directory.
+
+    The checkpoint continues the newest of the ``runs``, given by their ids, that has a checkpoint in the directory. If
+    none has, it starts a new run. Raises ``StorageError`` if the existing checkpoints cannot be read.
+    """
+    complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
+    sequence = min(complete[-1].sequence + 1, LARGEST) if complete else 1
+    continued = [info.run for info in complete if info.run in runs]
+    return CheckpointIdentity(sequence, continued[-1] if continued else secrets.token_hex(8), secrets.token_hex(8))
+
+
+@dataclass(frozen=True, slots=True)
+class StaleDirectory:
+    """A hidden directory of an interrupted save or removal, or of one that is still in progress: this is unknown here.
+
+    ``state`` is ``"partial"``, ``"replaced"``, ``"removed"`` or ``"corrupt"``. ``nbytes`` is the disk usage of its
+    files, ``time`` the time of its last change in seconds since 1970.
+    """
+
+    name: str
+    tag: str
+    path: Path
+    time: float
+    nbytes: int
+    state: str = "partial"
+
+
+def list_stale_directories(run: Path) -> list[StaleDirectory]:
+    """Return the hidden directories of saves and removals in a run, except those that still are its checkpoints."""
+    if isinstance(run, ObjectPath):
+        return _list_unpublished(run)
+    displaced = {hidden.name for hidden in displaced_checkpoints(posix.list_names(run))}
+    stale = []
+    for folder in posix.list_hidden_directories(run):
+        hidden = parse_hidden_name(folder.name)
+        if hidden is None or folder.name in displaced:
+            continue
+        if usage := posix.disk_usage(folder):  # else it was committed or removed meanwhile
+            stale.append(StaleDirectory(folder.name, hidden.tag, folder, *usage, hidden.state))
+    return stale
+
+
+def _list_unpublished(run: ObjectPath) -> list[StaleDirectory]:
+    """Return the folders in an object store that no pointer names, and the uploads in progress."""
+    return [
+        StaleDirectory(folder.path.name, tag_of_folder(folder.path.name), folder.path, folder.time, folder.nbytes)
+        for folder in list_unpublished(run, list_tags(run))
+    ]

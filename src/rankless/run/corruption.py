@@ -1,0 +1,82 @@
+"""Checkpoints that a load found corrupt. They are hidden when the run that continued without them saves again."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import CheckpointReplacedError, TagExistsError
+from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.run.catalog import cached_checkpoints
+from rankless.run.scan import read_info
+from rankless.storage import atomic_rename, posix
+from rankless.storage.object_path import ObjectPath
+
+
+class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that was found corrupt: its tag, and the state of all its files at that time.
+
+    If a file has changed since, the checkpoint may have been repaired or replaced.
+    """
+
+    tag: str
+    state: str
+
+    @classmethod
+    def of(cls, folder: Path, tag: str) -> CorruptRecord:
+        """Record the present state of a directory. One in an object store keeps its tag: its keys never change."""
+        return cls(tag, "" if isinstance(folder, ObjectPath) else posix.tree_state(folder))
+
+    def is_in(self, folder: Path) -> bool:
+        """Return whether a directory holds this checkpoint, unchanged."""
+        return bool(self.state) and posix.tree_state(folder) == self.state
+
+
+def find_corrupt(records: Iterable[CorruptRecord], path: Path, tag: str) -> CorruptRecord | None:
+    """Return the record of the checkpoint that has the tag in a run directory, or ``None``."""
+    return next((record for record in records if record.tag == tag and record.is_in(path / tag)), None)
+
+
+def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) -> Iterator[Path]:
+    """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
+
+    Checkpoints that were renamed, copied or repaired since are left unchanged.
+    """
+    for record in records:
+        folder, hidden = path / record.tag, path / HiddenName(record.tag, run, secrets.token_hex(8), "corrupt").name
+        if not record.is_in(folder) or not _is_saved_by(run, folder, record.tag):
+            continue
+        atomic_rename.rename_path(folder, hidden)
+        if record.is_in(hidden):
+            yield hidden
+        else:  # another checkpoint took the name between the check and the rename
+            with suppress(TagExistsError):
+                atomic_rename.rename_noreplace(hidden, folder)
+
+
+def _is_saved_by(run: str, folder: Path, tag: str) -> bool:
+    with suppress(CheckpointReplacedError):
+        info = read_info(folder, tag)
+        return info is not None and info.run == run and info.saved_as == tag
+    return False
+
+
+def outdated_corrupt(path: Path, run: str) -> list[Path]:
+    """Return the hidden corrupt checkpoints of a run that are older than all its remaining checkpoints."""
+    oldest = next(
+        (info.age for info in cached_checkpoints(path) if info.status == "complete" and info.run == run), None
+    )
+    outdated = []
+    for folder in posix.list_hidden_directories(path):
+        hidden = parse_hidden_name(folder.name)
+        if oldest is None or hidden is None or hidden.state != "corrupt" or hidden.run != run:
+            continue
+        with suppress(CheckpointReplacedError):
+            info = read_info(folder, hidden.tag)
+            if info is None or info.age < oldest:
+                outdated.append(folder)
+    return outdated

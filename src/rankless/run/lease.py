@@ -1,0 +1,81 @@
+"""Leases in an object store, which has no locks: small objects that their holder renews as long as it lives.
+
+A lease is over if its holder has removed it, or has not renewed it for an hour; that of a removal, for which others
+wait, after five minutes. A holder that was stopped for longer has lost its lease. Clocks of hosts may differ by a few
+minutes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from rankless.errors import RanklessError, StorageError
+from rankless.storage.object_path import ObjectPath
+
+#: Seconds between two renewals, and seconds without one after which a lease is over.
+_RENEWAL_SECONDS, LEASE_SECONDS = 60.0, 3600.0
+
+#: The same for the lock of a removal, for which others wait.
+LOCK_SECONDS = 300.0
+
+#: The most bytes of a lease.
+_MAX_BYTES = 1000
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    """The content of a lease: when it was renewed, in seconds since 1970."""
+
+    renewed: float
+
+
+@contextmanager
+def held_lease(path: ObjectPath) -> Iterator[None]:
+    """Hold a lease, whose name no other process uses. Raises ``StorageError`` if it cannot be created."""
+    owner, ended = os.getpid(), threading.Event()
+    thread = threading.Thread(target=_renew_until, args=(path, ended), name="rankless-lease", daemon=True)
+    _renew(path)
+    try:
+        thread.start()
+        yield
+    finally:
+        ended.set()
+        if os.getpid() == owner:  # a forked process does not hold it
+            if thread.ident is not None:
+                thread.join()
+            with suppress(StorageError):  # it ends by itself
+                path.store.remove_file(path)
+
+
+def _renew(path: ObjectPath) -> None:
+    path.store.replace_small(path, msgspec.json.encode(_Lease(time.time())))
+
+
+def _renew_until(path: ObjectPath, ended: threading.Event) -> None:
+    while not ended.wait(_RENEWAL_SECONDS):
+        with suppress(RanklessError):  # the next attempt may succeed, before the lease is over
+            _renew(path)
+
+
+def remove_if_over(path: ObjectPath, seconds: float = LEASE_SECONDS) -> bool:
+    """Remove a lease that was not renewed for some seconds. Return whether it is removed, now or before."""
+    try:
+        lease = msgspec.json.decode(path.store.read_small(path, _MAX_BYTES), type=_Lease)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        lease = _Lease(0.0)  # it is no lease
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return True
+        if error.errno != errno.EFBIG:
+            raise
+        lease = _Lease(0.0)
+    if time.time() - lease.renewed <= seconds:
+        return False
+    path.store.remove_file(path)
+    return True

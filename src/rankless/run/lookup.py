@@ -1,0 +1,106 @@
+"""Lookup of the checkpoint that a path and a tag mean, in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rankless.errors import CheckpointReplacedError, EmptyRunError, InvalidArgumentError, NoCheckpointError
+from rankless.formats.detect import describe_contents, is_checkpoint, open_reader
+from rankless.formats.native import NativeReader, is_native
+from rankless.formats.reader import Reader
+from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
+from rankless.run.object_run import checkpoint_folder, has_lost_files, lost_files_error
+from rankless.run.pointers import Pointer, find_tag
+from rankless.run.scan import CheckpointInfo, displaced_checkpoints
+from rankless.run.tags import Best, resolve_tag
+from rankless.storage import posix
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
+
+#: The maximum number of attempts to open the latest checkpoint while others are replaced or removed.
+_ATTEMPTS = 100
+
+
+def latest_checkpoint(path: Path) -> CheckpointInfo:
+    """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if none can be read."""
+    infos = cached_checkpoints(path)
+    complete = [info for info in infos if info.status == "complete"]
+    if complete:
+        return complete[-1]
+    if infos:
+        raise NoCheckpointError(f"none of the {len(infos)} checkpoint(s) in {path} can be read: {infos[-1].problem}")
+    raise EmptyRunError(f"there is no checkpoint in {path}{describe_contents(path)}")
+
+
+def describe_ignored_files(path: Path) -> str | None:
+    """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none."""
+    if isinstance(path, ObjectPath) or not is_checkpoint(path) or not is_run_directory(path):
+        return None
+    ignored = [file.name for file in posix.list_files(path) if is_checkpoint(file)]
+    if not ignored:
+        return None
+    names = ", ".join(ignored)
+    return f"{path} contains rankless checkpoints: {names} next to them is ignored; to read it, pass its path"
+
+
+def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
+    """Open a checkpoint, or the latest checkpoint of a run directory, for reading.
+
+    If the latest checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
+    :func:`rankless.formats.detect.open_reader`. Raises ``CheckpointReplacedError`` if all attempts fail.
+    """
+    for _ in range(_ATTEMPTS):
+        resolved = resolve_checkpoint_path(path)
+        with suppress(CheckpointReplacedError):
+            if is_run_directory(path) or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
+                resolved = latest_checkpoint(path).path
+                return NativeReader(resolved, keys=keys)
+            return open_reader(resolved, keys)
+        if has_lost_files(resolved):
+            raise lost_files_error(resolved)
+    raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
+
+
+def resolve_checkpoint_path(path: Path) -> Path:
+    """Return ``path``, or the path that has the checkpoint of this tag.
+
+    In an object store the name of a folder is a tag and an id. On a file system a save that replaced a checkpoint may
+    have died between two renames: then the checkpoint is in a hidden directory.
+    """
+    if isinstance(path, ObjectPath):
+        return _resolve_object_path(path)
+    if store_of(path).path_exists(path):
+        return path
+    displaced = (
+        path.parent / hidden.name
+        for hidden in displaced_checkpoints(posix.list_names(path.parent))
+        if hidden.tag == path.name
+    )
+    return next(displaced, path)
+
+
+def _resolve_object_path(path: ObjectPath) -> Path:
+    is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
+    if is_in_bucket_root or is_native(path):
+        return path
+    entry = find_tag(path.parent, path.name)
+    if entry is None or not isinstance(entry.pointer, Pointer):
+        return path
+    return checkpoint_folder(path.parent, entry.tag, entry.pointer.id)
+
+
+def checkpoint_path(path: Path, tag: str | Best) -> Path:
+    """Return the path of the checkpoint ``tag`` in a run directory. It may be in any format.
+
+    ``tag`` may be an alias. Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if
+    the tag is invalid or ``path`` is a checkpoint itself.
+    """
+    tag = resolve_tag(path, tag)
+    tagged = path / tag
+    if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
+        return tagged
+    if not list_checkpoints(path) and is_checkpoint(path):
+        raise InvalidArgumentError(f"{path} is a checkpoint itself, not a run directory: leave out the tag {tag!r}")
+    return find_checkpoint(path, tag)

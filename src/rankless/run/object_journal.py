@@ -1,0 +1,55 @@
+"""The journal of a run in an object store: ``RUN/.journal/TIME.RANDOM.json``, a small object for each entry.
+
+Objects cannot be appended to, and jobs that replace one object would lose each other's entries. The names begin with
+the time, so their order is that of the entries. Each write removes the oldest ones, so their number is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+
+from rankless.errors import StorageError
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import map_requests
+
+#: The name of the folder.
+FOLDER = ".journal"
+
+_log = logging.getLogger("rankless")
+
+
+def append_object(run: ObjectPath, data: bytes, time: float, *, limit: int, create: bool) -> None:
+    """Write an entry as an object, and keep the newest ``limit`` entries.
+
+    Without ``create``, nothing is written into a run that has no journal.
+    """
+    folder, store = run / FOLDER, run.store
+    names = sorted(store.list_names(folder))
+    if names or create:
+        store.replace_small(folder / f"{int(time * 1e9):020}.{secrets.token_hex(4)}.json", data)
+        _remove_objects([folder / name for name in names[: 1 - limit]])
+
+
+def _remove_objects(paths: Sequence[ObjectPath]) -> None:
+    """Remove old entries. A failure has no consequence but their number."""
+    try:
+        map_requests(lambda path: path.store.remove_file(path), paths)
+    except StorageError:
+        _log.debug("old entries of a journal are not removed", exc_info=True)
+
+
+def read_objects(run: ObjectPath, count: int, max_bytes: int) -> list[bytes]:
+    """Return the newest ``count`` entries, oldest first. One that is too large, or vanishes, is left out."""
+    folder = run / FOLDER
+    names = sorted(run.store.list_names(folder))[-count:]
+    found = map_requests(lambda name: _read_object(folder / name, max_bytes), names)
+    return [data for data in found if data is not None]
+
+
+def _read_object(path: ObjectPath, max_bytes: int) -> bytes | None:
+    with suppress(StorageError):
+        return path.store.read_small(path, max_bytes)
+    return None

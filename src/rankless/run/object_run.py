@@ -1,0 +1,109 @@
+"""The layout of a run in an object store: which keys are a checkpoint of which tag.
+
+An object store cannot rename, so a checkpoint cannot get its name by a rename. Instead, no two saves ever share a key:
+
+- ``RUN/TAG.ID/…`` has all files of one checkpoint, with its manifest: a whole checkpoint, for any reader. The id is
+  that of the manifest; if the checkpoint comes from the local tier, it is that of the attempt to drain it.
+- ``RUN/.tags/TAG/N`` is a *pointer*: a small object that names the id. It is created by a conditional write, which one
+  of several writers wins. This is the commit of a save (``N`` = 1) and of an overwrite (``N`` = the highest + 1). The
+  pointer with the highest ``N`` counts.
+
+A writer that was stopped for hours can only publish its own checkpoint, which is whole. A prefix ``TAG.ID`` without a
+pointer is a save in progress, or an interrupted one. A folder ``NAME`` that was copied into the run, and whose name
+does not end with an id, is a checkpoint with this tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError
+from rankless.ondisk.manifest import NAME
+from rankless.run.pointers import Pointer, TagEntry, find_tag
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
+
+#: The name of the folder of a checkpoint.
+FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
+
+
+def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
+    """Return the prefix of the keys of a checkpoint."""
+    return run / f"{tag}.{folder_id}"
+
+
+def is_copied_folder(name: str) -> bool:
+    """Return whether a prefix in a run may be a checkpoint that was copied there: no save gives such a name."""
+    return not name.startswith(".") and FOLDER.fullmatch(name) is None
+
+
+def tag_of_folder(name: str) -> str:
+    """Return the tag of a checkpoint in a run from the name of its prefix."""
+    match = FOLDER.fullmatch(name)
+    return match["tag"] if match else name
+
+
+def check_output_name(final: ObjectPath) -> None:
+    """Raise ``InvalidArgumentError`` if a path has a name as saves give them: a clean-up would remove it."""
+    if FOLDER.fullmatch(final.name):
+        raise InvalidArgumentError(
+            f"the name of {final} ends with a dot and 16 hexadecimal digits, as those of saves do: choose another name"
+        )
+
+
+def tag_of(checkpoint: Path) -> str:
+    """Return the tag of a checkpoint in a run: the name of its directory, in an object store without the id."""
+    return tag_of_folder(checkpoint.name) if isinstance(checkpoint, ObjectPath) else checkpoint.name
+
+
+@dataclass(frozen=True, slots=True)
+class UnpublishedFolder:
+    """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size."""
+
+    path: ObjectPath
+    time: float
+    nbytes: int
+
+
+def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[UnpublishedFolder]:
+    """Return the folders of saves that no pointer names. ``entries`` are all tags of the run.
+
+    Folders of a tag whose pointer cannot be read are left out: it may name any of them.
+    """
+    published = {f"{entry.tag}.{entry.pointer.id}" for entry in entries if isinstance(entry.pointer, Pointer)}
+    unreadable = {entry.tag for entry in entries if not isinstance(entry.pointer, Pointer)}
+    changes: dict[str, list[tuple[float, int]]] = {}
+    for upload, began in run.store.list_uploads(run):
+        changes.setdefault(_folder_in(run, upload.path), []).append((began, 0))
+    names = {*run.store.list_names(run), *changes}
+    for name in names:
+        if FOLDER.fullmatch(name) and name not in published:
+            changes.setdefault(name, []).extend((info.time, info.size) for info in run.store.list_objects(run / name))
+    return [
+        UnpublishedFolder(run / name, max(time for time, _ in found), sum(size for _, size in found))
+        for name, found in sorted(changes.items())
+        if found and not name.startswith(".") and name not in published and tag_of_folder(name) not in unreadable
+    ]
+
+
+def _folder_in(run: ObjectPath, path: ObjectPath) -> str:
+    return path.relative_to(run).parts[0]
+
+
+def has_lost_files(folder: Path) -> bool:
+    """Return whether a pointer names a folder in an object store, although its manifest is missing."""
+    match = FOLDER.fullmatch(folder.name) if isinstance(folder, ObjectPath) else None
+    if match is None or not isinstance(folder, ObjectPath) or store_of(folder).is_file(folder / NAME):
+        return False
+    entry = find_tag(folder.parent, match["tag"])
+    return entry is not None and entry.names_folder(match["id"])
+
+
+def lost_files_error(folder: Path) -> CorruptCheckpointError:
+    """Return the error of a checkpoint whose files are missing."""
+    return CorruptCheckpointError(
+        f"{folder} has no manifest, but its tag still names it: something else than rankless has removed its files"
+    )

@@ -1,0 +1,228 @@
+"""The pointers of a run in an object store, each of which gives a checkpoint its tag.
+
+A *pointer* ``RUN/.tags/TAG/N`` is a small object that names the id of a checkpoint. It is created by a conditional
+write, which one of several writers wins. This is the commit of a save (``N`` = 1) and of an overwrite (``N`` = the
+highest + 1). The pointer with the highest ``N`` counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from rankless.errors import CorruptCheckpointError, RanklessError, StorageError
+from rankless.ondisk.manifest import Manifest
+from rankless.ondisk.validation import is_tag
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import ObjectInfo, map_requests
+
+#: The name of the prefix of all pointers.
+TAGS = ".tags"
+
+_POINTER_NAME = re.compile("[1-9][0-9]{0,99}")
+
+#: The errors of JSON that is none, or not this one.
+_DECODING_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+#: The most bytes of a pointer.
+_MAX_POINTER_BYTES = 2**20
+
+#: How often a pointer is looked for that is listed, but missing, and the seconds between.
+_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
+
+#: The most pointers that are remembered.
+_MAX_REMEMBERED = 2**15
+
+
+class Pointer(msgspec.Struct, frozen=True):
+    """The content of a pointer: the checkpoint that it names, and what a list shows of it.
+
+    So a list needs one small object of each checkpoint. The manifest decides if they differ.
+
+    ``id`` is that in the name of the folder. ``checkpoint`` is that of the manifest, if it is another one: each attempt
+    to drain a checkpoint of the local tier has a folder of its own.
+    """
+
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    run: str
+    sequence: int
+    time: float
+    nbytes: int
+    world_size: int
+    step: int | float | None = None
+    metrics: dict[str, float | None] = {}
+    checkpoint: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of the checkpoint, as its manifest has it."""
+        return self.checkpoint or self.id
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """The key that sorts checkpoints from the oldest to the latest."""
+        return self.sequence, self.time, self.checkpoint_id
+
+    @classmethod
+    def of(cls, manifest: Manifest, folder_id: str) -> Pointer:
+        """Return the pointer to a checkpoint in the folder with an id."""
+        return cls(
+            folder_id,
+            manifest.run,
+            manifest.sequence,
+            manifest.time,
+            manifest.nbytes,
+            manifest.provenance.world_size,
+            manifest.step,
+            dict(manifest.metrics),
+            "" if manifest.id == folder_id else manifest.id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TagEntry:
+    """The pointer that counts for a tag: its number, and its content, or why that cannot be read.
+
+    ``objects`` are all pointers of the tag, by ascending numbers: the last one counts, the others are outdated.
+    """
+
+    tag: str
+    number: int
+    pointer: Pointer | RanklessError
+    objects: tuple[ObjectInfo, ...]
+
+    @property
+    def path(self) -> ObjectPath:
+        """The path of the pointer."""
+        return self.objects[-1].path
+
+    def names_checkpoint(self, checkpoint_id: str) -> bool:
+        """Return whether the pointer names the checkpoint with an id, in whatever folder."""
+        return isinstance(self.pointer, Pointer) and self.pointer.checkpoint_id == checkpoint_id
+
+    def names_folder(self, folder_id: str) -> bool:
+        """Return whether the pointer names the folder with an id."""
+        return isinstance(self.pointer, Pointer) and self.pointer.id == folder_id
+
+
+def list_tags(run: ObjectPath) -> list[TagEntry]:
+    """Return the tags of a run, each with the pointer that counts."""
+    by_tag: dict[str, list[ObjectInfo]] = {}
+    for info in run.store.list_objects(run / TAGS):
+        tag = info.path.parent.name
+        if info.path.parent.parent == run / TAGS and is_tag(tag) and _number_of(info.path):
+            by_tag.setdefault(tag, []).append(info)
+    ascending = [sorted(found, key=_number_of_object) for found in by_tag.values()]
+    pointers = map_requests(_read_pointer, (found[-1] for found in ascending))
+    entries = []
+    for tag, found, pointer in zip(by_tag, ascending, pointers, strict=True):
+        # If the pointer was removed meanwhile, the tag may have another one, of an overwrite.
+        entry = find_tag(run, tag) if pointer is None else _make_entry(tag, found, pointer)
+        entries += [entry] if entry is not None else []
+    return entries
+
+
+def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
+    """Return one tag of a run with the pointer that counts; ``None`` if there is none."""
+    for _ in range(_ATTEMPTS):
+        found = list_pointers(run, tag)
+        pointer = _read_pointer(found[-1]) if found else None
+        if pointer is not None:
+            return _make_entry(tag, found, pointer)
+        if not found:
+            return None
+        time.sleep(_ATTEMPT_SECONDS)  # it was removed, or the list of the store lags
+    return None
+
+
+def find_highest_number(run: ObjectPath, tag: str) -> int:
+    """Return the highest number of a tag's pointers; 0 if there is none."""
+    found = list_pointers(run, tag)
+    return _number_of(found[-1].path) if found else 0
+
+
+def list_pointers(run: ObjectPath, tag: str) -> list[ObjectInfo]:
+    """Return the pointers of a tag, by ascending numbers."""
+    found = (info for info in run.store.list_objects(run / TAGS / tag) if _number_of(info.path))
+    return sorted(found, key=_number_of_object)
+
+
+def _make_entry(tag: str, ascending: Sequence[ObjectInfo], pointer: Pointer | RanklessError) -> TagEntry:
+    return TagEntry(tag, _number_of(ascending[-1].path), pointer, tuple(ascending))
+
+
+def _number_of(path: ObjectPath) -> int:
+    """Return the number of a pointer, which is 1 or more; 0 for another object."""
+    return int(path.name) if _POINTER_NAME.fullmatch(path.name) else 0
+
+
+def _number_of_object(info: ObjectInfo) -> int:
+    return _number_of(info.path)
+
+
+def pointer_path(run: ObjectPath, tag: str, number: int) -> ObjectPath:
+    """Return the path of a pointer."""
+    return run / TAGS / tag / str(number)
+
+
+#: The pointers that were read, by their path and version. They never change.
+_pointers: dict[tuple[Path, str], Pointer] = {}
+
+
+def _read_pointer(info: ObjectInfo) -> Pointer | RanklessError | None:
+    """Return a pointer, or why it cannot be read; ``None`` if it was removed meanwhile."""
+    key = info.path, info.etag
+    if info.etag and key in _pointers:
+        return _pointers[key]
+    try:
+        pointer = _decode_pointer(info.path) or _decode_pointer(info.path)
+    except StorageError as error:
+        return None if error.errno == errno.ENOENT else error
+    if pointer is None:
+        return CorruptCheckpointError(f"{info.path} is corrupt: it is no pointer to a checkpoint")
+    if info.etag:
+        if len(_pointers) >= _MAX_REMEMBERED:
+            _pointers.clear()
+        _pointers[key] = pointer
+    return pointer
+
+
+def _decode_pointer(path: ObjectPath) -> Pointer | None:
+    """Read a pointer. Return ``None`` if it is corrupt, or if its bytes have changed on their way."""
+    with suppress(*_DECODING_ERRORS):
+        return msgspec.json.decode(path.store.read_small(path, _MAX_POINTER_BYTES), type=Pointer)
+    return None
+
+
+def is_pointer(data: bytes) -> bool:
+    """Return whether these bytes are a pointer."""
+    try:
+        msgspec.json.decode(data, type=Pointer)
+    except _DECODING_ERRORS:
+        return False
+    return True
+
+
+def is_published(run: ObjectPath, tag: str, folder_id: str) -> bool:
+    """Return whether a pointer of a tag, also an older one, names the folder with an id.
+
+    Raises ``StorageError`` or ``CorruptCheckpointError`` if a pointer cannot be read: it may name this one.
+    """
+    for _ in range(_ATTEMPTS):
+        pointers = map_requests(_read_pointer, list_pointers(run, tag))
+        if folder_id in {pointer.id for pointer in pointers if isinstance(pointer, Pointer)}:
+            return True
+        if errors := [pointer for pointer in pointers if isinstance(pointer, RanklessError)]:
+            raise errors[0]
+        if None not in pointers:
+            return False
+        time.sleep(_ATTEMPT_SECONDS)  # one was removed meanwhile, or an answer was wrong
+    raise StorageError(errno.EIO, f"a pointer of the tag {tag!r} in {run} is listed, but cannot be read")

@@ -1,0 +1,217 @@
+"""Retention policies: rules for which checkpoints of a run are kept, combined with ``|``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rankless.errors import InvalidArgumentError
+from rankless.run.scan import CheckpointInfo
+
+_DAY_SECONDS = 86_400.0
+
+
+class Retention:
+    """A policy that selects the checkpoints to keep. The newest one is always kept."""
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """Return the ids of the checkpoints to keep.
+
+        ``checkpoints`` are sorted from the oldest to the newest. ``now`` is the time in seconds since 1970.
+        """
+        raise NotImplementedError
+
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
+        """Raise ``InvalidArgumentError`` if a save lacks a step or metric that the policy needs."""
+
+    def __or__(self, other: Retention) -> Retention:
+        """Return a policy that keeps the checkpoints that either policy keeps."""
+        return AnyOf(self, other)
+
+
+@dataclass(frozen=True)
+class AnyOf(Retention):
+    """Keeps the checkpoints that at least one of two policies keeps."""
+
+    first: Retention
+    second: Retention
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """See :class:`Retention`."""
+        return self.first.select_kept(checkpoints, now) | self.second.select_kept(checkpoints, now)
+
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
+        """See :class:`Retention`."""
+        self.first.check_requirements(step, metrics)
+        self.second.check_requirements(step, metrics)
+
+
+#: More checkpoints than a policy keeps because they are the newest.
+_MANY = 1000
+
+
+def is_kept_by_merit(policy: Retention, known: Sequence[CheckpointInfo], new: CheckpointInfo) -> bool:
+    """Return whether a policy keeps a new checkpoint for its step, metric or tag: also if many newer ones follow it.
+
+    ``known`` are the checkpoints before it, oldest first.
+    """
+    newer = [replace(new, tag="", step=None, metrics={}, id=str(number)) for number in range(_MANY)]
+    return new.id in policy.select_kept([*known, new, *newer], math.inf)
+
+
+@dataclass(frozen=True)
+class KeepLast(Retention):
+    """Keeps the newest ``number`` checkpoints."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        _check_count("KeepLast", self.number)
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """See :class:`Retention`."""
+        del now
+        return {info.id for info in checkpoints[-self.number :]}
+
+
+@dataclass(frozen=True)
+class KeepEvery(Retention):
+    """Keeps checkpoints whose step is a multiple of ``steps``. For fractions rounding errors are ignored."""
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepEvery", self.steps)
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """See :class:`Retention`."""
+        del now
+        return {info.id for info in checkpoints if info.step is not None and _is_multiple(info.step, self.steps)}
+
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
+        """See :class:`Retention`."""
+        del metrics
+        if step is None:
+            raise InvalidArgumentError("KeepEvery needs the step of every checkpoint: pass step=")
+
+
+@dataclass(frozen=True)
+class KeepBest(Retention):
+    """Keeps the ``number`` best checkpoints by a metric, and of equal ones the newer.
+
+    ``mode`` says whether lower (``"min"``) or higher (``"max"``) values are better. Checkpoints without the metric are
+    not kept by this policy.
+
+    By default each save must have the metric. With ``required=False`` it need not: then an evaluator can add the metric
+    later, with :func:`rankless.add_metrics`.
+    """
+
+    metric: str
+    number: int = 1
+    mode: Literal["min", "max"] = "min"
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("KeepBest", self.number)
+        if self.mode not in {"min", "max"}:
+            raise InvalidArgumentError(f"mode must be 'min' or 'max'; got {self.mode!r}")
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """See :class:`Retention`."""
+        del now
+        return {info.id for info in sort_by_metric(checkpoints, self.metric, self.mode)[: self.number]}
+
+    def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
+        """See :class:`Retention`."""
+        del step
+        if self.required and self.metric not in metrics:
+            raise InvalidArgumentError(
+                f"KeepBest needs {self.metric!r} of every checkpoint: pass metrics=, or "
+                "KeepBest(..., required=False) if an evaluator adds it later"
+            )
+
+
+@dataclass(frozen=True)
+class KeepNewerThan(Retention):
+    """Keeps checkpoints that are not older than so many days and hours, by the clock of the rank that saved them."""
+
+    days: float = 0.0
+    hours: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepNewerThan", self.days + self.hours)
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """See :class:`Retention`."""
+        oldest = now - _DAY_SECONDS * (self.days + self.hours / 24)
+        return {info.id for info in checkpoints if info.time >= oldest}
+
+
+def sort_by_metric(checkpoints: Sequence[CheckpointInfo], metric: str, mode: str) -> list[CheckpointInfo]:
+    """Return the checkpoints that have a finite value of a metric, the best one first, of equal ones the newest.
+
+    ``checkpoints`` are sorted from the oldest to the newest. ``mode`` is ``"min"`` or ``"max"``.
+    """
+    sign = 1 if mode == "min" else -1
+    measured = [
+        (sign * value, -position, info)
+        for position, info in enumerate(checkpoints)
+        if (value := info.metrics.get(metric)) is not None and math.isfinite(value)
+    ]
+    return [info for *_, info in sorted(measured, key=lambda entry: entry[:2])]
+
+
+class KeepTags(Retention):
+    """Keeps the checkpoints with the given tags."""
+
+    def __init__(self, *tags: str) -> None:
+        if not tags or not all(isinstance(tag, str) for tag in tags):
+            raise InvalidArgumentError("KeepTags needs the tags to keep, as one or more strings")
+        self.tags = frozenset(tags)
+
+    def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
+        """See :class:`Retention`."""
+        del now
+        return {info.id for info in checkpoints if info.tag in self.tags}
+
+    def __repr__(self) -> str:
+        return f"KeepTags({', '.join(map(repr, sorted(self.tags)))})"
+
+
+def as_policy(num_kept_ckpts: object, keep: object) -> Retention | None:
+    """Return the policy for the arguments of a save, or ``None`` if all checkpoints are kept.
+
+    Raises ``InvalidArgumentError`` if both are passed, or one is neither a number nor a policy.
+    """
+    if num_kept_ckpts is not None and keep is not None:
+        raise InvalidArgumentError("pass num_kept_ckpts or keep, not both")
+    policy = num_kept_ckpts if keep is None else keep
+    if policy is None or isinstance(policy, Retention):
+        return policy
+    if isinstance(policy, int) and not isinstance(policy, bool):
+        return KeepLast(policy)
+    raise InvalidArgumentError(f"keep must be a number or a policy such as KeepLast(5); got {policy!r}")
+
+
+def _is_multiple(step: float, steps: float) -> bool:
+    """Return whether ``step`` is a multiple of ``steps`` up to rounding: 0.3 is a multiple of 0.1."""
+    if isinstance(step, int) and isinstance(steps, int):
+        return step % steps == 0
+    quotient = step / steps
+    if not math.isfinite(quotient):
+        return False
+    # Sums of many small steps are off by some parts in 10**10. The tolerance must not reach the next multiple.
+    return abs(round(quotient) * steps - step) <= min(1e-9 * abs(step), 1e-3 * steps)
+
+
+def _check_count(policy: str, number: object) -> None:
+    _check_positive(policy, number)
+    if not isinstance(number, int):
+        raise InvalidArgumentError(f"{policy} takes a whole number above 0, not {number!r}")
+
+
+def _check_positive(policy: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        raise InvalidArgumentError(f"{policy} takes a number above 0, not {number!r}: one checkpoint is always kept")

@@ -1,0 +1,246 @@
+"""Lists the checkpoints of a run directory while other jobs may save into it and remove from it.
+
+All names are listed in one step. If a checkpoint is removed before its manifest is read, the directory is listed again.
+So a directory that always contains a checkpoint never appears to be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, RanklessError, StorageError
+from rankless.formats.native import claims_to_be_native, read_manifest
+from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.ondisk.manifest import NAME, Manifest
+from rankless.run.added_metrics import list_metric_files, read_added_metrics
+from rankless.run.object_run import checkpoint_folder, is_copied_folder
+from rankless.run.pointers import TAGS, TagEntry, list_tags
+from rankless.storage import posix
+from rankless.storage.file_memo import FileMemo, sign_file
+from rankless.storage.filesystems import is_local
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import map_requests, store_of
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint of a run. If it cannot be read, only ``tag``, ``path``, ``status`` and ``problem`` are set.
+
+    Attributes:
+        tag: The name of the checkpoint.
+        path: The directory of the checkpoint.
+        status: ``"complete"``, ``"damaged"`` if the manifest is corrupt, or ``"unreadable"`` if the format is newer or
+            the file system refuses access.
+        step: The training step, if one was saved.
+        metrics: The metrics by name, with those that were added after the save; ``None`` for values that are not
+            finite.
+        sequence: The position in the order of all saves into the run directory.
+        time: The time of the save in seconds since 1970.
+        nbytes: The total size in bytes of the files that the manifest lists.
+        problem: The reason why the checkpoint cannot be read.
+        run: The id of the training run that saved the checkpoint.
+        id: The id of the checkpoint.
+        saved_as: The tag under which it was saved. It differs from ``tag`` if the checkpoint was renamed or copied.
+        world_size: The number of ranks that saved it; 0 if that is unknown, as after a conversion.
+    """
+
+    tag: str
+    path: Path
+    status: Literal["complete", "damaged", "unreadable"] = "complete"
+    step: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    sequence: int = 0
+    time: float = 0.0
+    nbytes: int = 0
+    problem: str = ""
+    run: str = ""
+    id: str = ""
+    saved_as: str = ""
+    world_size: int = 0
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest, tag: str | None = None) -> CheckpointInfo:
+        """Create the information from a manifest. The tag is by default the directory's name, also after a rename."""
+        return cls(
+            tag=path.name if tag is None else tag,
+            path=path,
+            step=manifest.step,
+            metrics=dict(manifest.metrics),
+            sequence=manifest.sequence,
+            time=manifest.time,
+            nbytes=manifest.nbytes,
+            run=manifest.run,
+            id=manifest.id,
+            saved_as=manifest.tag,
+            world_size=manifest.provenance.world_size,
+        )
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """The key that sorts checkpoints from the oldest to the latest. It has no file times, so copies stay sorted."""
+        return self.sequence, self.time, self.id
+
+
+#: A function that reads the checkpoint in a directory with a tag; it returns ``None`` if there is none.
+ReadInfo = Callable[[Path, str], CheckpointInfo | None]
+
+
+#: Cached checkpoints of all directories. Without it, each save would read all manifests, possibly thousands.
+_MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
+
+#: The maximum number of metrics of a checkpoint that is cached.
+_MAX_CACHED_METRICS = 64
+
+
+def scan_run(path: Path, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+    """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
+
+    The objects are cached and shared: callers must not change them.
+    """
+    if isinstance(path, ObjectPath):
+        return _scan_objects(path, read_info_of)
+    infos: dict[str, CheckpointInfo | None] = {}
+    while True:
+        names = posix.list_names(path)
+        tags = _candidate_tags(names)
+        for name in sorted(tags.keys() - infos.keys()):
+            with suppress(CheckpointReplacedError):
+                infos[name] = _cached_info(path, name, tags[name]) or read_info_of(path / name, tags[name])
+        if tags.keys() <= infos.keys():
+            checkpoints = [info for name in tags if (info := infos[name]) is not None]
+            return _sort_infos(_with_added_metrics(path, names, checkpoints))
+
+
+def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
+
+
+def _scan_objects(run: ObjectPath, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there."""
+    names = run.store.list_names(run)
+    entries = list_tags(run) if TAGS in names else []
+    infos = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
+    copied = [name for name in sorted(names - infos.keys()) if is_copied_folder(name)]
+
+    def read_copied(name: str) -> CheckpointInfo | None:
+        with suppress(CheckpointReplacedError):
+            return read_info_of(run / name, name)
+        return None
+
+    found = [*infos.values(), *(info for info in map_requests(read_copied, copied) if info is not None)]
+    return _sort_infos(_with_added_metrics(run, names, found))
+
+
+def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
+    pointer = entry.pointer
+    if isinstance(pointer, RanklessError):
+        status: Literal["damaged", "unreadable"] = (
+            "damaged" if isinstance(pointer, CorruptCheckpointError) else "unreadable"
+        )
+        return CheckpointInfo(entry.tag, entry.path, status, problem=_error_text(pointer))
+    return CheckpointInfo(
+        tag=entry.tag,
+        path=checkpoint_folder(run, entry.tag, pointer.id),
+        step=pointer.step,
+        metrics=dict(pointer.metrics),
+        sequence=pointer.sequence,
+        time=pointer.time,
+        nbytes=pointer.nbytes,
+        run=pointer.run,
+        id=pointer.checkpoint_id,
+        saved_as=entry.tag,
+        world_size=pointer.world_size,
+    )
+
+
+def _with_added_metrics(path: Path, names: Collection[str], infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    if not (files := list_metric_files(names)):
+        return infos
+    added = read_added_metrics(path, files)
+    return [
+        replace(info, metrics=info.metrics | metrics) if (metrics := added.get((info.tag, info.id))) else info
+        for info in infos
+    ]
+
+
+def _cached_info(path: Path, name: str, tag: str) -> CheckpointInfo | None:
+    info = _MEMO.recall(f"{path}/{name}/{NAME}")
+    return info if info is None or info.tag == tag else replace(info, tag=tag)
+
+
+def _candidate_tags(names: Collection[str]) -> dict[str, str]:
+    """Return the names of directories that may be checkpoints, with their tags."""
+    visible = {name: name for name in names if not name.startswith(".")}
+    return visible | {hidden.name: hidden.tag for hidden in displaced_checkpoints(names)}
+
+
+def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
+    """Yield the hidden names of checkpoints that were displaced by a replace which was interrupted.
+
+    ``names`` are all names in the run directory. A displaced checkpoint still counts as the checkpoint of its tag,
+    because the new one, whose staging directory exists, has not got the name yet. This state exists only on file
+    systems that cannot exchange two names, and lasts only if the save died in it.
+    """
+    for name in names:
+        hidden = parse_hidden_name(name)
+        if hidden is None or hidden.state != "replaced" or hidden.tag in names:
+            continue
+        if hidden.with_state("partial").name in names:
+            yield hidden
+
+
+def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
+    """Return the checkpoint in a directory, or ``None`` if there is none.
+
+    Raises ``CheckpointReplacedError`` if it is removed meanwhile, and ``StorageError`` if it cannot be read.
+    """
+    if _is_other_directory(folder):
+        return None
+    file = str(folder / NAME)
+    signature = sign_file(file)
+    try:
+        info = replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
+    except CorruptCheckpointError as error:
+        return CheckpointInfo(tag, folder, "damaged", problem=_error_text(error))
+    except FormatError as error:
+        return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
+    if len(info.metrics) <= _MAX_CACHED_METRICS:
+        _MEMO.remember(file, signature, info)
+    return info
+
+
+def _is_other_directory(folder: Path) -> bool:
+    """Return whether there is a directory that is no checkpoint.
+
+    A client of a network file system may take the name for a checkpoint that was replaced, and of which not all is
+    left. Then it asks again.
+    """
+    if isinstance(folder, ObjectPath):
+        return not store_of(folder).is_file(folder / NAME)
+    if not posix.is_directory_without(folder, NAME):
+        return False
+    if is_local(folder.parent):
+        return True
+    posix.list_names(folder.parent)
+    return posix.is_directory_without(folder, NAME)
+
+
+def is_rankless_checkpoint(info: CheckpointInfo) -> bool:
+    """Return whether ``info`` is a rankless checkpoint, and not a ``manifest.json`` of another program."""
+    return info.status == "complete" or claims_to_be_native(info.path)
+
+
+def read_info(folder: Path, tag: str) -> CheckpointInfo | None:
+    """Return the checkpoint like :func:`read_info_strictly`, with a ``StorageError`` as status ``"unreadable"``."""
+    try:
+        return read_info_strictly(folder, tag)
+    except StorageError as error:
+        return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
+
+
+def _error_text(error: RanklessError) -> str:
+    return str(error.args[-1])

@@ -1,0 +1,506 @@
+"""The ``RunDirectory``: saves into and loads from one run directory, with settings that are given once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+
+import torch.distributed as dist
+
+from rankless.engine.comm.call_check import CallDescription, vote_same_call
+from rankless.engine.comm.session import RankGroup, check_process_group, current_process_group
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.errors import InvalidArgumentError
+from rankless.load.result import RestoreResult
+from rankless.observe.events import OnEvent, ignore_event
+from rankless.observe.reporter import with_progress_bar
+from rankless.observe.spans import span, traced
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.files import SHARD_SIZE
+from rankless.ondisk.validation import check_choice, check_keys, check_timeout
+from rankless.run.catalog import list_checkpoints
+from rankless.run.corruption import CorruptRecord
+from rankless.run.retention import Retention, as_policy
+from rankless.run.scan import CheckpointInfo
+from rankless.run.tags import TagArgument, check_tag_argument
+from rankless.save.background import background_saves
+from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
+from rankless.save.checkpoint_save import CheckpointSave
+from rankless.save.handle import SaveHandle
+from rankless.save.metrics import copy_metrics
+from rankless.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
+from rankless.save.training_save import SavePlanCache, TrainingSave
+from rankless.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
+from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.tier.options import LocalTier, as_local_tier
+
+#: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
+_STAGING_MARGIN = 8 * 2**20
+
+_log = logging.getLogger("rankless")
+
+if TYPE_CHECKING:
+    from rankless.load.request import LoadRequest
+    from rankless.load.tier_load import TierLoad
+    from rankless.tier.state import TierState
+
+
+class RestoreOptions(TypedDict, total=False):
+    """The optional arguments of a load. :func:`rankless.restore` documents each of them."""
+
+    dataloader: Any
+    stateful: Mapping[str, Any] | None
+    strict: bool | Mapping[str, bool]
+    allow_missing: Collection[str]
+    verify: bool
+    rng: bool | None
+    cast_dtype: bool
+    share_reads: str
+    on_corruption: str
+    keys: Mapping[str, str] | None
+    on_event: OnEvent | None
+
+
+class RunSettings(TypedDict, total=False):
+    """The optional arguments of a :class:`RunDirectory`, which documents each of them."""
+
+    keep: Retention | int | None
+    async_save: bool
+    staging: str
+    max_shard_size: int | str
+    incremental: bool
+    keep_full_every: int
+    frozen: str
+    process_group: dist.ProcessGroup | None
+    timeout: float
+    on_event: OnEvent | None
+    local: LocalTier | str | PathLike[str] | None
+
+
+class SaveOptions(TypedDict, total=False):
+    """Further optional arguments of a save. :func:`rankless.save_checkpoint` documents each of them."""
+
+    staging_check: str
+    replica_check: str
+    rng: bool
+    state_dict_hooks: bool
+    adapter_only: bool
+    files: Mapping[str, bytes] | None
+    stats: bool
+
+
+class RunDirectory:
+    """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
+
+    The objects to save are arguments of each call; a :class:`rankless.Checkpointer` is given them once. A
+    ``RunDirectory`` is a context manager; at the end of the ``with`` block it waits for its background saves.
+
+    Args:
+        path: The run directory, on a file system that all ranks share.
+        keep: The number of checkpoints to keep, or a retention policy (see :mod:`rankless.run.retention`). A save
+            removes only checkpoints of its own run: the run that was loaded from, or a new one.
+        async_save: The default of ``async_save`` in :meth:`save`.
+        staging: The default of ``staging`` in :meth:`save`.
+        max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
+            ``"1GB"``.
+        incremental: The default of ``incremental`` in :meth:`save`.
+        keep_full_every: The default of ``keep_full_every`` in :meth:`save`.
+        frozen: The default of ``frozen`` in :meth:`save`.
+        process_group: The ranks that save and load together. By default the default process group, or this process
+            alone if there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+        on_event: A function that is called with each event (see :mod:`rankless.observe.events`).
+        local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        keep: Retention | int | None = None,
+        async_save: bool = False,
+        staging: str = "eager",
+        max_shard_size: int | str = SHARD_SIZE,
+        incremental: bool = True,
+        keep_full_every: int = FULL_EVERY,
+        frozen: str = "together",
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        on_event: OnEvent | None = None,
+        local: LocalTier | str | PathLike[str] | None = None,
+    ) -> None:
+        self.path = parse_location(path)
+        self._local = as_local_tier(local)
+        self._tier = self._find_tier(self._local)
+        #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
+        self.runs: set[str] = set()
+        #: The checkpoints that loads found corrupt. A save may take their tags.
+        self.corrupt: set[CorruptRecord] = set()
+        #: The checkpoint with which the next save may share files.
+        self.base = Base()
+        self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
+        self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
+        check_choice("staging", staging, STAGING)
+        self._async_save, self._staging = async_save, staging
+        check_choice("frozen", frozen, FROZEN)
+        check_sharing(incremental, keep_full_every)
+        self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
+        self._on_event = on_event or ignore_event
+        self._plans = SavePlanCache()
+        #: Whether the newest save asked for statistics: what drains it later lets them be computed.
+        self._measures_newest = False
+        self._ranks: RankGroup | None = None
+
+    def _find_tier(self, local: LocalTier | None) -> TierState | None:
+        if local is None:
+            return None
+        from rankless.tier.state import tier_states  # noqa: PLC0415 - other saves do not need its modules
+
+        return tier_states.get_state(local.path, self.path)
+
+    def save(
+        self,
+        tag: str,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        user_content: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        per_rank_content: Any = None,
+        step: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        num_kept_ckpts: int | None = None,
+        keep: Retention | int | None = None,
+        async_save: bool | None = None,
+        staging: str | None = None,
+        staging_check: str = "sampled",
+        replica_check: str = "sampled",
+        incremental: bool | None = None,
+        keep_full_every: int | None = None,
+        frozen: str | None = None,
+        rng: bool = True,
+        state_dict_hooks: bool = True,
+        adapter_only: bool = False,
+        files: Mapping[str, bytes] | None = None,
+        stats: bool = False,
+        forced: bool = False,
+        on_event: OnEvent | None = None,
+    ) -> SaveHandle[CheckpointInfo]:
+        """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
+
+        The arguments, the result and the errors are those of :func:`rankless.save_checkpoint`. An argument that is
+        ``None`` gets the value that was passed to the constructor. A ``forced`` save needs no metric for the retention
+        policy.
+        """
+        began = time.perf_counter()
+        frozen = self._frozen if frozen is None else frozen
+        training = TrainingObjects(
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            per_rank_content,
+            stateful,
+            dataloader,
+            rng,
+            state_dict_hooks=state_dict_hooks,
+            frozen_apart=frozen == "apart",
+            adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
+            files={} if files is None else files,
+        )
+        uses_default = num_kept_ckpts is None and keep is None
+        policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
+        request = SaveRequest(
+            path=self.path,
+            tag=tag,
+            training=training,
+            max_shard_size=self._max_shard_size,
+            step=step,
+            metrics=copy_metrics({} if metrics is None else metrics),
+            overwrite=overwrite,
+            keep=policy,
+            async_save=self._async_save if async_save is None else async_save,
+            staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
+            replica_check=replica_check,
+            incremental=self._incremental if incremental is None else incremental,
+            keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
+            frozen=frozen,
+            stats=stats,
+            forced=forced,
+            on_event=on_event or self._on_event,
+            began=began,
+        )
+        with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
+            request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
+            self._measures_newest = request.stats is True
+            request = replace(request, on_event=self._with_statistics(request.on_event, request.stats))
+            if request.async_save:
+                return self._run_save(request)
+            with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
+                return self._run_save(replace(request, on_event=listener))
+
+    def _with_statistics(self, on_event: OnEvent, stats: object) -> OnEvent:
+        """Return a listener that, on the coordinator, lets statistics be computed if they are requested."""
+        if stats is not True or self._current_ranks().rank != COORDINATOR_RANK:
+            return on_event
+        from rankless.inspection.background_statistics import keep_statistics  # noqa: PLC0415 - other saves need none
+
+        return keep_statistics(on_event)
+
+    def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
+        save = self._make_save(request)
+        try:
+            return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
+        finally:
+            if save.run_id:
+                self.runs.add(save.run_id)
+
+    @traced("begin the save", "import")
+    def _make_save(self, request: SaveRequest) -> TrainingSave:
+        if self._tier is not None and self._local is not None:
+            return self._make_tier_save(request, self._tier, self._local)
+        if isinstance(self.path, ObjectPath):
+            from rankless.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
+
+            return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
+        return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
+
+    def _make_tier_save(self, request: SaveRequest, tier: TierState, local: LocalTier) -> TrainingSave:
+        if isinstance(self.path, ObjectPath):
+            from rankless.save.object_tier_save import ObjectTierSave  # noqa: PLC0415 - as above
+
+            return ObjectTierSave(request, self.path, self._current_ranks(), self._plans, self._timeout, tier, local)
+        from rankless.save.folder_tier_save import FolderTierSave  # noqa: PLC0415 - as above
+
+        return FolderTierSave(request, self._current_ranks(), self._plans, self.base, self._timeout, tier, local)
+
+    def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        """Return the event listener, on the coordinator combined with a progress bar."""
+        return (
+            with_progress_bar(label, on_event)
+            if self._current_ranks().rank == COORDINATOR_RANK
+            else nullcontext(on_event)
+        )
+
+    def finalize(self) -> None:
+        """Wait for the background saves of this path. All ranks must call it if there is a local tier.
+
+        Then the newest checkpoint in the local tier is written into the run directory, unless it is there.
+
+        Raises:
+            Exception: The error of the first save that failed. Each error is raised once.
+        """
+        self.wait()
+        self.drain()
+
+    def wait(self) -> None:
+        """Wait for the background saves of this path, and for no other rank."""
+        background_saves.finalize(self.path)
+
+    def load(
+        self,
+        tag: TagArgument = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        **options: Unpack[RestoreOptions],
+    ) -> Any:
+        """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
+
+        The arguments and errors are those of :func:`rankless.load_checkpoint`.
+        """
+        restored = self.restore(tag, model, optimizer, scheduler, **options)
+        if restored.per_rank_content is not None and _is_resume_call(optimizer, options.get("dataloader")):
+            warn_caller(
+                f"the checkpoint {restored.tag!r} has per_rank_content, which only restore() returns: call that instead"
+            )
+        return restored.user_content
+
+    def restore(
+        self,
+        tag: TagArgument = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        strict: bool | Mapping[str, bool] = True,
+        allow_missing: Collection[str] = (),
+        verify: bool = True,
+        rng: bool | None = None,
+        cast_dtype: bool = False,
+        share_reads: str = "auto",
+        on_corruption: str = "fall_back",
+        keys: Mapping[str, str] | None = None,
+        on_event: OnEvent | None = None,
+    ) -> RestoreResult:
+        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+
+        The arguments, the result and the errors are those of :func:`rankless.restore`.
+        """
+        # Imported here, as a job that only saves needs none of it, and no reader of another format.
+        from rankless.load.request import LoadRequest  # noqa: PLC0415
+        from rankless.state.restore import RestorePolicy, as_components  # noqa: PLC0415
+
+        check_keys(keys)
+        selected = check_tag_argument(tag)
+        policy = RestorePolicy(
+            strict=strict if isinstance(strict, bool) else True,
+            lenient=_lenient_components(strict),
+            cast_dtype=cast_dtype,
+            rng=optimizer is not None if rng is None else rng,
+            per_rank_content=_is_resume_call(optimizer, dataloader),
+            # Components that were not requested explicitly may be missing, but a warning says so.
+            allow_missing=as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
+        )
+        request = LoadRequest(
+            path=self.path,
+            tag=selected,
+            training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
+            policy=policy,
+            verify=verify,
+            share_reads=share_reads,
+            on_corruption=on_corruption,
+            keys=keys or {},
+            on_event=on_event or self._on_event,
+        )
+        with span("load", "call", str(selected or "")):
+            return self._run_load(request)
+
+    def _run_load(self, request: LoadRequest) -> RestoreResult:
+        with span("import", "import"):
+            from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
+
+        title = f"loading {request.tag or self.path.name}"
+        with self._with_progress_bar(title, request.on_event) as listener:
+            tier = None if self._tier is None else self._open_tier(self._tier)
+            restored = load_with_fallback(
+                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
+            )
+        if tier is not None and restored.source == "local tier":
+            self._drain_assembled(tier, self._on_event)
+        if restored.run:
+            self.runs.add(restored.run)
+        self.base.checkpoint = self._find_base(restored)
+        return restored
+
+    @traced("open the local tier", "import")
+    def _open_tier(self, tier: TierState) -> TierLoad:
+        from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - other loads do not need its modules
+
+        background_saves.finalize(self.path)
+        return TierLoad(tier, self._current_ranks(), self._timeout)
+
+    def _drain_assembled(self, tier: TierLoad, on_event: OnEvent) -> None:
+        """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
+        from rankless.save.drain_choice import make_drain  # noqa: PLC0415 - as above
+        from rankless.save.generation_drain import DrainOptions  # noqa: PLC0415 - as above
+
+        if tier.assembly is None or self._local is None:
+            return
+        options = DrainOptions(self._local.on_failure, self._keep, on_event)
+        drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
+        with background_saves.path_turn(self.path, self._process_group):
+            background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
+
+    def drain(self) -> None:
+        """Write the newest checkpoint of this job into the run directory, if only the local tier has it.
+
+        Saves in the background must have ended. All ranks must call it.
+        """
+        if self._tier is None or self._tier.newest is None or self._tier.is_drained:
+            return
+        from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - as above
+
+        newest = TierLoad(self._tier, self._current_ranks(), self._timeout)
+        newest.assemble_newest(self._tier.newest)
+        self._drain_assembled(newest, self._with_statistics(self._on_event, self._measures_newest))
+        self.wait()
+
+    @traced("find the base of the next save", "read")
+    def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
+        """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
+        if not restored.id or restored.path is None or restored.path.parent != self.path:
+            return None
+        if restored.source != "run directory":
+            return None
+        if isinstance(self.path, ObjectPath):  # objects cannot be linked
+            return None
+        return loaded_base(restored.path, restored.id, is_leader=self._current_ranks().rank == COORDINATOR_RANK)
+
+    def compare_calls(self, call: CallDescription, check: Callable[[], None]) -> None:
+        """Raise ``RankMismatchError`` if ranks make different calls. Run ``check`` on rank 0; all raise its error."""
+
+        def check_and_agree(_: list[bytes]) -> bytes:
+            check()
+            return b""
+
+        session = self._current_ranks().open_session(self._timeout)
+        vote_same_call(session, "beginning", call, lambda: b"", check_and_agree)
+
+    def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
+        """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
+
+        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Whatever it raises is
+        logged only: the first save finds out what is wrong.
+        """
+        if not self._async_save or self._tier is not None:
+            return
+        try:
+            nbytes = estimate_bytes(self._current_ranks().size)
+            background_saves.prepare_memory(nbytes + nbytes // 8 + _STAGING_MARGIN)
+        except Exception:  # noqa: BLE001 - logged
+            _log.debug("the memory of the first save is not prepared", exc_info=True)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among those that save and load together."""
+        return self._current_ranks().rank
+
+    def list(self) -> list[CheckpointInfo]:
+        """Return the checkpoints in the run directory, oldest first. See :func:`rankless.list_checkpoints`."""
+        return list_checkpoints(self.path)
+
+    def _current_ranks(self) -> RankGroup:
+        if self._ranks is None or self._ranks.process_group is not current_process_group(self._process_group):
+            self._ranks = RankGroup(self._process_group)
+            self._plans = SavePlanCache()  # a plan is for one rank, and the rank may have changed
+        return self._ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finalize()
+        else:
+            self.wait()
+
+
+def _lenient_components(strict: object) -> frozenset[str]:
+    """Return the components that ``strict`` excludes by name. Raises ``InvalidArgumentError`` for any other type."""
+    if isinstance(strict, bool):
+        return frozenset()
+    if not isinstance(strict, Mapping) or not all(isinstance(value, bool) for value in strict.values()):
+        raise InvalidArgumentError(f"strict must be a bool, or a dict such as {{'model': False}}; got {strict!r}")
+    return frozenset(name for name, value in strict.items() if not value)
+
+
+def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:
+    """Return whether a load resumes training, and so must restore the per-rank content."""
+    return optimizer is not None or dataloader is not None

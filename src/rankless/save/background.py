@@ -1,0 +1,326 @@
+"""The background saves of this process, and the resources that they share.
+
+Background saves share three things: the staging memory, the guard that makes optimizer steps and loads wait for copies,
+and the handlers at process exit that wait for the saves. Each exists once in a process, whichever objects the caller
+saves through, so one object owns them all.
+
+A forked process has no background saves: the threads that save stay in its parent process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rankless.engine.comm.session import current_process_group
+from rankless.engine.io.staging_memory import Arena, StagingMemory
+from rankless.observe.spans import span, tracer
+from rankless.process.exit_order import ExitStage, call_at_exit
+from rankless.process.gc_pause import gc_paused
+from rankless.process.worker_threads import lower_priority
+from rankless.save.handle import Result, SaveHandle
+from rankless.save.operation import SaveOperation
+from rankless.state.step_guard import StepGuard
+
+#: The maximum number of seconds in which a thread must begin to run.
+_START_SECONDS = 5.0
+
+_log = logging.getLogger("rankless")
+
+
+@dataclass(eq=False)
+class _SaveInFlight:
+    """A save that runs in the background. Saves with the same ``scope``, a path, wait for each other's ``turn``.
+
+    The turn ends when the next save may begin; ``done``, when the save has ended.
+
+    The process group is a weak reference: an unreported failure must not keep a group alive that the caller has
+    destroyed, because a group has threads.
+    """
+
+    scope: Path
+    group: weakref.ref[dist.ProcessGroup] | None
+    handle: SaveHandle[Any]
+    turn: Future[None]
+    done: Future[Any]
+    has_started: threading.Event = field(default_factory=threading.Event)
+    #: To be called when the thread ends: traces record it to its end.
+    end_recording: Callable[[], None] = field(default_factory=tracer.hold)
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread that saves."""
+        return self.handle.thread
+
+
+class BackgroundSaves:
+    """The runner of all saves of this process, synchronous and in the background."""
+
+    def __init__(self) -> None:
+        self._memory, self._guard = StagingMemory(), StepGuard()
+        #: The saves in progress, and the failed saves whose error was not raised yet.
+        self._flights: list[_SaveInFlight] = []
+        #: By path, the lock of the thread that starts a save, until the save is done or runs in the background.
+        self._turns: weakref.WeakValueDictionary[Path, _PathTurn] = weakref.WeakValueDictionary()
+        #: The calls that save now. Each is an object of its own.
+        self._calls: set[object] = set()
+        self._process = 0
+        self._is_interrupted = False
+
+    def prepare_memory(self, nbytes: int) -> None:
+        """Prepare staging memory for the first save in the background."""
+        self._memory.prepare_buffer(nbytes)
+
+    @contextmanager
+    def path_turn(self, scope: Path, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Wait for the saves of ``scope``, then prevent other threads from starting one inside the ``with`` block.
+
+        Raises the error of a failed save of the same process group, once. Errors of saves of other groups are not
+        raised here, because other ranks would not raise them in this call.
+        """
+        group = current_process_group(process_group)
+        turn = self._turns.setdefault(scope, _PathTurn())
+        while True:
+            # Wait without the lock: a listener of the save in progress may save to the same path.
+            with span("wait for the save before", "wait"):
+                flights = self._wait_for_turns(scope)
+            with turn.lock:
+                if not all(flight.turn.done() for flight in self._other_flights(scope)):
+                    continue
+                self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
+                self._guard.remove_idle_hook()
+                call = object()
+                self._calls.add(call)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(call)
+                return
+
+    def is_saving(self) -> bool:
+        """Return whether a save is in progress, in a call or in the background."""
+        return bool(self._calls) or any(not flight.done.done() for flight in list(self._flights))
+
+    def run_save(
+        self,
+        save: SaveOperation[Result],
+        scope: Path,
+        process_group: dist.ProcessGroup | None,
+        *,
+        asynchronous: bool,
+    ) -> SaveHandle[Result]:
+        """Run a save inside a :meth:`path_turn`. If ``asynchronous``, return when its tensors are staged."""
+        arena = Arena(self._memory)
+        interrupt: BaseException | None = None
+        try:
+            with gc_paused(), save.rollback_on_error():
+                save.prepare_save()
+                # After the main thread has ended, nothing waits for other threads.
+                if not asynchronous or not threading.main_thread().is_alive():
+                    info = save.write_and_commit()
+                    if save.follow_up is not None:
+                        info = save.follow_up()
+                    save.leave_session()
+                    return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
+                save.stage_tensors(arena)
+                handle, interrupt = self._start_thread(save, arena, scope, process_group)
+        except BaseException:
+            arena.release()  # after the rollback: until then, a device may write into it
+            raise
+        if interrupt is not None:
+            raise interrupt
+        return handle
+
+    def _start_thread(
+        self, save: SaveOperation[Result], arena: Arena, scope: Path, process_group: dist.ProcessGroup | None
+    ) -> tuple[SaveHandle[Result], BaseException | None]:
+        """Start the thread that saves. Return the handle and the exception that interrupted this thread, if any.
+
+        If this thread was interrupted after the other one has started, the save continues.
+        """
+        self._prepare_process()
+        self._guard.add_copy(save.copied, save.order_steps)
+        turn: Future[None] = Future()
+        done: Future[Result] = Future()
+        handle = SaveHandle(save.path, save.mark_returned(), done, save.completed_locally)
+        group = current_process_group(process_group)
+        flight = _SaveInFlight(scope, None if group is None else weakref.ref(group), handle, turn, done)
+        # Not a daemon thread: the process waits for it. Its priority is lowered after the copies that steps wait for.
+        name = f"rankless {save.path.name}"
+        handle.thread = threading.Thread(target=self._run_in_background, args=(flight, save, arena), name=name)
+        self._flights.append(flight)
+        try:
+            with span("start the thread", "wait"):
+                handle.thread.start()
+        except BaseException as error:
+            if not isinstance(error, RuntimeError) and flight.has_started.wait(_START_SECONDS):
+                return handle, error
+            self._flights.remove(flight)
+            flight.end_recording()
+            raise
+        return handle, None
+
+    def _run_in_background(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
+        flight.has_started.set()
+        try:
+            self._finish_save(flight, save, arena)
+        finally:
+            flight.end_recording()
+
+    def _finish_save(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
+        try:
+            with span("save in the background", "call", save.path.name), save.rollback_on_error():
+                save.complete_staging()
+                lower_priority()
+                info = save.write_and_commit()
+                if save.follow_up is not None:
+                    flight.turn.set_result(None)
+                    info = save.follow_up()
+        except BaseException as error:  # noqa: BLE001 - raised by wait(), by the next save, or by finalize()
+            arena.release()
+            cleared = _clear_frames(error)
+            if save.completed_locally is not None and not save.completed_locally.done():
+                save.completed_locally.set_exception(cleared)
+            flight.done.set_exception(cleared)
+            _end_turn(flight)
+        else:
+            arena.release()
+            flight.done.set_result(info)
+            _end_turn(flight)
+            save.leave_session()
+            self._flights.remove(flight)
+
+    def _other_flights(self, scope: Path | None) -> list[_SaveInFlight]:
+        """Return the saves of a path, or all, except the one that runs in this thread, where a listener may save."""
+        this_thread = threading.current_thread()
+        flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
+        return [flight for flight in flights if flight.thread is not this_thread]
+
+    def _wait_for_turns(self, scope: Path) -> list[_SaveInFlight]:
+        """Wait until the next save of a path may begin, and return the saves that have failed."""
+        wait([flight.turn for flight in self._other_flights(scope)])
+        return self._failed_saves(scope)
+
+    def _wait_for_saves(self, scope: Path | None) -> list[_SaveInFlight]:
+        """Wait for the saves of a path, or for all, and return those that have failed."""
+        wait([flight.done for flight in self._other_flights(scope)])
+        return self._failed_saves(scope)
+
+    def _failed_saves(self, scope: Path | None) -> list[_SaveInFlight]:
+        flights = [flight for flight in list(self._flights) if scope in {None, flight.scope}]
+        return [flight for flight in flights if flight.done.done() and flight.done.exception() is not None]
+
+    def finalize(self, scope: Path | None = None) -> None:
+        """Wait for the saves of a path, or for all, and raise the error of the first that failed.
+
+        Each error is raised once: if several saves have failed, the next call raises the next error.
+        """
+        failed = self._wait_for_saves(scope)
+        self._guard.remove_idle_hook()
+        if scope is None:
+            self._memory.free_idle()
+        self._raise_failures(failed)
+
+    def wait_for_copies(self) -> None:
+        """Wait until no save copies tensors of the caller, which are about to change."""
+        self._guard.wait()
+
+    def _raise_failures(self, failed: list[_SaveInFlight]) -> None:
+        for flight in failed:
+            try:
+                self._flights.remove(flight)
+            except ValueError:  # another thread raises it
+                continue
+            flight.handle.wait()
+
+    def _prepare_process(self) -> None:
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            call_at_exit(ExitStage.SAVES, self._join_threads)
+            call_at_exit(ExitStage.STATUS, self._exit_if_failed)
+
+    def _join_threads(self) -> None:
+        """Wait for the threads of all saves. A process of multiprocessing does this before it joins its threads."""
+        try:
+            for flight in list(self._flights):
+                if flight.thread is not None and flight.thread is not threading.current_thread():
+                    flight.thread.join()
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+
+    def _exit_if_failed(self) -> None:
+        """End the process with status 1 if a save has failed and its error was never raised."""
+        failures = [(flight.handle.path, flight.handle.unreported_failure()) for flight in self._flights]
+        unreported = [(path, error) for path, error in failures if error is not None]
+        if not unreported and not self._is_interrupted:
+            return
+        try:
+            for path, error in unreported:
+                _log.error(
+                    "the save of %s failed and the program ends without waiting for it: the exit status is 1. "
+                    "Call rankless.finalize() at the end to raise the error: %s",
+                    path,
+                    error,
+                )
+        finally:
+            _exit_with_failure()
+
+    def forget_in_forked_process(self) -> None:
+        """Forget all saves in a forked process: they belong to its parent process."""
+        self._guard.forget_copies()
+        self._memory, self._flights, self._calls = StagingMemory(), [], set()
+        self._turns = weakref.WeakValueDictionary()
+
+
+class _PathTurn:
+    """The lock for starting a save of a path. It is reentrant, so that an event listener may start a save, too."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+def _completed_future(info: Result) -> Future[Result]:
+    done: Future[Result] = Future()
+    done.set_result(info)
+    return done
+
+
+def _end_turn(flight: _SaveInFlight) -> None:
+    if not flight.turn.done():
+        flight.turn.set_result(None)
+
+
+def _clear_frames(error: BaseException) -> BaseException:
+    """Replace the tracebacks of an error by a note, because their frames would keep the saved tensors alive."""
+    error.add_note("In the thread that saved:\n" + "".join(traceback.format_exception(error)))
+    chain = [error]
+    for link in chain:
+        link.__traceback__ = None
+        chain += [other for other in (link.__cause__, link.__context__) if other is not None and other not in chain]
+    return error
+
+
+def _exit_with_failure() -> None:
+    # Functions of atexit cannot change the exit status, so the process ends here.
+    with suppress(Exception):  # a handler may do anything
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or None
+            stream.flush()
+    os._exit(1)
+
+
+background_saves = BackgroundSaves()
+os.register_at_fork(after_in_child=background_saves.forget_in_forked_process)

@@ -1,0 +1,147 @@
+"""Rank 0's part of an incremental save: it shares the unchanged files and ranges of the base.
+
+A file that may be unchanged is linked first. Then it does not matter if the base is removed, and nothing has to be
+written if all ranks find that they hold the bytes of the file. Else the link is replaced by a new file. A linked file
+is never opened for writing: it belongs to a committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rankless.engine.integrity.block_sums import has_all_blocks
+from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
+from rankless.engine.plan.omitted_ranges import OmittedRanges
+from rankless.engine.plan.ranges import ElementRange, merge_ranges
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.errors import CorruptCheckpointError, FormatError
+from rankless.formats.safetensors import SafetensorsFile
+from rankless.ondisk import block_crcs
+from rankless.ondisk.files import DataFile
+from rankless.save.base_checkpoint import BaseCheckpoint
+from rankless.storage import posix
+from rankless.storage.shared_files import MIN_CLONE_BYTES, Sharing, is_fragmented, make_read_only
+
+#: Clones begin and end at multiples of this many bytes.
+_PAGE_BYTES = 4096
+
+
+@dataclass
+class BaseFiles:
+    """The files of the base that the new checkpoint in ``files`` may share.
+
+    ``crcs`` are the CRCs of the blocks of all tensors in the files that are linked, by the tensor's number.
+    """
+
+    base: BaseCheckpoint
+    files: CheckpointFiles
+    sharing: Sharing
+    crcs: dict[int, list[int]] = field(default_factory=dict)
+    linked: list[int] = field(default_factory=list)
+
+    def link_files(self, numbers: Iterable[int]) -> list[int]:
+        """Link some files of the base, by their numbers in the plan. Return those that could be linked.
+
+        A file of the base with another layout is not linked.
+        """
+        self.linked = [number for number in numbers if self._link_file(number)]
+        return self.linked
+
+    def _link_file(self, number: int) -> bool:
+        file = self._plan.files[number]
+        base_file = self.base.files.get(file.path)
+        if base_file is None or base_file.identity.size != file.size:
+            return False
+        target = self.files.folder / file.path
+        posix.make_parents(self.files.folder, file.path)
+        if not self.sharing.link_file(self.base.path / file.path, target, base_file.identity):
+            return False
+        with suppress(CorruptCheckpointError, FormatError):
+            crcs = SafetensorsFile.open(target, base_file.record).crcs
+            header = file.build_header(itertools.chain(*(crcs.get(name, []) for name in file.entries)))
+            if f"{block_crcs.crc64(header):016x}" == base_file.record.header_crc64nvme:
+                self.crcs |= {tensor: crcs[name] for tensor, name in self._tensors_of(number)}
+                return True
+        posix.remove_file(target)
+        return False
+
+    def settle(self, matching: Mapping[int, Collection[int]]) -> OmittedRanges:
+        """Keep the links of unchanged files, and replace the others by files to be written.
+
+        ``matching`` has the blocks of each tensor that are unchanged. Return the ranges that need not be written.
+        """
+        omitted: dict[int, list[ElementRange]] = {}
+        linked, self.linked = self.linked, []
+        for number in linked:
+            file = self._plan.files[number]
+            if all(
+                has_all_blocks(matching.get(tensor, ()), file.entries[name].nbytes)
+                for tensor, name in self._tensors_of(number)
+            ):
+                omitted[number] = [ElementRange(0, file.size)]
+                make_read_only(self.files.folder / file.path)
+                self.linked.append(number)
+                continue
+            ranges = self._replace_link(number, list(self._ranges_to_clone(number, matching)))
+            if ranges:
+                omitted[number] = ranges
+        return omitted
+
+    def _replace_link(self, number: int, ranges: list[ElementRange]) -> list[ElementRange]:
+        """Create a new file in place of a link. Return the ranges of it that are cloned from the linked file."""
+        name = self._plan.files[number].path
+        path, identity = self.files.folder / name, self.base.files[name].identity
+        with posix.open_to_read(path) as source:
+            posix.remove_file(path)
+            self.files.create_file(number)
+            can_clone = bool(ranges) and not is_fragmented(source)
+            is_cloned = can_clone and self.sharing.clone_ranges(source, path, ranges, identity)
+        return ranges if is_cloned else []
+
+    def _ranges_to_clone(self, number: int, matching: Mapping[int, Collection[int]]) -> Iterator[ElementRange]:
+        """Yield the whole pages of a file with unchanged blocks only."""
+        file = self._plan.files[number]
+        for start, stop in merge_ranges(
+            _block_in_file(file, name, block)
+            for tensor, name in self._tensors_of(number)
+            for block in sorted(matching.get(tensor, ()))
+        ):
+            low, high = -(-start // _PAGE_BYTES) * _PAGE_BYTES, stop // _PAGE_BYTES * _PAGE_BYTES
+            if high - low >= MIN_CLONE_BYTES:
+                yield ElementRange(low, high)
+
+    def unchanged_blocks(self, omitted: OmittedRanges) -> UnchangedBlocks:
+        """Return the CRCs of the blocks that have bytes in the ``omitted`` ranges, which are of unchanged blocks."""
+        by_tensor: dict[int, dict[int, int]] = {}
+        for number, ranges in omitted.items():
+            file = self._plan.files[number]
+            for tensor, name in self._tensors_of(number):
+                for block, crc in enumerate(self.crcs[tensor]):
+                    start, stop = _block_in_file(file, name, block)
+                    if any(start < high and low < stop for low, high in ranges):
+                        by_tensor.setdefault(tensor, {})[block] = crc
+        return UnchangedBlocks(frozenset(self.linked), by_tensor)
+
+    @property
+    def _plan(self) -> SavePlan:
+        return self.files.plan
+
+    def _tensors_of(self, number: int) -> list[tuple[int, str]]:
+        """Return the numbers and names of the tensors of a file."""
+        return list(enumerate(self._plan.files[number].entries, self._first_tensors[number]))
+
+    @cached_property
+    def _first_tensors(self) -> list[int]:
+        """The number of the first tensor of each file."""
+        counts = [len(file.entries) for file in self._plan.files]
+        return [0, *itertools.accumulate(counts)]
+
+
+def _block_in_file(file: DataFile, name: str, block: int) -> ElementRange:
+    start, stop = block_crcs.block_range(block, file.entries[name].nbytes)
+    origin = file.data_start + file.entries[name].data_offsets[0]
+    return ElementRange(origin + start, origin + stop)

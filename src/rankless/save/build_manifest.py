@@ -1,0 +1,46 @@
+"""The manifest of a new checkpoint, with the versions of the software that wrote it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rankless._version import __version__
+from rankless.ondisk import manifest
+from rankless.ondisk.manifest import FileRecord, Manifest, Provenance
+from rankless.run.catalog import CheckpointIdentity
+
+
+@dataclass(frozen=True)
+class CheckpointLabel:
+    """The description of a checkpoint in its manifest, without the files.
+
+    ``time``: the start of the save in seconds since 1970. ``ranks``: the number of ranks that save.
+    """
+
+    tag: str
+    identity: CheckpointIdentity
+    time: float
+    ranks: int
+    step: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord]) -> Manifest:
+    """Return the manifest of a checkpoint that this process writes."""
+    return Manifest(
+        format="rankless",
+        version=manifest.VERSION,
+        tag=label.tag,
+        id=label.identity.id,
+        run=label.identity.run,
+        sequence=label.identity.sequence,
+        time=label.time,
+        step=label.step,
+        metrics=dict(label.metrics),
+        provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), label.ranks),
+        files=files,
+    )

@@ -1,0 +1,35 @@
+"""Attempts to write a checkpoint of the local tier into the run directory, until one succeeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StateError, TagExistsError
+
+#: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
+ATTEMPTS, _FIRST_SECONDS = 5, 1.0
+
+#: What another attempt cannot avoid. After the death of a rank, each one would wait for the whole timeout.
+_FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
+
+T = TypeVar("T")
+
+
+def retry_drain(drain_once: Callable[[int], T], note_failure: Callable[[RanklessError, int], None]) -> T:
+    """Return the result of the first attempt that succeeds. All ranks fail, and try again, together.
+
+    ``drain_once`` is called with the number of the attempt, from 1 on, and ``note_failure`` with the error and the
+    number of each one that failed. Raises the error of the last one, or one that no other attempt can avoid.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return drain_once(attempt)
+        except RanklessError as error:
+            note_failure(error, attempt)
+            if attempt == ATTEMPTS or isinstance(error, _FINAL):
+                raise
+        time.sleep(_FIRST_SECONDS * 2 ** (attempt - 1))

@@ -1,0 +1,226 @@
+"""``IncrementalSave``: the steps that find out, on all ranks together, what a save need not write.
+
+1. In the vote on the preparation each rank compares samples of its tensors with the files of the base. Training that
+   changes everything ends here: nothing was read or hashed for nothing.
+2. Rank 0 links the files of which all samples match, and, if the file system can clone ranges, those of which some do.
+3. All ranks hash what they hold of these files. Rank 0 compares the CRCs with those of the base. Files with equal CRCs
+   stay links; unchanged ranges of the others are cloned.
+
+With ``staging="overlapped"``, whose caller promises that only optimizer steps change parameters, frozen parameters that
+torch has not seen change are trusted in the third step, so that the call returns early. They are hashed in the
+background, before anything is committed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from rankless.engine.comm.session import Session
+from rankless.engine.integrity.base_comparison import BaseComparison, FileSamples
+from rankless.engine.integrity.block_sums import BlockSums, concatenate_sums
+from rankless.engine.integrity.crc_gather import vote_with_sums
+from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.omitted_ranges import OmittedRanges
+from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from rankless.errors import CorruptCheckpointError, TornSnapshotError
+from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions
+from rankless.save.base_files import BaseFiles
+from rankless.storage.posix import check_space
+from rankless.storage.shared_files import Sharing
+
+#: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
+#: trainings never use, are less.
+_MIN_SHARE = 0.001
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Candidates(msgspec.Struct, frozen=True, array_like=True):
+    """Files, by number, that may be unchanged: as a ``whole``, or ``partial`` ones of which some tensors may be."""
+
+    whole: list[int] = []
+    partial: list[int] = []
+
+    def numbers(self) -> list[int]:
+        """Return all of them."""
+        return sorted((*self.whole, *self.partial))
+
+    def restrict_to(self, numbers: Collection[int]) -> Candidates:
+        """Return those with the given numbers."""
+        return Candidates(
+            [number for number in self.whole if number in numbers],
+            [number for number in self.partial if number in numbers],
+        )
+
+
+class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's decision on the hashes: the ranges that need not be written, and whether some are trusted."""
+
+    omitted: dict[int, Sequence[ElementRange]]
+    has_trusted: bool
+
+
+class IncrementalSave:
+    """The part of a save that finds what it can share with a base, if there is one."""
+
+    def __init__(self, session: Session, base: BaseCheckpoint | None, sharing: Sharing) -> None:
+        self._session, self._base, self._sharing = session, base, sharing
+        self._plan: SavePlan = EMPTY_PLAN
+        self._tensors: Mapping[tuple[str, str], TensorBytes] = {}
+        self._number = 0
+        #: On rank 0, what the new checkpoint shares.
+        self.unchanged = UnchangedBlocks()
+        #: The bytes of tensors that the new checkpoint shares.
+        self.shared_nbytes = 0
+        self._base_files: BaseFiles | None = None
+        #: On rank 0, the sums of the bytes that were hashed before the call returned.
+        self._sums: BlockSums | None = None
+        #: The tensors that are to be hashed in the background.
+        self._trusted: dict[int, TensorBytes] = {}
+        self._has_trusted = False
+
+    def set_plan(self, plan: SavePlan, tensors: Mapping[tuple[str, str], TensorBytes], number: int) -> None:
+        """Set the plan of the save and this rank's tensors. ``number`` counts the saves with this plan."""
+        self._plan, self._tensors, self._number = plan, tensors, number
+
+    def sample_files(self, frozen: Collection[tuple[str, str]]) -> tuple[str, list[FileSamples]]:
+        """Compare samples of this rank's tensors with the base. Return the base's id, and the samples of each file.
+
+        ``frozen`` are the parameters without gradients.
+        """
+        if self._base is None:
+            return "", []
+        numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
+        return self._base.id, self._compare(self._tensors, self._base).sample_files(numbers)
+
+    def choose_candidates(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
+        """Return the files that may be unchanged, by the samples of all ranks, if sharing them saves much.
+
+        Called on rank 0.
+        """
+        by_file = list(zip(*samples, strict=True))
+        whole = [number for number, ranks in enumerate(by_file) if all(rank.all_match for rank in ranks)]
+        matching = {number for number, ranks in enumerate(by_file) if any(rank.any_match for rank in ranks)}
+        candidates = Candidates(whole, sorted(matching.difference(whole)) if self._sharing.clones else [])
+        sizes = [file.size for file in self._plan.files]
+        shared = sum(sizes[number] for number in candidates.numbers())
+        return candidates if shared >= _MIN_SHARE * sum(sizes) else Candidates()
+
+    def link_files(self, files: CheckpointFiles, candidates: Candidates) -> Candidates:
+        """Link candidates in the staging directory. Return those that could be linked. Called on rank 0."""
+        if self._base is None or not candidates.numbers():
+            return Candidates()
+        self._base_files = BaseFiles(self._base, files, self._sharing)
+        return candidates.restrict_to(set(self._base_files.link_files(candidates.numbers())))
+
+    def find_unchanged(self, candidates: Candidates, versions: TensorVersions) -> OmittedRanges:
+        """Hash the candidates, and return the ranges of files that need not be written. All ranks must call this.
+
+        Frozen parameters that have the same ``versions`` as in the base are trusted for now.
+        """
+        base = self._base
+        if base is None:
+            raise AssertionError("only a save with a base has candidates")
+        trusted = {
+            number
+            for number, key in enumerate(self._plan.tensors)
+            if key in versions and versions[key].changes >= 0 and versions[key] == base.versions.get(key)
+        }
+
+        def hash_candidates() -> BlockSums:
+            comparison = self._compare(self._tensors, base)
+            return comparison.sum_files({*candidates.whole}, {*candidates.partial}, trusted)
+
+        raw = vote_with_sums(
+            self._session, "finding unchanged bytes", hash_candidates, self._settle, self._plan.rank_order
+        )
+        decision = msgspec.msgpack.decode(raw, type=_UnchangedDecision)
+        self._has_trusted = decision.has_trusted
+        self.shared_nbytes = sum(
+            stop - max(start, self._plan.files[number].data_start)
+            for number, ranges in decision.omitted.items()
+            for start, stop in ranges
+        )
+        if decision.has_trusted:
+            kept = trusted & self._tensors_in(decision.omitted)
+            self._trusted = {number: self._tensors[self._plan.tensors[number]] for number in kept}
+        return decision.omitted
+
+    def _settle(self, sums: BlockSums) -> bytes:
+        """Decide what is shared, and create the other files. Called on rank 0."""
+        files = self._base_files
+        if files is None:
+            raise AssertionError("rank 0 has linked the candidates")
+        omitted = files.settle(sums.matching_blocks(files.crcs, self._plan.tensor_sizes))
+        self.unchanged = files.unchanged_blocks(omitted)
+        shared = sum(stop - start for ranges in omitted.values() for start, stop in ranges)
+        check_space(files.files.folder, sum(file.size for file in self._plan.files) - shared)
+        self._sums = sums
+        return _encode(_UnchangedDecision(dict(omitted), bool(sums.trusted.any())))
+
+    def check_links(self, files: dict[str, BaseFile]) -> Mapping[str, BaseFile]:
+        """Check that no linked file was changed since it was linked, and return ``files``. Called on rank 0.
+
+        Raises ``CorruptCheckpointError``.
+        """
+        if self._base is None or self._base_files is None:
+            return files
+        for number in self._base_files.linked:
+            path = self._plan.files[number].path
+            if path not in files or files[path].identity != self._base.files[path].identity:
+                raise CorruptCheckpointError(
+                    f"{self._base.path / path} was changed by another program while the new checkpoint was about to "
+                    "share it; the next save writes everything. Nothing was saved"
+                )
+        return files
+
+    def verify_trusted(self) -> None:
+        """Hash the tensors that were trusted to be unchanged. All ranks must call this, before the commit.
+
+        Raises ``TornSnapshotError`` if one has changed.
+        """
+        base = self._base
+        if not self._has_trusted or base is None:
+            return
+
+        def hash_trusted() -> BlockSums:
+            tensors = {self._plan.tensors[number]: tensor for number, tensor in self._trusted.items()}
+            return self._compare(tensors, base).sum_tensors(self._trusted)
+
+        try:
+            vote_with_sums(
+                self._session, "checking frozen tensors", hash_trusted, self._check_sums, self._plan.rank_order
+            )
+        finally:
+            self._trusted = {}
+
+    def _check_sums(self, later: BlockSums) -> bytes:
+        """Raise ``TornSnapshotError`` if a shared block has not the CRC that it has in the base. Called on rank 0."""
+        if self._sums is None or self._base_files is None:
+            raise AssertionError("rank 0 has decided on the sums")
+        sums = concatenate_sums(self._sums.without_trust(), later)
+        matching = sums.matching_blocks(self._base_files.crcs, self._plan.tensor_sizes)
+        for tensor, crcs in self.unchanged.crcs.items():
+            if not crcs.keys() <= matching.get(tensor, set()):
+                group, name = self._plan.tensors[tensor]
+                raise TornSnapshotError(
+                    f"{group} tensor {name!r} is frozen, but changed during the save, or by something that torch does "
+                    "not count (a write to .data, a merge of adapters) before it: save with "
+                    'staging="eager" or staging_check="full". Or its file in '
+                    f"{self._base_files.base.path} is corrupt: the next save writes everything. Nothing was saved"
+                )
+        return b""
+
+    def _tensors_in(self, omitted: OmittedRanges) -> set[int]:
+        """Return the numbers of the tensors in files that have omitted ranges."""
+        files = itertools.chain(*([number] * len(file.entries) for number, file in enumerate(self._plan.files)))
+        return {tensor for tensor, number in enumerate(files) if number in omitted}
+
+    def _compare(self, tensors: Mapping[tuple[str, str], TensorBytes], base: BaseCheckpoint) -> BaseComparison:
+        plan = self._plan
+        return BaseComparison(plan, lambda tensor: tensors[plan.tensors[tensor]], base.path, self._number)

@@ -1,0 +1,208 @@
+"""The negotiation before a save: ranks check that their calls agree, and exchange tensor specs and values.
+
+Each rank posts an announcement of 80 bytes, mostly digests; in its first save, the name of its host follows. Only new
+or differing specs and values are sent in full, each distinct one once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from rankless.engine.comm.call_check import CallDescription, vote_same_call
+from rankless.engine.comm.session import Session
+from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.spec import digest_bytes
+from rankless.observe.warning import warn_caller
+from rankless.state.capture import (
+    Capture,
+    capture_training,
+    check_rank_state,
+    check_rank_states,
+    encode_merged_values,
+    merge_values,
+)
+from rankless.state.training import TrainingObjects
+from rankless.storage.posix import host_id, host_name
+
+#: The sizes in bytes of a plan's key, and of the digests of the values and of the host name.
+_KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
+
+#: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
+#: host name, and the size of its per-rank values.
+_ANNOUNCEMENT = struct.Struct(f"{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQ")
+
+#: The most bytes of the name of a host.
+_MAX_NAME = 64
+
+_encode = msgspec.msgpack.Encoder().encode
+
+#: A rank's encoded spec and meshes; empty if another rank sends equal ones.
+_EncodedSpec = tuple[bytes, bytes]
+
+
+class SaveRequestProtocol(Protocol):
+    """The request of one rank to save something."""
+
+    @property
+    def training(self) -> TrainingObjects:
+        """The training objects to save."""
+
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if an argument is invalid."""
+
+    def check_destination(self) -> None:
+        """Raise an error if the destination is taken by something that must not be replaced. Called on rank 0."""
+
+    def packing_key(self) -> bytes:
+        """Return an encoding of the arguments that determine how tensors are packed into files."""
+
+
+class _GlobalDecision(msgspec.Struct, frozen=True):
+    """The decision of rank 0 on the announcements.
+
+    ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
+    ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``host_runs`` are the
+    hosts of consecutive ranks: the number of a host, and the number of ranks on it.
+    """
+
+    key: bytes
+    spec_directory: SpecDirectory | None
+    value_ranks: list[int]
+    host_runs: list[tuple[int, int]]
+
+
+class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
+    """The spec and values that a rank sends. Each is empty if another rank sends an equal one."""
+
+    encoded_spec: _EncodedSpec
+    values: bytes
+
+
+@dataclass(frozen=True)
+class SaveAgreement:
+    """The result of the negotiation, and this rank's captured state.
+
+    ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
+    ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``host_of`` is the number of
+    the host of each rank. ``host_names`` are, on rank 0, the names of hosts that were announced in this save.
+    """
+
+    captured: Capture
+    key: bytes
+    global_spec: GlobalSpec | None
+    merged_values: Mapping[str, Any]
+    host_of: Sequence[int]
+    host_names: Mapping[int, str]
+
+
+def negotiate_save(
+    request: SaveRequestProtocol, session: Session, global_ranks: Sequence[int], cached_key: bytes
+) -> SaveAgreement:
+    """Capture the training state and negotiate the save. ``cached_key`` is the key of the plan in this rank's cache."""
+    captured = Capture()
+    host_names: Mapping[int, str] = {}
+
+    def capture_and_announce() -> bytes:
+        nonlocal captured
+        request.check_arguments()
+        captured = capture_training(request.training, session.rank)
+        for message in captured.warnings if session.rank == COORDINATOR_RANK else ():
+            warn_caller(message)
+        digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
+        merged = encode_merged_values(captured)
+        check_rank_state(captured, merged)
+        host = digest_bytes(host_id().encode(), _HOST_BYTES)
+        merged_digest = digest_bytes(merged, _VALUES_BYTES)
+        name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
+        return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values)) + name
+
+    def decide(posted: Sequence[bytes]) -> bytes:
+        nonlocal host_names
+        decision = _decide_globally(request, [raw[: _ANNOUNCEMENT.size] for raw in posted])
+        host_names = _name_hosts(_list_host_of(decision), [raw[_ANNOUNCEMENT.size :] for raw in posted])
+        return _encode(decision)
+
+    raw = vote_same_call(
+        session,
+        "looking at what to save",
+        request.describe_call(),
+        capture_and_announce,
+        decide,
+    )
+    decision = msgspec.msgpack.decode(raw, type=_GlobalDecision)
+    encoded_specs, merged_values = _exchange_specs(session, captured, decision)
+    directory = decision.spec_directory
+    global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
+    host_of = _list_host_of(decision)
+    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names)
+
+
+def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _GlobalDecision:
+    """Make the decision of rank 0 on the announcements that all ranks posted."""
+    request.check_destination()
+    cached_keys, specs, meshes, values, hosts, sizes = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
+    check_rank_states(sizes)
+    key = digest_bytes(b"".join((*specs, *meshes, request.packing_key())), _KEY_BYTES)
+    is_cached = set(cached_keys) == {key}
+    directory = None if is_cached else SpecDirectory.from_digests(list(map(SpecDigests, specs, meshes)))
+    _, value_ranks = deduplicate(values)
+    host_of, _ = deduplicate(hosts)
+    host_runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(host_of)]
+    return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs)
+
+
+def _list_host_of(decision: _GlobalDecision) -> list[int]:
+    """Return the number of the host of each rank."""
+    return [host for host, count in decision.host_runs for _ in range(count)]
+
+
+def _name_hosts(host_of: Sequence[int], names: Sequence[bytes]) -> dict[int, str]:
+    """Return the names of hosts by number, as their ranks announced them."""
+    return {host: name.decode() for host, name in zip(host_of, names, strict=True) if name}
+
+
+def _exchange_specs(
+    session: Session, captured: Capture, decision: _GlobalDecision
+) -> tuple[list[_EncodedSpec], Mapping[str, Any]]:
+    """Return the encoded specs of all ranks, and on rank 0 their merged values.
+
+    Of ranks with equal specs or values only the lowest rank sends them.
+    """
+    directory, inventory = decision.spec_directory, captured.inventory
+    merged_values: Mapping[str, Any] = captured.merged_values
+
+    def encode_contribution() -> _RankContribution:
+        encoded_spec = b"", b""
+        if directory is not None:
+            spec, meshes = inventory.build_spec(), inventory.build_meshes()
+            encoded_spec = directory.encode_contribution(session.rank, spec, meshes)
+        sends_values = session.rank in decision.value_ranks
+        return _RankContribution(encoded_spec, encode_merged_values(captured) if sends_values else b"")
+
+    def merge_contributions(posted: list[bytes]) -> bytes:
+        nonlocal merged_values
+        contributions = [msgspec.msgpack.decode(raw, type=_RankContribution) for raw in posted]
+        if decision.value_ranks:
+            merged_values = merge_values(
+                [msgspec.json.decode(contributions[rank].values) for rank in decision.value_ranks]
+            )
+        return _encode([contribution.encoded_spec for contribution in contributions] if directory else [])
+
+    if not decision.value_ranks and (directory is None or directory.is_uniform):
+        encoded_spec = b"", b""
+        if directory is not None:
+            encoded_spec = inventory.build_spec().encode(), inventory.build_meshes().encode()
+        return [encoded_spec], merged_values
+    _, raw = session.vote("exchanging tensor specs", encode_contribution, _encode, merge_contributions)
+    return msgspec.msgpack.decode(raw, type=list[_EncodedSpec]), merged_values

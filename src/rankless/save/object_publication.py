@@ -1,0 +1,156 @@
+"""The publication of a checkpoint in an object store: its pointer, and what is removed after it, or instead of it.
+
+Rank 0 does all of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from rankless.errors import RanklessError, StorageError, TagExistsError
+from rankless.observe.spans import traced
+from rankless.observe.warning import warn_caller
+from rankless.ondisk import manifest
+from rankless.ondisk.manifest import Manifest
+from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
+from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, is_intact
+from rankless.run.object_run import checkpoint_folder
+from rankless.run.pointers import Pointer, TagEntry, find_highest_number, find_tag, is_pointer, pointer_path
+from rankless.run.retention import Retention
+from rankless.storage.object_path import ObjectPath
+
+#: How often a save tries to publish its checkpoint, and the seconds between.
+_PUBLISH_ATTEMPTS, _PUBLISH_SECONDS = 100, 0.1
+
+
+def _allow() -> None:
+    """Raise nothing: nothing forbids the publication."""
+
+
+@dataclass(frozen=True)
+class PublicationChecks:
+    """The checks right before a pointer is created, and right after it. Each raises an error if it fails.
+
+    A request may hang for minutes, in which another job may continue the run.
+    """
+
+    before: Callable[[], None] = _allow
+    after: Callable[[], None] = _allow
+
+
+#: Nothing forbids the publication.
+UNCHECKED = PublicationChecks()
+
+
+class ObjectPublication:
+    """The publication of one folder under a tag. ``folder_id`` is that in the name of the folder."""
+
+    def __init__(self, run: ObjectPath, tag: str, folder_id: str, checks: PublicationChecks = UNCHECKED) -> None:
+        self._run, self._tag, self._checks = run, tag, checks
+        self.folder_id = folder_id
+        #: The pointer that was replaced, and whether the own one may exist.
+        self._replaced: TagEntry | None = None
+        self._may_be_published = False
+
+    @property
+    def folder(self) -> ObjectPath:
+        """The folder with the files."""
+        return checkpoint_folder(self._run, self._tag, self.folder_id)
+
+    @traced("publish", "commit")
+    def publish(self, finished: Manifest, *, overwrite: bool) -> Manifest:
+        """Create the pointer, when all files are there. Return the manifest.
+
+        If another folder with this checkpoint has the tag, nothing is done. Raises ``TagExistsError`` if another
+        checkpoint has it.
+        """
+        pointer = Pointer.of(finished, self.folder_id)
+        data = msgspec.json.encode(pointer)
+        for _ in range(_PUBLISH_ATTEMPTS):
+            self._checks.before()
+            entry = find_tag(self._run, self._tag)
+            if entry is not None and entry.names_folder(self.folder_id):  # by an attempt that seemed to fail
+                self._may_be_published = True
+                self._check_intact(entry.path, finished)
+                return finished
+            if entry is not None and entry.names_checkpoint(finished.id):
+                self.discard()
+                return finished
+            if entry is not None:
+                self._check_replaceable(entry, pointer, overwrite=overwrite)
+            self._replaced = entry
+            if self._create_pointer(1 if entry is None else entry.number + 1, data, finished):
+                return finished
+            time.sleep(_PUBLISH_SECONDS)
+        raise StorageError(errno.EBUSY, f"could not publish {self.folder}: other processes take its tag all the time")
+
+    def _create_pointer(self, number: int, data: bytes, finished: Manifest) -> bool:
+        """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""
+        tag, store = self._tag, self._run.store
+        path = pointer_path(self._run, tag, number)
+        self._may_be_published = True
+        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object.
+        if not store.create_object(path, data):
+            self._may_be_published = False
+            return False
+        if (stored := store.read_small(path)) != data:
+            self._may_be_published = not is_pointer(stored)  # what is no pointer may be the answer of a proxy
+            return False
+        if find_highest_number(self._run, tag) > number:  # another process has removed the lower ones meanwhile
+            store.remove_file(path)
+            self._may_be_published = False
+            return False
+        self._check_intact(path, finished)
+        self._check_still_allowed(path)
+        return True
+
+    def _check_intact(self, pointer: ObjectPath, finished: Manifest) -> None:
+        """Withdraw the pointer if another process has begun to delete the files, because this one seemed to be dead."""
+        sizes = {name: record.size for name, record in finished.files.items()}
+        sizes[manifest.NAME] = len(manifest.encode_manifest(finished))
+        if not is_intact(self.folder, sizes):
+            self._run.store.remove_file(pointer)
+            raise StorageError(
+                errno.ENOENT,
+                f"files of {self.folder} were removed or changed while they were being saved: save again, and let "
+                "clean-ups remove only what is a day old",
+            )
+
+    def _check_still_allowed(self, pointer: ObjectPath) -> None:
+        """Withdraw the pointer if it was forbidden while the request for it was under way."""
+        try:
+            self._checks.after()
+        except RanklessError:
+            self._run.store.remove_file(pointer)
+            self._may_be_published = False
+            raise
+
+    def _check_replaceable(self, entry: TagEntry, pointer: Pointer, *, overwrite: bool) -> None:
+        path = self._run / self._tag
+        if not overwrite:
+            raise TagExistsError(f"{path} appeared while this checkpoint was being saved; it was left as it is")
+        if isinstance(entry.pointer, Pointer) and entry.pointer.age > pointer.age:
+            raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
+
+    def remove_old_checkpoints(self, run_id: str, keep: Retention | None) -> None:
+        """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed."""
+        try:
+            if self._replaced is not None:
+                delete_checkpoint_objects(self._run, self._replaced)
+            if keep is not None:
+                list(delete_checkpoints(expired_checkpoints(self._run, run_id, keep)))
+        except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the store raises
+            warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+
+    def discard(self) -> None:
+        """Delete what was uploaded, unless it is published, or that is unknown."""
+        # If it is unknown whether the pointer exists, or a request for it may still arrive, a clean-up decides.
+        with suppress(RanklessError):
+            if not self._may_be_published:
+                discard_folder(self.folder)

@@ -1,0 +1,85 @@
+"""One attempt to upload the files of a checkpoint below a folder of its own, by all ranks of a session.
+
+When all data files are complete, rank 0 writes the small ones, the manifest last, and publishes the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rankless.engine.io.checkpoint_files import MakeManifest, build_headers, build_indexes
+from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.errors import StateError
+from rankless.ondisk import block_crcs, manifest
+from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.save.shared_upload import RankBytes, SharedUpload, UploadRanks, begin_uploads
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import map_requests
+
+
+class ObjectUpload:
+    """One attempt to upload a checkpoint into ``folder``."""
+
+    def __init__(self, folder: ObjectPath, plan: SavePlan, ranks: UploadRanks) -> None:
+        self.folder, self._plan, self._ranks = folder, plan, ranks
+        self._shared: SharedUpload | None = None
+        #: On rank 0, the records of the files, and the files without tensor data.
+        self._records: list[FileRecord] = []
+        self._small_files: Mapping[str, bytes] = {}
+
+    def begin(self, checkpoint_id: str) -> list[str]:
+        """Begin the upload of each file that has several parts, on rank 0, and return their ids; empty without one."""
+        files = {self.folder / file.path: file.size for file in self._plan.files}
+        return begin_uploads(files, {"rankless": checkpoint_id})
+
+    def join(self, uploads: Sequence[str]) -> None:
+        """Take part in the uploads with these ids."""
+        files = {self.folder / file.path: FileFrame(file.size, file.data_start) for file in self._plan.files}
+        self._shared = SharedUpload(self._plan, self._ranks, files, uploads)
+
+    def _require_shared(self) -> SharedUpload:
+        if self._shared is None:
+            raise StateError("this rank takes part in no upload: this is a bug of rankless")
+        return self._shared
+
+    def send_parts(
+        self,
+        read_bytes: Callable[[], RankBytes],
+        build_small_files: Callable[[Sequence[bytes]], Mapping[str, bytes]],
+        on_moved: OnBytesMoved,
+    ) -> None:
+        """Send all parts without headers. ``build_small_files`` is called on rank 0 with the values of all ranks."""
+
+        def build_all(fragments: Fragments, rank_values: Sequence[bytes]) -> list[bytes]:
+            finished = list(build_headers(self._plan, fragments))
+            self._records = [record for _, record in finished]
+            self._small_files = {**build_indexes(self._plan), **build_small_files(rank_values)}
+            return [header for header, _ in finished]
+
+        self._require_shared().send_parts(read_bytes, build_all, on_moved)
+
+    def finish(self, make_manifest: MakeManifest, publish: Callable[[Manifest], Manifest]) -> Manifest:
+        """Send the parts with headers. Then rank 0 completes all files, and publishes the checkpoint.
+
+        ``publish`` is called on rank 0 with the manifest when that is written. Return what it returns.
+        """
+        shared = self._require_shared()
+
+        def complete() -> bytes:
+            shared.complete_uploads([int(record.crc64nvme, 16) for record in self._records])
+            return manifest.encode_manifest(publish(self._write_small_files(make_manifest)))
+
+        return manifest.decode_manifest(shared.finish(complete), manifest.NAME)
+
+    def _write_small_files(self, make_manifest: MakeManifest) -> Manifest:
+        """Write the files without tensor data, the manifest last, and return it."""
+        store, small_files = self.folder.store, self._small_files
+        map_requests(lambda name: store.replace_small(self.folder / name, small_files[name]), sorted(small_files))
+        records = {file.path: record for file, record in zip(self._plan.files, self._records, strict=True)}
+        for name, data in small_files.items():
+            records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
+        finished = make_manifest(dict(sorted(records.items())))
+        store.replace_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
+        return finished

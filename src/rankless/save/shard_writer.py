@@ -1,0 +1,135 @@
+"""The writer of one rank's shards: compares replicas, copies tensors into staging memory, writes files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankless.engine.comm.session import RankGroup, Session
+from rankless.engine.comm.store_messages import StoreMessages
+from rankless.engine.integrity import replicas
+from rankless.engine.io.cell_exchange import CellExchange
+from rankless.engine.io.device_streams import begin_copies
+from rankless.engine.io.p2p import P2PExchange
+from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
+from rankless.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
+from rankless.engine.io.staging_memory import Arena, StagingMemory
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.io.write import write_file_ranges
+from rankless.engine.io.write_stripes import hash_fragments, write_stripes
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.transfers import cut_out
+from rankless.errors import RankMismatchError, ReplicaMismatchError
+from rankless.observe.spans import traced
+from rankless.ondisk.block_crcs import Fragment
+from rankless.storage.posix import is_directory
+
+
+class ShardWriter:
+    """The writer of one rank's share of a save plan. ``tensors`` are the rank's shards, by group and name.
+
+    What the methods read follows what the caller has enqueued on the accelerators that hold the tensors.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        session: Session,
+        plan: SavePlan,
+        tensors: Mapping[tuple[str, str], TensorBytes],
+    ) -> None:
+        self._ranks, self._session, self._plan, self._tensors = ranks, session, plan, tensors
+
+    def _shard_of(self, tensor: int) -> TensorBytes:
+        return self._tensors[self._plan.tensors[tensor]]
+
+    @traced("compare replicas", "hash")
+    def hash_replicas(self, save: int) -> tuple[bytes, float]:
+        """Return digests of the tensors that other ranks hold too, and the number of seconds that hashing took.
+
+        In save number 0 everything is hashed, in others samples of each tensor.
+        """
+        started = time.perf_counter()
+        return replicas.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
+
+    def describe_replica_mismatch(self) -> ReplicaMismatchError:
+        """Return an error that names the replicas that differ. All ranks must call this."""
+        _, message = self._session.vote(
+            "comparing replicas",
+            lambda: replicas.replica_details(self._plan, self._shard_of),
+            lambda details: details,
+            lambda posted: replicas.describe_mismatch(self._plan, posted).encode(),
+        )
+        return ReplicaMismatchError(message.decode())
+
+    @traced("copy", "copy")
+    def stage(self, arena: Arena, deferred: DeferredCopies) -> StagedTensors:
+        """Copy the tensors that this rank writes into ``arena``, except those that may be copied later."""
+        if not self._plan.needs_exchange:
+            return stage_tensors(self._plan, self._shard_of, arena, None, deferred)
+        begin_copies(self._tensors.values())  # of stripes
+        with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+            return stage_tensors(self._plan, self._shard_of, arena, p2p, deferred)
+
+    def write(
+        self, folder: Path, names: Sequence[str], staged: StagedTensors | None, on_moved: OnBytesMoved = ignore_progress
+    ) -> Fragments:
+        """Write this rank's stripes and file ranges, or their staged copies, and return the CRCs of the fragments.
+
+        Raises ``RankMismatchError`` if this rank does not see ``folder``, which rank 0 created with its files.
+        """
+        files = [folder / name for name in names]
+        if not is_directory(folder):
+            raise RankMismatchError(
+                f"{folder}, which rank 0 created, does not exist on this rank: "
+                "all ranks must save to a shared file system"
+            )
+        if staged is None:
+            begin_copies(self._tensors.values())
+        if self._plan.needs_exchange:
+            with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+                return self._write_and_exchange(files, staged, p2p, on_moved)
+        file_ranges, shard_of = self.ranges_in_memory(staged)
+        return write_file_ranges(files, file_ranges, shard_of, on_moved)
+
+    def ranges_to_upload(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
+        """Return the bytes that this rank uploads or passes on, and where these are.
+
+        Stripes are assembled in memory first, and with them all that this rank has.
+        """
+        if staged is None and self._plan.stripe_tasks:
+            staged = self.stage(Arena(StagingMemory()), DeferredCopies())
+        elif staged is None:
+            begin_copies(self._tensors.values())
+        return self.ranges_in_memory(staged)
+
+    def ranges_in_memory(self, staged: StagedTensors | None) -> tuple[Sequence[FileRange], ShardOf]:
+        """Return the bytes that this rank has, of its shards or their staged copies, and where these are."""
+        if staged is None:
+            return self._plan.file_ranges, self._shard_of
+        return staged.file_ranges, staged.shard_of
+
+    def _write_and_exchange(
+        self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
+    ) -> Fragments:
+        """Write what this rank assembles and holds, except bytes in cells that another host writes: send these."""
+        cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session))
+        striped: Fragments = {}
+        if staged is None:
+            striped = write_stripes(files, self._plan.stripe_tasks, self._shard_of, cells, on_moved)
+        file_ranges, shard_of = self.ranges_in_memory(staged)
+        kept, cut = cut_out(file_ranges, self._plan.sent)
+        packed: list[tuple[int, Fragment]] = []
+        for transfer, file_range in (
+            (transfer, sent_range) for transfer, sent_ranges in cut for sent_range in sent_ranges
+        ):
+            data = cells.pack_range(transfer, file_range, shard_of(file_range.tensor))
+            packed += hash_fragments(file_range, data)
+            on_moved(len(data))
+        cells.start()
+        written = write_file_ranges(files, kept, shard_of, on_moved)
+        cells.finish(files)
+        hashed = ((tensor, fragment) for part in (striped, written) for tensor, row in part.items() for fragment in row)
+        return merge_fragments([packed, hashed])

@@ -1,0 +1,197 @@
+"""A save into the local tier: the memory of the hosts first, the run directory later.
+
+When the checkpoint is complete in the tier, the next save may begin. What follows, if the save is to be *drained*, is
+an ordinary write of the staged bytes into the run directory. It is tried again if it fails.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from concurrent.futures import Future
+from dataclasses import replace
+
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.io.staging_memory import Arena, StagingMemory
+from rankless.errors import RanklessError, StorageError
+from rankless.observe.spans import traced
+from rankless.observe.warning import warn_caller
+from rankless.run.catalog import CheckpointIdentity
+from rankless.run.retention import is_kept_by_merit
+from rankless.run.scan import CheckpointInfo
+from rankless.save.drain_attempts import retry_drain
+from rankless.save.negotiation import SaveAgreement
+from rankless.save.request import SaveRequest
+from rankless.save.tier_stage import TierStage
+from rankless.save.training_save import TrainingSave
+from rankless.tier.generation import Common, GenerationLabel
+from rankless.tier.options import LocalTier
+from rankless.tier.state import NextSave, TierState
+
+
+def describe_tier_save(request: SaveRequest, tier: TierState, options: LocalTier) -> SaveRequest:
+    """Return a request that says which local tier is used, and which tags are taken."""
+    return replace(request, known_tags=tier.known_tags, local=options.describe())
+
+
+class TierSave(TrainingSave):
+    """A save into the local tier. If a host lacks memory for it, it is an ordinary save.
+
+    A subclass derives from the ordinary save of a kind of run directory, too, and says what that does.
+    """
+
+    _stage: TierStage
+    #: The description of the checkpoint in the tier.
+    _info: CheckpointInfo
+
+    def _use_tier(self, tier: TierState, options: LocalTier) -> None:
+        """Take the tier. The constructor of a subclass calls it."""
+        self._stage, self._info = TierStage(self._ranks, self._session, tier, options), CheckpointInfo("", self.path)
+        self.completed_locally = Future()
+
+    @abstractmethod
+    def _open_run(self, agreement: SaveAgreement) -> None:
+        """Open the output of an ordinary save."""
+
+    @abstractmethod
+    def _write_run(self) -> CheckpointInfo:
+        """Write the run directory, and commit, as an ordinary save."""
+
+    @abstractmethod
+    def _drain_once(self, attempt: int) -> CheckpointInfo:
+        """Write the staged bytes into an output that no other attempt has, and commit it."""
+
+    @abstractmethod
+    def _discard_attempt(self) -> None:
+        """Remove what a failed attempt has written, unless it is committed."""
+
+    @abstractmethod
+    def _roll_back_run(self, error: BaseException) -> None:
+        """Undo an ordinary save, and report the error."""
+
+    def _plan_and_open(self, agreement: SaveAgreement) -> None:
+        """Plan, check that replicas are equal, and reserve memory. Open nothing in the run directory."""
+        cache, stage = self._cache, self._stage
+
+        def plan_and_reserve() -> bytes:
+            self._update_plan(agreement)
+            return stage.reserve(self._hash_replicas(), self._plan.nbytes)
+
+        _, raw = self._session.vote(
+            "preparing the save", plan_and_reserve, bytes, lambda posted: stage.decide(posted, self._plan_next)
+        )
+        begun = stage.begin(raw)
+        if begun.shortage:
+            self._save_without_tier(agreement, begun.shortage)
+            return
+        if begun.identity is None:
+            cache.key = b""
+            raise self._writer.describe_replica_mismatch()
+        cache.saves += 1
+        self._set_identity(begun.identity)
+        self._started_at = begun.started_at
+        if begun.drains:
+            self.follow_up = self._drain
+
+    def _plan_next(self) -> NextSave:
+        request = self._request
+        return self._stage.tier.plan_save(request.tag, request.runs, self._stage.options, self._must_drain)
+
+    def _must_drain(self, info: CheckpointInfo) -> bool:
+        """Return whether the new checkpoint must be drained: the last one of a job, or one that a policy keeps."""
+        request = self._request
+        step, metrics = request.manifest_numbers()
+        described = replace(info, step=step, metrics=metrics)
+        return request.forced or (
+            request.keep is not None and is_kept_by_merit(request.keep, self._stage.tier.durable, described)
+        )
+
+    def _save_without_tier(self, agreement: SaveAgreement, shortage: str) -> None:
+        if self._session.rank == COORDINATOR_RANK:
+            warn_caller(f"{self.path} is saved without the local tier: {shortage}")
+        self._stage.release()
+        self.completed_locally = None
+        self._open_run(agreement)
+
+    def _choose_identity(self) -> CheckpointIdentity:
+        return self._stage.tier.choose_identity(self._request.runs)
+
+    def _commit_without_tier(self) -> CheckpointInfo:
+        info = self._write_run()
+        self._stage.tier.forget_newest()
+        self._stage.tier.note_durable(info)
+        return info
+
+    def stage_tensors(self, arena: Arena) -> None:
+        """See :class:`SaveOperation`. The tensors are copied into the slot."""
+        super().stage_tensors(self._stage.arena(arena))
+
+    def write_and_commit(self) -> CheckpointInfo:
+        """Complete the checkpoint in the tier, and copy it to other hosts."""
+        stage = self._stage
+        if not stage.has_slot:
+            return self._commit_without_tier()
+        if self._staged is None:  # a synchronous save
+            self.stage_tensors(Arena(StagingMemory()))
+            self.complete_staging()
+        common = stage.complete(self._staged, self._captured.rank_values, self._describe, self._plan)
+        self._release_tensors()
+        info = CheckpointInfo.of(self.path, common.label.manifest)
+        info = self._info = replace(info, nbytes=sum(file.size for file in self._plan.files))
+        if self.completed_locally is not None:
+            self.completed_locally.set_result(None)
+        self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
+        self._keep_newest()
+        if self.follow_up is None:
+            stage.release()
+        return info
+
+    def _describe(self, rank_values: list[bytes]) -> Common:
+        """Return what the generation has in addition to parts and files, on rank 0."""
+        label = GenerationLabel(self._stage.key.epoch, self._build_manifest({}), self._request.overwrite)
+        return Common(label, {}, self._build_small_files(rank_values))
+
+    def _keep_newest(self) -> None:
+        """Make copies or parity. Then the generations before are not needed any more.
+
+        A failure only warns: the checkpoint is complete without copies. If another rank has failed, its host may be
+        lost, and only a generation before, which has copies, can be loaded. If memory is short, that must not stay.
+        """
+        self._reporter.begin_phase("replicate")
+        try:
+            copies = self._stage.make_redundant()
+        except RanklessError as error:
+            if self._session.rank == COORDINATOR_RANK:
+                warn_caller(f"{self.path} has no copies on other hosts in the local tier: {error}")
+            if isinstance(error, StorageError):
+                self._stage.keep_newest()
+            else:
+                self._stage.keep_uncopied()
+        else:
+            self._stage.keep_newest(copies)
+
+    @traced("drain", "call")
+    def _drain(self) -> CheckpointInfo:
+        """Write the staged bytes into the run directory, and try again if that fails."""
+        drained: CheckpointInfo | None = None
+        try:
+            info = retry_drain(self._drain_once, self._note_failure)
+            drained = info
+        except RanklessError as error:
+            if self._stage.options.on_failure == "raise":
+                raise
+            if self._session.rank == COORDINATOR_RANK:
+                warn_caller(f"{self.path} could not be written, and stays in the local tier: {error}")
+            return self._info
+        else:
+            return info
+        finally:
+            self._stage.end_drain(drained)
+            self._stage.release()
+
+    def _note_failure(self, error: RanklessError, attempt: int) -> None:
+        self._discard_attempt()
+        self._reporter.report_drain_failed(error, attempt, self._stage.tier.undrained_seconds)
+
+    def _roll_back(self, error: BaseException) -> None:
+        self._stage.abandon(self._request.tag)
+        self._roll_back_run(error)

@@ -1,0 +1,164 @@
+"""The common part of saves of a whole training state, wherever the checkpoint is stored."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.io.staging import DeferredCopies
+from rankless.engine.io.staging_memory import Arena
+from rankless.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS
+from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from rankless.formats.native import RANKS
+from rankless.formats.native import STATE as STATE_FILE
+from rankless.observe.events import Event
+from rankless.observe.reporter import EventReporter
+from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.run.catalog import CheckpointIdentity, next_identity
+from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
+from rankless.run.scan import CheckpointInfo
+from rankless.save.build_manifest import CheckpointLabel, build_manifest
+from rankless.save.negotiation import SaveAgreement, negotiate_save
+from rankless.save.operation import SaveOperation
+from rankless.save.request import SaveRequest
+from rankless.state.capture import build_ranks_file, build_state_file
+from rankless.state.step_only_tensors import step_only_tensors
+from rankless.storage.shared_files import Sharing
+
+
+@dataclass
+class SavePlanCache:
+    """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
+
+    ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
+    is not on rank 0's host, if there is one. ``host_names`` are, on rank 0, the names of hosts by number.
+    ``sharing`` is what is known about the file system, and ``has_checked_store`` whether an object store was asked if
+    it honours conditions.
+    """
+
+    key: bytes = b""
+    plan: SavePlan = EMPTY_PLAN
+    saves: int = 0
+    witness: int | None = None
+    host_names: Mapping[int, str] = field(default_factory=dict)
+    sharing: Sharing = field(default_factory=Sharing)
+    has_checked_store: bool = False
+
+
+class TrainingSave(SaveOperation[CheckpointInfo]):
+    """A save of a training state as one checkpoint of a run."""
+
+    def __init__(self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, timeout: float) -> None:
+        super().__init__(ranks, timeout)
+        self._request, self._cache = request, cache
+        self._merged_values: Mapping[str, Any] = {}
+        self._identity, self._started_at, self._hosts = CheckpointIdentity(0, "", ""), 0.0, 0
+        self._placement: Placement = ()
+        #: Whether old checkpoints may be removed or hidden after the commit.
+        self._removes_old = False
+        self._reporter = EventReporter(
+            self.path, self._forward_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
+        )
+
+    def prepare_save(self) -> None:
+        """Capture the training state, plan the save, and open its output."""
+        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
+        self._captured, self._merged_values = agreement.captured, agreement.merged_values
+        self._cache.host_names = agreement.host_names or self._cache.host_names
+        self._hosts = len(set(agreement.host_of))
+        self._placement = describe_placement(agreement.host_of, self._cache.host_names)
+        self._plan_and_open(agreement)
+
+    @abstractmethod
+    def _plan_and_open(self, agreement: SaveAgreement) -> None:
+        """Plan, check that replicas are equal, and open the output. It ends in a vote."""
+
+    @abstractmethod
+    def _update_plan(self, agreement: SaveAgreement) -> None:
+        """Plan the save, unless the plan of an earlier one is still right."""
+
+    def _choose_identity(self) -> CheckpointIdentity:
+        """Return the identity of the new checkpoint, on rank 0."""
+        return next_identity(self._request.path, self._request.runs)
+
+    def _set_identity(self, identity: CheckpointIdentity) -> None:
+        """Note the identity of the new checkpoint."""
+        self._identity = identity
+
+    @property
+    def path(self) -> Path:
+        """The path of the new checkpoint."""
+        return self._request.path / str(self._request.tag)  # the tag is checked later, on all ranks together
+
+    @property
+    def run_id(self) -> str:
+        """The id of the checkpoint's run; empty before :meth:`prepare_save`."""
+        return self._identity.run
+
+    @property
+    def _is_overlapped(self) -> bool:
+        return self._request.background is not None and self._request.background.staging == "overlapped"
+
+    def _deferred_copies(self) -> DeferredCopies:
+        options = self._request.background
+        if options is None or not self._is_overlapped:
+            return DeferredCopies()
+        keys = step_only_tensors(self._captured, self._request.training.optimizer)
+        numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
+        sampled = ALL_CHUNKS if options.check == "full" else SAMPLED_CHUNKS
+        return DeferredCopies(numbers, sampled, self._cache.saves, is_overlapped=True)
+
+    def stage_tensors(self, arena: Arena) -> None:
+        """See :class:`SaveOperation`."""
+        self._reporter.begin_phase("copy")
+        super().stage_tensors(arena)
+
+    def mark_returned(self) -> float:
+        """Record that the call returns to the caller, and return for how many seconds it blocked."""
+        return self._reporter.mark_returned()
+
+    def _forward_event(self, event: Event) -> None:
+        """Write an event into the journal, on rank 0, and call the listener."""
+        entry = describe_event(event, time.time()) if self._session.rank == COORDINATOR_RANK else None
+        if entry is not None:
+            step = self._request.step
+            append_entry(
+                self._request.path,
+                msgspec.structs.replace(
+                    entry,
+                    step=step if isinstance(step, int | float) else None,  # of a failed save, it may be anything
+                    run=self._identity.run,
+                    world_size=self._session.size,
+                    hosts=self._hosts,
+                    placement=self._placement,
+                ),
+            )
+        self._request.on_event(event)
+
+    def _hash_replicas(self) -> bytes:
+        save = 0 if self._request.replica_check == "full" else self._cache.saves
+        digests, seconds = self._writer.hash_replicas(save)
+        if self._plan.replicas:
+            self._reporter.record_replica_check(seconds)
+        return digests
+
+    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        step, metrics = self._request.manifest_numbers()
+        return build_manifest(
+            CheckpointLabel(self._request.tag, self._identity, self._started_at, self._session.size, step, metrics),
+            files,
+        )
+
+    def _build_small_files(self, rank_values: Sequence[bytes]) -> dict[str, bytes]:
+        """Return the files without tensor data, by name. ``rank_values`` are those of all ranks."""
+        ranks_file = build_ranks_file(list(rank_values), self._merged_values)
+        state_file = build_state_file(self._merged_values, self._captured.shared_values)
+        return {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}

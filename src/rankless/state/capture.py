@@ -1,0 +1,356 @@
+"""Capture of the state that one save takes from this rank: tensors with a spec of them, values, config files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.placements import MeshShape, PlacementLayout
+from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.split_tensors import Splits
+from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
+from rankless.observe.spans import traced
+from rankless.ondisk import param_order, values
+from rankless.ondisk.files import adapter_group
+from rankless.ondisk.validation import check_utf8
+from rankless.state import per_rank, stateful
+from rankless.state import scheduler as schedulers
+from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
+from rankless.state.model import traversal as models
+from rankless.state.model.hf_config import pretrained_files
+from rankless.state.model.peft_adapters import (
+    adapted_modules,
+    adapter_files,
+    adapter_names,
+    adapter_tensors,
+    check_unmerged,
+)
+from rankless.state.model.view import ModelView, check_duplicate_tensors
+from rankless.state.optimizer import adapters
+from rankless.state.optimizer import view as optimizers
+from rankless.state.optimizer.param_groups import merge_groups
+from rankless.state.split_parameters import split_group, split_refs, split_state
+from rankless.state.tensors import TensorView, check_present, view_of
+from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
+
+#: Groups of tensors; their directories or files have the same names.
+MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
+
+#: Prefixes of values that are merged from several ranks.
+_MERGED = (MODEL, OPTIMIZER)
+
+
+class Inventory:
+    """Tensors that a rank has or requests, with a spec of them that does not depend on the rank."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[MeshShape, int] = {}
+        self._layouts: dict[LayoutSpec, int] = {}
+        self._tensors: list[TensorSpec] = []
+        self.tied: dict[str, dict[str, str]] = {}
+        self.names: dict[str, list[str]] = {}
+
+    def add_tensor(
+        self,
+        group: str,
+        name: str,
+        tensor: TensorView,
+        *,
+        dtype: str | None = None,
+        shared: bool = True,
+        splits: Splits = (),
+        apart: bool = False,
+    ) -> None:
+        """Add one tensor. ``dtype`` is its dtype in the checkpoint if that differs."""
+        layout = None if tensor.layout is None else self._layout_index(tensor.layout)
+        self._tensors.append(
+            TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits, apart)
+        )
+
+    def _layout_index(self, layout: PlacementLayout) -> int:
+        mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
+        return self._layouts.setdefault(LayoutSpec(mesh, layout.placements), len(self._layouts))
+
+    def build_spec(self) -> Spec:
+        """Return the spec of the tensors."""
+        return Spec(tuple(self._layouts), tuple(self._tensors), self.tied, self.names)
+
+    def build_meshes(self) -> Meshes:
+        """Return the meshes that the spec refers to by number."""
+        return Meshes(tuple(self._meshes))
+
+
+@dataclass
+class Capture:
+    """The contribution of one rank to a save.
+
+    ``tensors`` are in memory, by group and stored name; a split tensor appears under the name of each split, too.
+    ``frozen`` are the keys of those that are parameters without gradients.
+    ``small_files`` are written by rank 0. ``rank_values`` are this rank's values, as JSON; ``merged_values`` are
+    encoded and are merged with other ranks'; ``shared_values`` are those that rank 0 has for all ranks, by name, as
+    JSON. ``warnings`` are for the caller.
+    """
+
+    inventory: Inventory = field(default_factory=Inventory)
+    tensors: dict[tuple[str, str], TensorBytes] = field(default_factory=dict)
+    frozen: set[tuple[str, str]] = field(default_factory=set)
+    small_files: dict[str, bytes] = field(default_factory=dict)
+    rank_values: bytes = b"{}"
+    merged_values: dict[str, Any] = field(default_factory=dict)
+    shared_values: dict[str, bytes] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def add_tensor(
+        self,
+        group: str,
+        name: str,
+        tensor: TensorView,
+        *,
+        shared: bool = True,
+        splits: Splits = (),
+        apart: bool = False,
+    ) -> set[tuple[str, str]]:
+        """Add one tensor, which is stored as ``splits`` describe or, without them, under its name.
+
+        Return its keys in ``tensors``.
+        """
+        names = {name, *(split.name for split in splits)}
+        for stored_name in names:
+            check_utf8(stored_name, "a name of a tensor")
+        check_present(tensor, f"{group} tensor {name!r}")
+        self.inventory.add_tensor(group, name, tensor, shared=shared, splits=splits, apart=apart)
+        keys = {(group, stored_name) for stored_name in names}
+        self.tensors |= dict.fromkeys(keys, TensorBytes(tensor.local))
+        return keys
+
+
+@traced("capture", "plan")
+def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> Capture:
+    """Capture the training objects, without changing them.
+
+    Values that are equal on all ranks are taken from rank ``leader``. Raises ``UnsupportedValueError``,
+    ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
+    """
+    captured = Capture()
+    captured.small_files.update(training.files)
+    tree: dict[str, Any] = {}
+    views = {}
+    for slot, parts in models.model_components(training.model).items():
+        check_unmerged(parts)
+        views[slot] = models.build_view(parts, hooks=training.state_dict_hooks)
+        if training.adapters != ONLY_ADAPTERS:
+            _add_model(captured, slot, views[slot], frozen_apart=training.frozen_apart)
+            tree[slot] = views[slot].extra | views[slot].wrappers
+            captured.small_files.update((f"{slot}/{name}", data) for name, data in pretrained_files(parts))
+        if training.adapters != NO_ADAPTERS:
+            _add_adapters(captured, slot, parts, views[slot], is_required=training.adapters == ONLY_ADAPTERS)
+    for slot, parts in adapters.optimizer_components(training.optimizer).items():
+        groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _view_naming_models(training)))
+        refs = split_refs(groups)
+        for name, tensor in optimizers.optimizer_tensors(groups):
+            captured.add_tensor(slot, name, tensor, splits=split_state(name, tensor, refs))
+        tree[slot] = _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)])
+    all_shared = _shared_values(training)
+    shared = all_shared if rank == leader else {}
+    arrays = ArrayEncoder(_MERGED)
+    encoded = values.encode_value({**tree, **shared}, arrays)
+    captured.merged_values = {slot: _mergeable_values(slot, encoded[slot]) for slot in tree}
+    captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
+    if rank == leader:
+        _add_arrays(captured, STATE, arrays)
+    rank_arrays = ArrayEncoder()
+    rank_values = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
+    captured.rank_values = values.check_size(
+        values.dump_values(rank_values, rank_arrays, f"{rank}/"), values.RANKS_FILE
+    )
+    _add_rank_arrays(captured, rank_arrays, f"{rank}/")
+    return captured
+
+
+def _view_naming_models(training: TrainingObjects) -> dict[str, ModelView]:
+    """Return views of the models that only provide parameter names, by slot."""
+    components = models.model_components(training.naming_model).items()
+    return {slot: models.build_view(parts, hooks=training.state_dict_hooks) for slot, parts in components}
+
+
+def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: bool) -> None:
+    check_duplicate_tensors(view)
+    for name, tensor in view.tensors.items():
+        is_frozen, splits = name in view.frozen, view.splits.get(name, ())
+        is_apart = is_frozen and frozen_apart
+        keys = captured.add_tensor(slot, name, tensor, shared=name not in view.buffers, splits=splits, apart=is_apart)
+        captured.frozen |= keys if is_frozen else set()
+    if view.tied:
+        captured.inventory.tied[slot] = view.tied
+
+
+def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: ModelView, *, is_required: bool) -> None:
+    """Add the PEFT adapters of a model as groups of their own.
+
+    What cannot be stored as PEFT does raises the error of PEFT, or ``StateError``, if it ``is_required``. Else it is
+    left out with a warning, because the tensors of the model have it already.
+    """
+    modules = adapted_modules(parts) if slot == MODEL else []
+    if is_required and not modules:
+        raise InvalidArgumentError(
+            f"the {slot} has no PEFT adapters: pass the model that peft.get_peft_model() returns, or save the whole "
+            "model"
+            if slot == MODEL
+            else "adapters alone are saved of one model only: save the whole models"
+        )
+    left_out = dict.fromkeys(name for name in view.tensors if name not in view.frozen and name not in view.buffers)
+    for module in modules:
+        for adapter in adapter_names(module):
+            try:
+                adapter_view = adapter_tensors(module, adapter, view)
+                tensors = adapter_view.select(view)
+                files = dict(adapter_files(module, adapter))
+            except Exception as error:
+                if is_required:
+                    raise
+                captured.warnings.append(
+                    f"the checkpoint is complete, but has no copy of the adapter {adapter!r} for PEFT: {error}"
+                )
+                continue
+            for name in adapter_view.sources.values():
+                left_out.pop(name, None)
+            group = adapter_group(adapter)
+            for name, tensor in tensors.items():
+                captured.add_tensor(group, name, tensor)
+            captured.small_files.update((f"{group}/{name}", data) for name, data in files.items())
+    if is_required and left_out:
+        captured.warnings.append(
+            f"PEFT does not store all parameters that are trained with the adapters as they are: {len(left_out)} of "
+            f"them, such as {next(iter(left_out))!r}, are left out; to resume the training, save the whole model"
+        )
+
+
+def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the groups of each part of an optimizer. The groups of a part begin with number 0."""
+    parts: list[list[dict[str, Any]]] = []
+    for group in groups:
+        if group["number"] == 0:
+            parts.append([])
+        parts[-1].append(group)
+    return parts
+
+
+def _mergeable_values(slot: str, encoded: Any) -> dict[str, Any]:
+    """Return the values of one slot as the file stores them, in an order that does not depend on parts or ranks."""
+    return (
+        {"groups": merge_groups(encoded)}
+        if slot.startswith(OPTIMIZER)
+        else values.as_table(values.iterate_members(encoded))
+    )
+
+
+def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the merged values of several ranks: every entry of a model, every parameter of an optimizer."""
+    merged: dict[str, Any] = {}
+    for slot in contributions[0]:
+        if slot.startswith(OPTIMIZER):
+            merged[slot] = {"groups": merge_groups([contribution[slot]["groups"] for contribution in contributions])}
+        else:
+            merged[slot] = values.as_table(
+                member for contribution in contributions for member in values.iterate_members(contribution[slot])
+            )
+    unknown_keys = sorted(_find_references(merged) - _find_references(contributions[0]))
+    if unknown_keys:
+        raise StateError(
+            f"{unknown_keys[0]}, a value of a model or optimizer that only some ranks have, holds a tensor of more "
+            f"than {INLINE_BYTES} bytes; such values must be on rank 0, too"
+        )
+    return merged
+
+
+def _find_references(encoded: Any) -> set[str]:
+    """Return the keys of the tensors that encoded values refer to."""
+    if isinstance(encoded, list):
+        return {key for child in encoded for key in _find_references(child)}
+    if isinstance(encoded, dict):
+        keys = {encoded[tag] for tag in ("$tensor", "$array") if tag in encoded}
+        return keys or {key for child in encoded.values() for key in _find_references(child)}
+    return set()
+
+
+def build_state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> bytes:
+    """Return the file of values that all ranks share; ``shared`` is JSON.
+
+    Raises ``UnsupportedValueError`` if the file is too large.
+    """
+    parts = {slot: values.to_json(_sort_param_groups(slot, value)) for slot, value in merged.items()}
+    return _join_values({**parts, **shared}, values.SHARED_FILE)
+
+
+def check_rank_state(captured: Capture, merged: bytes) -> None:
+    """Raise ``UnsupportedValueError`` if the values of this rank alone are too large for the file of shared values.
+
+    ``merged`` is the result of :func:`encode_merged_values`.
+    """
+    if len(merged) + sum(map(len, captured.shared_values.values())) > values.VALUES_LIMIT:
+        build_state_file(captured.merged_values, captured.shared_values)
+
+
+def check_rank_states(sizes: Sequence[int]) -> None:
+    """Raise ``UnsupportedValueError`` if the values of all ranks, of ``sizes`` bytes, are too large for their file."""
+    if sum(sizes) > values.VALUES_LIMIT:
+        raise UnsupportedValueError(
+            f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers accept {values.VALUES_LIMIT:,} at most; "
+            f"rank {sizes.index(max(sizes))} contributes the most, {max(sizes):,}. Store bytes in per_rank_content, "
+            "and in states of data loaders, as tensors"
+        )
+
+
+def _join_values(parts: Mapping[str, bytes], file: str) -> bytes:
+    raw = b"{" + b",".join(values.to_json(name) + b":" + part for name, part in parts.items()) + b"}"
+    return values.check_size(raw, file)
+
+
+def _sort_param_groups(slot: str, value: Any) -> Any:
+    return {**value, "groups": param_order.sort_by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
+
+
+def build_ranks_file(rank_values: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
+    """Return the file of values that belong to single ranks, and of the order of optimizers' parameters if known."""
+    orders = {
+        slot: param_order.order_names(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)
+    }
+    order_json = b',"order":' + values.to_json(orders) if orders else b""
+    return values.check_size(b'{"ranks":[' + b",\n".join(rank_values) + b"]" + order_json + b"}\n", values.RANKS_FILE)
+
+
+def encode_merged_values(captured: Capture) -> bytes:
+    """Return the values that a rank contributes to the merged values, as JSON. Ranks compare its digest first."""
+    return json.dumps(captured.merged_values, separators=(",", ":")).encode()
+
+
+def _shared_values(training: TrainingObjects) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        slot: schedulers.scheduler_values(parts)
+        for slot, parts in schedulers.scheduler_components(training.scheduler).items()
+    }
+    if training.stateful is not None:
+        shared["stateful"] = {
+            name: stateful_object.state_dict()
+            for name, stateful_object in stateful.check_stateful(training.stateful).items()
+        }
+    if training.user_content is not None:
+        shared["user_content"] = training.user_content
+    return shared
+
+
+def _add_arrays(captured: Capture, group: str, arrays: ArrayEncoder) -> None:
+    """Add the tensors of encoded values to ``group``."""
+    for name, tensor in arrays.tensors.items():
+        captured.inventory.add_tensor(group, name, view_of(tensor, f"{group} tensor {name!r}"))
+        captured.tensors[group, name] = TensorBytes(tensor)
+
+
+def _add_rank_arrays(captured: Capture, arrays: ArrayEncoder, prefix: str) -> None:
+    """Add the tensors of this rank's own values, to the spec under names without the rank."""
+    for name, tensor in arrays.tensors.items():
+        captured.inventory.add_tensor(OWN, name.removeprefix(prefix), view_of(tensor, f"{PER_RANK} tensor {name!r}"))
+        captured.tensors[PER_RANK, name] = TensorBytes(tensor)

@@ -1,0 +1,60 @@
+"""Models on the meta device that a load gives memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+from rankless.state.model import fsdp1
+from rankless.state.model import traversal as models
+from rankless.state.model.materialize import find_initializer, materialize, meta_tensors
+from rankless.state.tensors import local_tensor
+from rankless.state.training import TrainingObjects
+
+
+class MetaModels:
+    """The models of one load that may be on the meta device."""
+
+    def __init__(self, training: TrainingObjects) -> None:
+        self._training = training
+
+    def can_materialize(self, slot: str) -> bool:
+        """Return whether loading may give a model memory.
+
+        It may not if an optimizer is loaded too, whose states were made for parameters without memory, and not under
+        FSDP1.
+        """
+        parts = models.model_components(self._training.model)[slot]
+        are_modules = all(isinstance(part, nn.Module) and not fsdp1.uses_fsdp1(part) for part in parts)
+        return are_modules and self._training.optimizer is None
+
+    def find_uninitialized(self, targeted: set[int]) -> Iterator[str]:
+        """Yield a message for each tensor without memory that would have no value.
+
+        ``targeted`` are the ``id`` of the local shards that are loaded. Other tensors need an initializer.
+        """
+        for module in self._iterate_modules():
+            for tensor in meta_tensors(module):
+                if id(local_tensor(tensor.tensor)) not in targeted and find_initializer(module, tensor.owner) is None:
+                    yield (
+                        f"{strip_wrapper_prefixes(tensor.name)}: on the meta device here, not in the checkpoint, and "
+                        f"{type(tensor.owner).__qualname__} has no reset_parameters() to initialize it"
+                    )
+
+    def materialize_models(self, filled: set[int]) -> dict[int, torch.Tensor]:
+        """Give the models memory, and initialize tensors that are not ``filled``.
+
+        See :func:`rankless.state.model.materialize.materialize`.
+        """
+        materialized: dict[int, torch.Tensor] = {}
+        for module in self._iterate_modules():
+            materialized |= materialize(module, filled)
+        return materialized
+
+    def _iterate_modules(self) -> Iterator[nn.Module]:
+        for slot, parts in models.model_components(self._training.model).items():
+            if self.can_materialize(slot):
+                yield from parts

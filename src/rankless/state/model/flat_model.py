@@ -1,0 +1,28 @@
+"""A model whose trained parameters are in tensors that another system keeps and divides among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from rankless.state.model.flat_shards import FlatShard
+
+
+@dataclass(frozen=True)
+class FlatModel:
+    """A model, some of whose parameters are stored as other tensors: as fp32 master weights, whole or divided.
+
+    Attributes:
+        module: The module, which provides all other tensors.
+        shards: The parameters that are divided, each once, in the same order on all ranks.
+        replaced: Whole tensors by the names of the parameters that they stand for. An optimizer holds them.
+        tied: Further names of the parameters in ``replaced``.
+    """
+
+    module: nn.Module
+    shards: Sequence[FlatShard]
+    replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,125 @@
+"""Materialization of models on the meta device: their tensors get memory, each rank's shards only.
+
+Parameters are replaced in place, so that tied weights stay tied and an optimizer keeps its references. Tensors that are
+not filled afterwards are initialized by transformers' ``_init_weights`` if the module is part of such a model, else by
+the module's ``reset_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rankless.state.tensors import local_tensor
+from rankless.torch_versions import fsdp_param_groups
+
+
+@dataclass(frozen=True)
+class MetaTensor:
+    """A tensor on the meta device, with its name and the module that owns it."""
+
+    name: str
+    owner: nn.Module
+    tensor: torch.Tensor
+
+
+def meta_tensors(model: nn.Module) -> list[MetaTensor]:
+    """Return the tensors of a model that have no memory, each once. Non-persistent buffers are included."""
+    tensors: dict[int, MetaTensor] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):  # noqa: SLF001
+            if tensor is not None and tensor.is_meta:
+                tensors.setdefault(id(tensor), MetaTensor(f"{path}.{name}" if path else name, module, tensor))
+    return list(tensors.values())
+
+
+def find_initializer(model: nn.Module, owner: nn.Module) -> Callable[[], object] | None:
+    """Return a function that initializes the tensors of a module; ``None`` if none is known."""
+    for module in _enclosing_modules(model, owner):
+        init_weights = getattr(module, "_init_weights", None)
+        if callable(init_weights) and hasattr(module, "config"):
+            return lambda: init_weights(owner)
+    reset = getattr(owner, "reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _enclosing_modules(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module itself and those that contain it, innermost first."""
+    (path,) = (name for name, module in model.named_modules() if module is owner)
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        yield model.get_submodule(".".join(parts[:length]))
+
+
+def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
+    """Give every tensor of a model memory, and initialize those that will not be filled.
+
+    ``filled`` are the ``id`` of the local shards that will be filled. Returns the local shards with memory, by the
+    ``id`` of the shards without memory that they replace.
+    """
+    unallocated = meta_tensors(model)
+    local_ids = {id(meta.tensor): id(local_tensor(meta.tensor)) for meta in unallocated}
+    devices, default = dict(_offloaded_parameters(model)), _default_device(model)
+    with torch.no_grad():
+        for meta in unallocated:
+            _allocate_in_place(meta.tensor, devices.get(id(meta.tensor), default))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                _reset_fsdp_views(module)
+        for owner in dict.fromkeys(meta.owner for meta in unallocated if local_ids[id(meta.tensor)] not in filled):
+            initialize = find_initializer(model, owner)
+            if initialize is not None:
+                initialize()
+    return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
+
+
+def _allocate_in_place(tensor: torch.Tensor, device: torch.device) -> None:
+    """Replace a tensor by one with memory; it stays the same object."""
+    allocated: torch.Tensor
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor._local_tensor, device=device)  # noqa: SLF001
+        allocated = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    else:
+        allocated = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        allocated = nn.Parameter(allocated, requires_grad=tensor.requires_grad)
+    attributes = {name: value for name, value in vars(tensor).items() if name not in vars(allocated)}
+    vars(allocated).update(attributes)
+    torch.utils.swap_tensors(tensor, allocated)  # type: ignore[no-untyped-call]
+
+
+def _default_device(model: nn.Module) -> torch.device:
+    """Return the device type of the parameters' mesh, or torch's default device if there is none."""
+    device_types = (
+        parameter.device_mesh.device_type for parameter in model.parameters() if isinstance(parameter, DTensor)
+    )
+    device_type = next(device_types, None)
+    return torch.empty(0).device if device_type is None else torch.device(device_type)
+
+
+def _offloaded_parameters(model: nn.Module) -> Iterator[tuple[int, torch.device]]:
+    """Yield the parameters that FSDP keeps in host memory, by ``id``, with that device."""
+    for parameter in _fsdp_parameters(model.modules()):
+        if parameter.offload_to_cpu:
+            yield id(parameter.sharded_param), torch.device("cpu")
+
+
+def _reset_fsdp_views(module: FSDPModule) -> None:
+    """Let FSDP update its views of its parameters' memory, as after ``to_empty``."""
+    for parameter in _fsdp_parameters([module]):  # type: ignore[list-item]
+        parameter.reset_sharded_param()
+
+
+def _fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            for group in fsdp_param_groups(module._get_fsdp_state()):  # noqa: SLF001
+                yield from group.fsdp_params

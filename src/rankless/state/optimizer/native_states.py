@@ -1,0 +1,57 @@
+"""States of optimizers saved by other systems, without their class: compared with those this optimizer creates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rankless.errors import OptimizerMismatchError
+from rankless.ondisk.files import TensorInfo
+from rankless.state.optimizer.adapters import TorchOptimizer
+from rankless.state.optimizer.probe import ProbedState, probe_states
+from rankless.state.optimizer.view import GroupMember, ParamGroup
+
+
+def check_state_shapes(
+    group: ParamGroup, saved: Mapping[str, Any] | None, infos: Mapping[str, Mapping[str, TensorInfo]]
+) -> None:
+    """Raise ``OptimizerMismatchError`` if this optimizer creates none of the states that the checkpoint holds."""
+    if saved is None or saved["class"] is not None:
+        return
+    for member in group.members:
+        saved_names = {state for ref in member.refs for state in infos.get(ref.name, {})}
+        if saved_names:
+            own_states = probe_member(group, member)
+            if own_states and not saved_names & own_states.keys():
+                raise OptimizerMismatchError(
+                    f"the checkpoint holds the optimizer states {', '.join(sorted(saved_names))}; "
+                    f"{group.adapter.class_name} keeps {', '.join(sorted(own_states))}: its class differs "
+                    "from the saved one"
+                )
+            return
+
+
+def as_native_states(group: ParamGroup, member: GroupMember, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states with numbers as tensors, if this optimizer keeps them so: other systems count steps in Python."""
+    if not any(type(value) in {int, float} for value in plain.values()):
+        return dict(plain)
+    probed_states = probe_member(group, member)
+    return {name: _as_tensor(value, probed_states.get(name)) for name, value in plain.items()}
+
+
+def _as_tensor(value: Any, probed: ProbedState | None) -> Any:
+    if type(value) not in {int, float} or probed is None or probed.shape:
+        return value
+    return torch.tensor(value, dtype=probed.dtype, device=probed.device)
+
+
+def probe_member(group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:
+    """Return the states of a parameter that the optimizer creates at its first step; none if that is unknown."""
+    if not isinstance(group.adapter, TorchOptimizer) or not isinstance(member.key, torch.Tensor):
+        return {}
+    try:
+        return probe_states(group.adapter.optimizer, member.key)
+    except OptimizerMismatchError:
+        return {}

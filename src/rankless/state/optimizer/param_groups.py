@@ -1,0 +1,193 @@
+"""Parameter groups of several optimizers and ranks: merged for a checkpoint, and matched with a saved one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankless.errors import OptimizerMismatchError, StateError
+from rankless.ondisk import values
+from rankless.state.optimizer.view import ParamGroup, parameter_names
+
+#: The encoded groups of one optimizer in a checkpoint, each with a class, parameters, settings and states.
+EncodedGroups = list[dict[str, Any]]
+
+
+def merge_groups(parts: Sequence[EncodedGroups]) -> EncodedGroups:
+    """Return the groups of all parts, in an order that does not depend on the order of the parts.
+
+    Groups with equal class, number and settings are merged. So stages of a pipeline that train with equal settings
+    become one optimizer, on any number of ranks.
+    """
+    distinct = [part for i, part in enumerate(parts) if part not in parts[:i]]
+    groups_of: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for group in (group for part in distinct for group in part):
+        identity = (group["class"] or "", group["number"], json.dumps(group["settings"]))
+        groups_of.setdefault(identity, []).append(group)
+    merged = [_merge_equal_groups(equal_groups) for _, equal_groups in sorted(groups_of.items())]
+    _check_disjoint(merged)
+    return merged
+
+
+def _merge_equal_groups(equal_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the merge of several groups. The order of its parameters is unknown, unless there is only one."""
+    names = {name for group in equal_groups for name in group["params"]}
+    states = [state for group in equal_groups for state in values.iterate_members(group["state"])]
+    state_of: dict[str, Any] = {}
+    for name, state in states:
+        if state_of.setdefault(str(name), state) != state:
+            raise StateError(f"ranks hold different optimizer state of {name!r} that is not a tensor")
+    order = {} if len(equal_groups) == 1 else {"params": sorted(names), "ordered": False}
+    return {**equal_groups[0], **order, "state": values.as_table(states)}
+
+
+def _check_disjoint(merged: EncodedGroups) -> None:
+    groups: dict[str, int] = {}
+    for number, group in enumerate(merged):
+        for name in group["params"]:
+            if groups.setdefault(name, number) != number:
+                raise StateError(
+                    f"ranks, or parts of the optimizer, train {name!r} with different settings, or in different groups"
+                )
+
+
+@dataclass(frozen=True)
+class MatchTolerance:
+    """The tolerated differences between an optimizer and the saved one.
+
+    ``is_partial``: parameters may have no saved state, saved ones need not be trained, and groups may differ.
+    ``by_name``: parameters are matched by name; if by position, it is unknown which of them have no state.
+    """
+
+    is_partial: bool = False
+    by_name: bool = True
+
+    def suggest_remedy(self) -> str:
+        """Return advice for parameters that are only in the checkpoint, or only in the optimizer."""
+        if self.by_name:
+            return "pass strict=False to load the state of the others"
+        return (
+            "its parameters are matched by position only: pass the model, or create the optimizer as when it was saved"
+        )
+
+
+@dataclass(frozen=True)
+class GroupMatching:
+    """A matching of groups: ``settings`` are their saved groups, or ``None`` for a group that keeps its own settings.
+
+    ``missing`` are parameters that have no state in the checkpoint. ``regrouped`` are the numbers of groups that keep
+    their own settings because the checkpoint groups their parameters differently.
+    """
+
+    settings: list[dict[str, Any] | None]
+    missing: list[str]
+    regrouped: list[int]
+
+
+def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: MatchTolerance) -> GroupMatching:
+    """Match the groups of an optimizer with the saved ones.
+
+    Raises ``OptimizerMismatchError`` if the optimizer's class differs and, unless tolerated, if it trains parameters
+    that the checkpoint does not have, or groups them differently.
+    """
+    group_of = {name: group for group in saved for name in group["params"]}
+    for group in groups:
+        _check_class(group, saved)
+    missing = sorted({*parameter_names(groups)} - group_of.keys() - _find_empty(groups))
+    if missing and not tolerance.is_partial:
+        raise OptimizerMismatchError(
+            f"the optimizer trains {_format_few(missing)}, of which the checkpoint has no optimizer state; "
+            + tolerance.suggest_remedy()
+        )
+    saved_groups = [_find_saved_groups(group, group_of, saved) for group in groups]
+    problems = _find_split_groups(groups, group_of)
+    problems |= {i: problem for i, problem in _find_merged_groups(groups, saved_groups).items() if i not in problems}
+    if problems and not tolerance.is_partial:
+        raise OptimizerMismatchError(f"{next(iter(problems.values()))}; group parameters as when it was saved")
+    settings = [
+        candidates[0] if candidates and i not in problems else None for i, candidates in enumerate(saved_groups)
+    ]
+    return GroupMatching(settings, missing, [groups[i].number for i in sorted(problems)])
+
+
+def check_trained(saved: EncodedGroups, trained: set[str], tolerance: MatchTolerance) -> list[str]:
+    """Return the saved parameters that no rank trains. Raises ``OptimizerMismatchError`` for them unless tolerated."""
+    untrained = sorted({name for group in saved for name in group["params"]} - trained)
+    if untrained and not tolerance.is_partial:
+        raise OptimizerMismatchError(
+            f"the checkpoint holds optimizer state of {_format_few(untrained)}, which this optimizer does not train; "
+            + tolerance.suggest_remedy()
+        )
+    return untrained
+
+
+def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
+    class_name, saved_classes = group.adapter.class_name, [saved_group["class"] for saved_group in saved]
+    if saved and class_name is not None and None not in saved_classes and class_name not in saved_classes:
+        raise OptimizerMismatchError(
+            f"the checkpoint holds the state of {saved_classes[0]}, the optimizer is {class_name}"
+        )
+
+
+def _find_saved_groups(
+    group: ParamGroup, group_of: Mapping[str, dict[str, Any]], saved: EncodedGroups
+) -> list[dict[str, Any]]:
+    """Return the saved groups that have parameters of a group; for an empty group, the one with its number."""
+    names = group.param_names()
+    if not names:
+        matching = [candidate for candidate in saved if candidate["number"] == group.number]
+        return matching if len(matching) == 1 else []
+    saved_groups = list({id(group_of[name]): group_of[name] for name in names if name in group_of}.values())
+    class_name = group.adapter.class_name
+    for saved_group in saved_groups:
+        if None not in {class_name, saved_group["class"]} and class_name != saved_group["class"]:
+            raise OptimizerMismatchError(
+                f"the checkpoint holds the state of {saved_group['class']}, the optimizer is {class_name}"
+            )
+    return saved_groups
+
+
+def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]]) -> dict[int, str]:
+    """Return a message for each group, by index, whose parameters are in several groups in the checkpoint."""
+    problems = {}
+    for i, group in enumerate(groups):
+        first, *others = [name for name in group.param_names() if name in group_of] or [""]
+        other = next((name for name in others if group_of[name] is not group_of[first]), None)
+        if other is not None:
+            problems[i] = (
+                f"parameter group {group.number} holds {first!r} and {other!r}, which are in different groups in the "
+                "checkpoint"
+            )
+    return problems
+
+
+def _find_merged_groups(
+    groups: Sequence[ParamGroup], saved_groups: Sequence[Sequence[dict[str, Any]]]
+) -> dict[int, str]:
+    """Return a message for each group, by index, that is merged with another one in the checkpoint."""
+    problems: dict[int, str] = {}
+    first_of: dict[tuple[int, int], int] = {}
+    for i, (group, candidates) in enumerate(zip(groups, saved_groups, strict=True)):
+        for saved in candidates if group.members else ():
+            if saved["number"] is not None:
+                first = first_of.setdefault((id(group.adapter), id(saved)), i)
+                if first != i:
+                    problems[first] = problems[i] = (
+                        f"parameter groups {groups[first].number} and {group.number} of the optimizer are one group in "
+                        "the checkpoint"
+                    )
+    return problems
+
+
+def _find_empty(groups: Sequence[ParamGroup]) -> set[str]:
+    """Return the parameters without elements. Their states have no values: DeepSpeed saves none of them."""
+    members = (member for group in groups for member in group.members)
+    return {ref.name for member in members for ref in member.refs if 0 in ref.tensor.shape}
+
+
+def _format_few(names: Sequence[str]) -> str:
+    """Return a few of some names, for a message."""
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")  # noqa: PLR2004

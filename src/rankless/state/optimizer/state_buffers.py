@@ -1,0 +1,72 @@
+"""The tensors that loaded states of an optimizer are read into, also before the optimizer has taken a step."""
+
+from __future__ import annotations
+
+import torch
+
+from rankless.errors import OptimizerMismatchError
+from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.validation import state_key
+from rankless.state.model.flat_shards import blank_flat_state
+from rankless.state.model.view import ParamRef
+from rankless.state.optimizer.adapters import TorchOptimizer
+from rankless.state.optimizer.probe import probe_states
+from rankless.state.optimizer.view import GroupMember, ParamGroup, place_states
+from rankless.state.tensors import DTYPES, TensorView
+
+
+def provide_state_buffer(
+    group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo
+) -> torch.Tensor:
+    """Return the tensor that a state is kept in: the existing one if it fits, else a new one."""
+    dtype = DTYPES[info.dtype]
+    existing = group.adapter.get_states(member.key).get(state)
+    if isinstance(existing, torch.Tensor) and existing.dtype == dtype and _fits_state(ref, existing, info):
+        return existing
+    if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):
+        if ref.flat is not None:
+            return blank_flat_state(ref.flat, dtype)
+        return torch.empty_like(member.key, dtype=dtype, requires_grad=False)
+    if info.shape == ():
+        on_device = bool(group.settings.get("fused") or group.settings.get("capturable"))
+        device = member.key.device if on_device and isinstance(member.key, torch.Tensor) else "cpu"
+        return torch.empty((), dtype=dtype, device=device)
+    return _probe_buffer(group, member, ref, state, info)
+
+
+def _fits_state(ref: ParamRef, existing: torch.Tensor, info: TensorInfo) -> bool:
+    if ref.flat is not None and existing.ndim:
+        return info.shape == ref.tensor.shape and existing.shape == ref.flat.parameter.shape
+    return tuple(existing.shape) == info.shape
+
+
+def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo) -> torch.Tensor:
+    """Return a tensor like the optimizer creates at its first step; a whole one if the parameter is not sharded."""
+    if not isinstance(member.key, torch.Tensor):
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    if not ref.tensor.is_divided():
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=member.key.device)
+    if not isinstance(group.adapter, TorchOptimizer):
+        raise _unknown_layout(ref, state, info)
+    try:
+        probed = probe_states(group.adapter.optimizer, member.key).get(state)
+    except OptimizerMismatchError as error:
+        raise OptimizerMismatchError(f"optimizer state {state_key(ref.name, state)!r}: {error}") from error
+    if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.shape):
+        raise _unknown_layout(ref, state, info)
+    return probed.make_empty().to(DTYPES[info.dtype])
+
+
+def view_target(ref: ParamRef, state: str, buffer: torch.Tensor, info: TensorInfo) -> TensorView:
+    """Return the part of a state tensor that a checkpoint's tensor is loaded into."""
+    target = place_states(ref, state, buffer)
+    if (target.shape, target.dtype) != (info.shape, info.dtype):
+        raise _unknown_layout(ref, state, info)
+    return target
+
+
+def _unknown_layout(ref: ParamRef, state: str, info: TensorInfo) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"optimizer state {state_key(ref.name, state)!r} has shape {list(info.shape)}, its parameter "
+        f"{list(ref.tensor.shape)}: its layout is unknown before the optimizer's first step"
+    )

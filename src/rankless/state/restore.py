@@ -1,0 +1,561 @@
+"""A restore of training objects on this rank: everything is matched and allocated first, and applied last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from rankless.engine.plan.spec import OWN, PER_RANK
+from rankless.errors import InvalidArgumentError, MismatchError, OptimizerMismatchError
+from rankless.observe.spans import traced
+from rankless.ondisk.dtypes import FLOATING
+from rankless.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
+from rankless.ondisk.param_order import BY_NUMBER
+from rankless.state import scheduler as schedulers
+from rankless.state import stateful
+from rankless.state.arrays import ArrayDecoder
+from rankless.state.capture import MODEL, STATE, Inventory
+from rankless.state.meta_models import MetaModels
+from rankless.state.model import fsdp1
+from rankless.state.model import traversal as models
+from rankless.state.model.peft_adapters import check_unmerged, explain_config_differences, loadable_views
+from rankless.state.model.view import ModelView, is_extra
+from rankless.state.optimizer import adapters
+from rankless.state.optimizer import view as optimizers
+from rankless.state.optimizer.param_groups import MatchTolerance
+from rankless.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
+from rankless.state.optimizer.restore import OptimizerRestore, put_settings
+from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
+from rankless.state.split_parameters import split_refs, stored_names
+from rankless.state.tensor_subclasses import explain_difference, is_description
+from rankless.state.tensors import TensorView, shares_elements, view_of
+from rankless.state.training import TrainingObjects
+
+#: ``{group: {name: dtype and shape}}``.
+Groups = Mapping[str, Mapping[str, TensorInfo]]
+
+#: Kinds of names that ranks exchange besides the tensors they request, by slot: values of models, parameters of
+#: optimizers, and stored tensors that a model has but that cannot be loaded into it.
+_VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
+
+#: The number of lines shown in a message.
+_SHOWN = 20
+
+#: The kinds of components that ``allow_missing`` may name.
+COMPONENTS = ("model", "optimizer", "scheduler", "stateful", "dataloader", "rng", "per_rank_content")
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePolicy:
+    """The rules of a restore: names must match if ``strict``, and dtypes unless ``cast_dtype``.
+
+    ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
+    ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are
+    those whose names need not match. Both have kinds, of :data:`COMPONENTS`, or names such as ``"model/generator"`` and
+    ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
+    """
+
+    strict: bool
+    cast_dtype: bool
+    rng: bool
+    per_rank_content: bool = False
+    allow_missing: frozenset[str] = frozenset()
+    lenient: frozenset[str] = frozenset()
+    ignores_unexpected: bool = False
+
+    def is_strict(self, component: str) -> bool:
+        """Return whether all names of a component, such as ``"model"`` or ``"model/generator"``, must match."""
+        return self.strict and not _is_selected(component, self.lenient)
+
+    def may_be_missing(self, component: str) -> bool:
+        """Return whether names of a component may be missing in the checkpoint."""
+        return not self.is_strict(component) or _is_selected(component, self.allow_missing)
+
+
+def as_components(allow_missing: object) -> frozenset[str]:
+    """Return the components in the argument ``allow_missing``: a list of their names, or a single name."""
+    if isinstance(allow_missing, str):
+        return frozenset({allow_missing})
+    if not isinstance(allow_missing, Iterable):
+        raise InvalidArgumentError(
+            f"allow_missing must be a list of components, such as ['scheduler']; got {allow_missing!r:.80}"
+        )
+    return frozenset(map(str, allow_missing))
+
+
+def _is_selected(component: str, selected: frozenset[str]) -> bool:
+    return component in selected or component.partition("/")[0] in selected
+
+
+@dataclass
+class MismatchReport:
+    """The mismatches of a load: names that are on one side only, and tensors whose shape or dtype differs.
+
+    ``unexpected`` has the component of each name. ``reasons`` has, for each missing thing that was requested, its
+    component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` those
+    with tensors whose dtype differs.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[tuple[str, str]] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    reasons: list[tuple[str, str]] = field(default_factory=list)
+    incomplete: set[str] = field(default_factory=set)
+    cast: set[str] = field(default_factory=set)
+
+    def add_missing(self, component: str, name: str, reason: str = "") -> None:
+        """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``."""
+        self.missing.append(name)
+        subject = f"{name} of {component}" if component.startswith("model/") else name
+        self.reasons.append((component, f"{name}: {reason}" if reason else f"missing in the checkpoint: {subject}"))
+        self.incomplete.add(component)
+
+    def add_unexpected(self, component: str, name: str) -> None:
+        """Add a name that is only in the checkpoint."""
+        self.unexpected.append((component, name))
+        self.incomplete.add(component)
+
+    def refused_components(self, policy: RestorePolicy) -> list[str]:
+        """Return the components of which something is missing that must not be."""
+        return list(dict.fromkeys(component for component, _ in self.reasons if not policy.may_be_missing(component)))
+
+    def refused_names(self, policy: RestorePolicy) -> list[str]:
+        """Return the names that are only in the checkpoint and must not be."""
+        if policy.ignores_unexpected:
+            return []
+        return [name for component, name in self.unexpected if policy.is_strict(component)]
+
+    def tolerated_reasons(self, policy: RestorePolicy) -> list[str]:
+        """Return messages about requested things that are missing and may be: as many as are shown."""
+        return [reason for component, reason in self.reasons if policy.may_be_missing(component)][: _SHOWN + 1]
+
+    def raise_if_any(self, policy: RestorePolicy, source: str) -> None:
+        """Raise a ``MismatchError`` that names all mismatches which the policy does not allow."""
+        refused, unexpected = self.refused_components(policy), self.refused_names(policy)
+        lines = self.different + [reason for component, reason in self.reasons if not policy.may_be_missing(component)]
+        lines += [f"only in the checkpoint: {name}" for name in unexpected]
+        if lines:
+            arguments = _suggest_arguments(refused, unexpected)
+            advice = "" if self.different or not policy.strict else f"\nPass {arguments}."
+            raise MismatchError(
+                f"{source} does not match what it is loaded into; nothing was changed:\n{format_lines(lines)}{advice}"
+            )
+
+
+def _suggest_arguments(refused: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return the arguments that let the rest be loaded; the narrower one if no names of tensors are concerned."""
+    not_strict = "strict=False to load what matches"
+    if unexpected or {component.partition("/")[0] for component in refused} & {"model", "optimizer"}:
+        return not_strict
+    return f"allow_missing={tuple(refused)!r} to load the rest without, or {not_strict}"
+
+
+def format_lines(lines: Sequence[str]) -> str:
+    """Return the first of some lines, and the number of further ones."""
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
+
+
+class LoadTargets:
+    """The targets of one load on this rank, before any byte of tensor data is read.
+
+    :attr:`targets` are the tensors to fill, live or just allocated, by group and stored name. :attr:`aliased_targets`
+    are further targets of the same stored tensors. :attr:`filled` are the names here of the targets of models and
+    optimizers, by slot. :attr:`inventory` has the tensors that this rank requests, to be sent to the other ranks.
+    """
+
+    def __init__(
+        self,
+        training: TrainingObjects,
+        groups: Groups,
+        tied: Mapping[str, Mapping[str, str]],
+        policy: RestorePolicy,
+        joined: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """Set up a load. ``joined`` are stored tensors, by group, that this rank sees as parts of others."""
+        self._training, self._groups, self._tied, self._policy = training, groups, tied, policy
+        self._joined_names = joined
+        self.shared = ArrayDecoder(groups.get(STATE, {}))
+        self.targets: dict[tuple[str, str], TensorView] = {}
+        self.aliased_targets: list[tuple[tuple[str, str], TensorView]] = []
+        self.filled: set[tuple[str, str]] = set()
+        self._meta_models = MetaModels(training)
+        self.report = MismatchReport()
+        #: How the parameters of each optimizer were matched: by ``"model"``, ``"names"`` or ``"places"``.
+        self.matched_by: dict[str, str] = {}
+        self.inventory = Inventory()
+        self._views: dict[str, ModelView] = {}
+        self._optimizer_restores: dict[str, OptimizerRestore] = {}
+        #: New buffers with the checkpoint's shapes, for modules that resize theirs, by slot and name.
+        self._resized_buffers: dict[str, dict[str, Tensor]] = {}
+        self._values: Mapping[str, Any] = {}
+        self._rank_state = RankState()
+
+    def match_targets(self, shared: Mapping[str, Any], rank_state: RankState, rank_arrays: ArrayDecoder) -> None:
+        """Find a target for everything requested. Raises ``OptimizerMismatchError``."""
+        self._values, self._rank_state = shared, rank_state
+        for slot, parts in models.model_components(self._training.model).items():
+            self._match_model(slot, parts)
+        for slot, parts in adapters.optimizer_components(self._training.optimizer).items():
+            self._match_optimizer(slot, parts)
+        for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
+            if slot in shared:
+                self.report.different += schedulers.compare_schedulers(parts, shared[slot])
+            else:
+                self.report.add_missing(slot, slot)
+        self._match_stateful()
+        self._match_rank_state()
+        for group, arrays in ((STATE, self.shared), (PER_RANK, rank_arrays)):
+            for name, tensor in arrays.tensors.items():
+                self._add_target((group, name), view_of(tensor, f"{group} tensor {name!r}"))
+
+    def _match_stateful(self) -> None:
+        """Match stateful objects by name."""
+        saved = self._values.get("stateful", {})
+        requested = () if self._training.stateful is None else stateful.check_stateful(self._training.stateful)
+        for name in requested:
+            if name not in saved:
+                self.report.add_missing(f"stateful/{name}", f"stateful object {name!r}")
+                self.report.incomplete.add("stateful")
+
+    def _match_rank_state(self) -> None:
+        """Match the state that belongs to this rank alone."""
+        state, training, report = self._rank_state, self._training, self.report
+        if training.dataloader is not None and not state.loader:
+            report.add_missing(LOADER, LOADER, state.lost.get(LOADER, ""))
+        check_states = getattr(training.dataloader, "check_states", None)
+        if state.loader and callable(check_states):
+            try:
+                check_states(state.loader)
+            except MismatchError as error:
+                report.different.append(str(error))
+        if self._policy.rng and not state.has_generators():
+            report.add_missing(RNG, RNG)
+        if PER_RANK_CONTENT in state.lost and self._policy.per_rank_content:
+            report.add_missing(PER_RANK_CONTENT, PER_RANK_CONTENT, state.lost[PER_RANK_CONTENT])
+        elif PER_RANK_CONTENT in state.lost:
+            report.missing.append(PER_RANK_CONTENT)
+
+    def fill_inventory(self, rank: int) -> None:
+        """Add to :attr:`inventory` the tensors that this rank requests, and the names that it knows."""
+        for (group, name), tensor in self.targets.items():
+            is_own = group == PER_RANK and not self._rank_state.split and name.startswith(f"{rank}/")
+            key = (OWN, name.removeprefix(f"{rank}/")) if is_own else (group, name)
+            self.inventory.add_tensor(*key, tensor, dtype=self._groups[group][name].dtype)
+        for slot, view in self._views.items():
+            self.inventory.names[f"{_VALUES} {slot}"] = [*view.extra, *view.wrappers]
+
+    def check_matches(
+        self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str, *, is_part: bool = False
+    ) -> None:
+        """Raise ``MismatchError`` with all mismatches, once the requests of all ranks are known.
+
+        ``requested`` are the stored tensors that any rank requests, ``known`` the other names that any rank knows. If
+        all ranks together request only a part (``is_part``), names that no rank knows are not unexpected.
+        """
+        for slot, view in self._views.items():
+            known_names = known.get(f"{_KNOWN} {slot}", set())
+            stored = self._groups.get(slot, {})
+            extra, known_extra = self._values.get(slot, {}), known.get(f"{_VALUES} {slot}", set())
+            unexpected = [name for name in stored if (slot, name) not in requested and name not in known_names]
+            unexpected += [name for name in extra if name not in known_extra]
+            for name in () if is_part else unexpected:
+                self.report.add_unexpected(_component_of(slot), name)
+            for name in (*view.extra, *view.wrappers):
+                if name not in extra:
+                    self.report.add_missing(slot, name)
+        for slot, optimizer_restore in () if is_part else self._optimizer_restores.items():
+            with self._note_mismatch():
+                for name in optimizer_restore.check_trained(known.get(f"{_TRAINED} {slot}", set())):
+                    self.report.add_unexpected(slot, f"{slot}/{name}")
+        targeted = {id(target.local) for target in self._iterate_targets()}
+        self.report.different += self._meta_models.find_uninitialized(targeted)
+        self._suggest_keys()
+        self.report.raise_if_any(self._policy, source)
+
+    @property
+    def user_content(self) -> Any:
+        """The content that the user saved for all ranks."""
+        return self._values.get("user_content")
+
+    @property
+    def per_rank_content(self) -> Any:
+        """The content that the user saved for this rank."""
+        return self._rank_state.content
+
+    def count_changes(self) -> None:
+        """Make torch count a change of each tensor that is filled: their bytes are not written through torch."""
+        increment_version([target.local for target in self.targets.values() if not target.local.is_inference()])
+
+    def explain_adapters(self, files: Mapping[str, bytes]) -> Iterator[str]:
+        """Yield how the model's PEFT adapters are configured in another way than in the checkpoint.
+
+        ``files`` are the small files of the stored adapters.
+        """
+        suffix = f"/{ADAPTER_CONFIG}"
+        configs = {name.removesuffix(suffix): data for name, data in files.items() if name.endswith(suffix)}
+        parts = models.model_components(self._training.model).get(MODEL, ())
+        yield from explain_config_differences(parts, configs) if configs else ()
+
+    def classify_components(self) -> tuple[list[str], list[str]]:
+        """Return the components that are restored exactly, and those that are reconstructed from what was saved.
+
+        Reconstructed components differ: they are cast, split for another number of ranks, or seeded.
+        """
+        state, report = self._rank_state, self.report
+        loaded = [
+            component
+            for component in self._training.component_names()
+            if component != LOADER and component not in report.incomplete
+        ]
+        exact = [component for component in loaded if component not in report.cast]
+        reconstructed = [component for component in loaded if component in report.cast]
+        if state.has_generators():
+            (reconstructed if state.seeds else exact).append(RNG)
+        if state.loader:
+            (reconstructed if state.split else exact).append(LOADER)
+        exact += ["user_content"] if "user_content" in self._values else []
+        exact += [PER_RANK_CONTENT] if state.content is not None else []
+        return exact, reconstructed
+
+    def _suggest_keys(self) -> None:
+        """Report which keys to pass if a checkpoint of another system has several models, not the one requested."""
+        for slot in self._views:
+            others = sorted(name for name in self._groups if name.startswith(f"{slot}/"))
+            if slot not in self._groups and others:
+                self.report.different.insert(0, _describe_alternatives(slot, others))
+
+    @contextmanager
+    def _note_mismatch(self) -> Iterator[None]:
+        """Report an optimizer's mismatch together with the model's mismatches, if there are any: they are its cause."""
+        try:
+            yield
+        except OptimizerMismatchError as error:
+            if not self._has_mismatches():
+                raise
+            self.report.different.append(str(error))
+
+    def _has_mismatches(self) -> bool:
+        report, policy = self.report, self._policy
+        return bool(report.different or report.refused_names(policy) or report.refused_components(policy))
+
+    def _match_model(self, slot: str, parts: Sequence[object]) -> None:
+        for part in parts:
+            if isinstance(part, nn.Module):
+                fsdp1.reshard(part)
+        check_unmerged(parts)
+        adapter_groups = [group for group in self._groups if is_adapter_group(group)]
+        if slot == MODEL and slot not in self._groups and adapter_groups:
+            self._match_adapters(slot, parts, adapter_groups)
+            return
+        names = self._groups.get(slot, {}).keys() | self._tied.get(slot, {}).keys()
+        self._match_view(slot, models.build_load_view(parts, names))
+
+    def _match_adapters(self, slot: str, parts: Sequence[object], groups: Sequence[str]) -> None:
+        """Match the PEFT adapters of a model with a checkpoint that contains only adapters."""
+        model_view = models.build_view(parts)
+        views = loadable_views(parts, model_view, groups)
+        # The optimizer needs the model's names of parameters, and the model its load hooks.
+        self._views[slot] = ModelView(refs=model_view.refs, loaders=model_view.loaders)
+        if not views:
+            self.report.different.append(
+                "the checkpoint has only PEFT adapters, and the model here has none: pass the model that "
+                "peft.get_peft_model() returns"
+            )
+        for group, view in views.items():
+            self._match_view(group, view)
+        for group in (group for group in groups if group not in views):
+            for name in self._groups[group]:
+                self.report.add_unexpected(slot, f"{group}/{name}")
+
+    def _match_view(self, slot: str, view: ModelView) -> None:
+        """Match the tensors of a model or an adapter with the group ``slot``."""
+        stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
+        self._views[slot] = view
+        aliases: dict[str, list[str]] = {}
+        loaded: set[str] = set()
+        for alias, name in view.tied.items():
+            aliases.setdefault(name, []).append(alias)
+        for name, tensor in [*view.tensors.items(), *view.duplicates]:
+            source: str | None = tied.get(name, name)
+            if source not in stored:
+                candidates = (tied.get(alias, alias) for alias in aliases.get(name, ()))
+                source = next((candidate for candidate in candidates if candidate in stored), None)
+            if source is None:
+                self.report.add_missing(_component_of(slot), name)
+                continue
+            target, info = tensor, stored[source]
+            if tensor.shape != info.shape:
+                target = self._resize_buffer(slot, name, tensor, info) or tensor
+            if self._check_tensor(slot, name, target, info):
+                self._add_target((slot, source), target)
+                self.filled.add((slot, name))
+                loaded.add(source)
+        self._check_wrappers(slot, view)
+        known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)}
+        not_loaded = sorted(known_names & (stored.keys() - loaded))
+        self._check_load_hooks(slot, view)
+        self.inventory.names[f"{_KNOWN} {slot}"] = not_loaded + sorted(self._joined_names.get(slot, ()))
+
+    def _check_wrappers(self, slot: str, view: ModelView) -> None:
+        """Report tensors that belong to another tensor subclass here than in the checkpoint, or to one on one side."""
+        saved, stored = self._values.get(slot, {}), self._groups.get(slot, {})
+        for name, here in view.wrappers.items():
+            if name in stored or saved.get(name, here) != here:
+                self.report.different.append(f"{name}: {explain_difference(saved.get(name), here)}")
+        for name in view.tensors:
+            if name not in stored and is_description(saved.get(name)):
+                self.report.different.append(f"{name}: {explain_difference(saved[name], None)}")
+
+    def _resize_buffer(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> TensorView | None:
+        """Return a new buffer of the checkpoint's shape, to be filled, if code of the module may resize the buffer.
+
+        The buffer has another shape.
+        """
+        view = self._views[slot]
+        is_plain = name in view.buffers and tensor.layout is None and not tensor.local.is_meta
+        if not is_plain or not any(loader.may_resize(name) for loader in view.loaders):
+            return None
+        buffer = self._resized_buffers.setdefault(slot, {})[name] = tensor.local.new_empty(info.shape)
+        return view_of(buffer, f"model tensor {name!r}")
+
+    def _check_load_hooks(self, slot: str, view: ModelView) -> None:
+        """Report load hooks that cannot run under FSDP1 as a difference or, if not strict, as missing."""
+        for loader in view.loaders:
+            problem = loader.explain_fsdp1_conflict() if fsdp1.uses_fsdp1(loader.module) else None
+            if problem is not None and self._policy.is_strict(_component_of(slot)):
+                self.report.different.append(problem)
+            elif problem is not None:
+                self.report.add_missing(slot, f"load hooks: {problem}")
+
+    def _add_target(self, source: tuple[str, str], tensor: TensorView) -> None:
+        """Add a target. One source has several targets if weights are tied in the checkpoint and separate here."""
+        if self.targets.setdefault(source, tensor) is not tensor:
+            self.aliased_targets.append((source, tensor))
+
+    def _check_tensor(self, slot: str, name: str, tensor: TensorView, info: TensorInfo) -> bool:
+        if tensor.shape != info.shape:
+            self.report.different.append(
+                f"{name}: shape {list(info.shape)} in the checkpoint, {list(tensor.shape)} here"
+            )
+        elif tensor.dtype != info.dtype and not (self._policy.cast_dtype and _may_cast(info.dtype, tensor.dtype)):
+            hint = "cast_dtype=True casts" if _may_cast(info.dtype, tensor.dtype) else "no cast keeps these values"
+            self.report.different.append(f"{name}: dtype {info.dtype} in the checkpoint, {tensor.dtype} here ({hint})")
+        elif not tensor.local.is_meta and shares_elements(tensor.local):
+            self.report.different.append(
+                f"{name}: an expanded view here, whose elements share memory and cannot be filled: replace it by its "
+                "clone()"
+            )
+        elif tensor.local.is_meta and not self._meta_models.can_materialize(_component_of(slot)):
+            self.report.different.append(
+                f"{name}: on the meta device here, without memory: load the model alone, before the optimizer is "
+                "created; a state dict, or a model under FSDP1, needs memory first"
+            )
+        else:
+            if tensor.dtype != info.dtype:
+                self.report.cast.add(_component_of(slot))
+            return True
+        return False
+
+    def _iterate_targets(self) -> Iterator[TensorView]:
+        yield from self.targets.values()
+        yield from (target for _, target in self.aliased_targets)
+
+    @traced("allocate", "apply")
+    def materialize_models(self) -> None:
+        """Give tensors on the meta device memory, and initialize those that nothing is loaded into."""
+        materialized = self._meta_models.materialize_models({id(target.local) for target in self._iterate_targets()})
+        if materialized:
+            self.targets = {key: _with_memory(target, materialized) for key, target in self.targets.items()}
+            self.aliased_targets = [(key, _with_memory(target, materialized)) for key, target in self.aliased_targets]
+
+    def _match_optimizer(self, slot: str, parts: Sequence[object]) -> None:
+        if slot not in self._values:
+            self.report.add_missing(slot, slot)
+            return
+        refs = optimizers.refs_for(slot, self._views or self._view_naming_models(slot))
+        groups = optimizers.view_groups(parts, refs)
+        self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
+        if self._values[slot].get(BY_NUMBER):
+            groups = match_by_number(groups, self._values[slot]["groups"])
+            check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
+            self.matched_by[slot] = "places"
+        elif self.matched_by[slot] == "places":
+            groups = match_by_position(groups, self._values[slot]["groups"])
+            check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
+        stored = {name for ref in split_refs(groups).values() for name in stored_names(ref)}
+        self.inventory.names[f"{_TRAINED} {slot}"] = sorted(stored.union(optimizers.parameter_names(groups)))
+        with self._note_mismatch():
+            infos = {} if self._has_mismatches() else self._groups.get(slot, {})
+            by_name = self.matched_by[slot] != "places"
+            tolerance = MatchTolerance(is_partial=by_name and self._policy.may_be_missing(slot), by_name=by_name)
+            optimizer_restore = self._optimizer_restores[slot] = OptimizerRestore(
+                groups, self._values[slot]["groups"], infos, tolerance
+            )
+            for name in optimizer_restore.missing:
+                self.report.add_missing(slot, f"{slot}/{name}")
+            for number in optimizer_restore.regrouped:
+                self.report.add_missing(slot, f"{slot}: settings of group {number}")
+            for name, tensor in optimizer_restore.targets.items():
+                self._add_target((slot, name), tensor)
+                self.filled.add((slot, name))
+
+    def _view_naming_models(self, slot: str) -> dict[str, ModelView]:
+        """Return views of the models that only provide parameter names, by slot."""
+        stored = {name for group in self._values[slot]["groups"] for name in group["params"]}
+        components = models.model_components(self._training.naming_model).items()
+        return {name: models.build_load_view(parts, stored) for name, parts in components}
+
+    @traced("apply", "apply")
+    def apply(self) -> None:
+        """Put the values in place, once all tensors are filled."""
+        for slot, view in self._views.items():
+            self._apply_model(slot, view)
+        optimizer_restores = self._optimizer_restores.values()
+        put_settings([pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()])
+        for optimizer_restore in optimizer_restores:
+            optimizer_restore.apply()
+        for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
+            if slot in self._values:
+                schedulers.load_scheduler(parts, self._values[slot])
+        for name, stateful_object in (self._training.stateful or {}).items():
+            if name in self._values.get("stateful", {}):
+                stateful_object.load_state_dict(self._values["stateful"][name])
+        self._rank_state.apply(self._training.dataloader)
+
+    def _apply_model(self, slot: str, view: ModelView) -> None:
+        """Give a model its values, then run its own load hooks."""
+        extra = {name: value for name, value in self._values.get(slot, {}).items() if name in view.extra}
+        for name, value in extra.items():
+            view.set_extra(name, value)
+        others = {name: value for name, value in extra.items() if not is_extra(name)}
+        for loader in view.loaders:
+            if not fsdp1.uses_fsdp1(loader.module):
+                loader.run_hooks(self._resized_buffers.get(slot, {}) | others)
+
+
+def _component_of(group: str) -> str:
+    """Return the component that a group of tensors belongs to: adapters belong to the model."""
+    return MODEL if is_adapter_group(group) else group
+
+
+def _may_cast(stored: str, here: str) -> bool:
+    """Return whether both dtypes are floating-point, so that a cast loses at most precision."""
+    return {stored, here} <= FLOATING
+
+
+def _with_memory(target: TensorView, materialized: Mapping[int, Tensor]) -> TensorView:
+    local = materialized.get(id(target.local))
+    return target if local is None else msgspec.structs.replace(target, local=local)
+
+
+def _describe_alternatives(slot: str, others: Sequence[str]) -> str:
+    key = others[0].partition("/")[2]
+    return f"no single {slot}, but {', '.join(others)}: pass keys={{{slot!r}: {key!r}}}, or a dict of {slot}s"

@@ -1,0 +1,103 @@
+"""Schedulers: their state is stored with their class, so that it is not loaded into another class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rankless.errors import InvalidArgumentError
+from rankless.state.components import name_components
+
+
+def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
+    """Return the schedulers passed, by slot. Each is a list of those that belong to the parts of one model."""
+    return name_components(
+        "scheduler", scheduler, lambda given: not given or not all(map(_is_scheduler, given.values()))
+    )
+
+
+def scheduler_values(parts: Sequence[Any]) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return the class's name and the ``state_dict``; a list of these if the parts differ.
+
+    Raises ``InvalidArgumentError`` if an object is not a scheduler.
+    """
+    entries = [_scheduler_entry(part) for part in parts]
+    return entries[0] if all(entry == entries[0] for entry in entries) else entries
+
+
+def _scheduler_entry(scheduler: Any) -> dict[str, Any]:
+    if isinstance(scheduler, dict):
+        return {"class": None, "state": scheduler}
+    if not _is_scheduler(scheduler):
+        raise InvalidArgumentError(
+            "a scheduler must have state_dict() and load_state_dict(), as torch's have; "
+            f"{type(scheduler).__qualname__} lacks them"
+        )
+    return {"class": type(scheduler).__qualname__, "state": scheduler.state_dict()}
+
+
+def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
+    """Yield a message for each scheduler that saved :func:`scheduler_values` cannot be loaded into.
+
+    The reason is another class, a chain of another length, or another number of parameter groups.
+    """
+    saved_entries = _entry_per_scheduler(saved, len(parts))
+    if len(saved_entries) != len(parts):
+        yield f"scheduler: {len(saved_entries)} of them in the checkpoint, {len(parts)} here"
+        return
+    for live, stored in zip(map(_scheduler_entry, parts), saved_entries, strict=True):
+        if None not in {live["class"], stored["class"]} and stored["class"] != live["class"]:
+            yield f"scheduler: the checkpoint holds the state of {stored['class']}, this one is {live['class']}"
+        elif (lengths := [_chain_length(entry["state"]) for entry in (stored, live)])[0] != lengths[1]:
+            yield f"scheduler: a chain of {lengths[0]} in the checkpoint, of {lengths[1]} here"
+        elif (
+            None not in (sizes := [_count_groups(entry["state"]) for entry in (stored, live)]) and sizes[0] != sizes[1]
+        ):
+            yield (
+                f"scheduler: of {sizes[0]} parameter groups in the checkpoint, of {sizes[1]} here, where its next step "
+                "would fail: leave it out, and make a new one"
+            )
+
+
+def load_scheduler(parts: Sequence[Any], saved: Any) -> None:
+    """Load saved :func:`scheduler_values` into schedulers."""
+    for scheduler, entry in zip(parts, _entry_per_scheduler(saved, len(parts)), strict=True):
+        if isinstance(scheduler, dict):
+            scheduler.clear()
+            scheduler.update(entry["state"])
+        else:
+            scheduler.load_state_dict(_restore_integer_keys(scheduler.state_dict(), entry["state"]))
+
+
+def _restore_integer_keys(live: Any, saved: Any) -> Any:
+    """Return a saved state with integer keys where the scheduler's own state has them. DCP stores all keys as text."""
+    if isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
+        return [_restore_integer_keys(live_item, saved_item) for live_item, saved_item in zip(live, saved, strict=True)]
+    if not isinstance(live, dict) or not isinstance(saved, dict):
+        return saved
+    numbered = bool(live) and all(type(key) is int for key in live)
+    if numbered and all(isinstance(key, str) and key.isdecimal() for key in saved):
+        return type(live)({int(key): value for key, value in saved.items()})
+    return type(saved)({key: _restore_integer_keys(live.get(key), value) for key, value in saved.items()})
+
+
+def _entry_per_scheduler(saved: Any, number: int) -> list[Any]:
+    """Return the entry of each scheduler. A single saved entry is for all of them."""
+    return saved if isinstance(saved, list) else [saved] * number
+
+
+def _chain_length(state: Any) -> int:
+    """Return the number of schedulers in a chained one, or 1 for any other scheduler."""
+    links = state.get("_schedulers", [state]) if isinstance(state, Mapping) else [state]
+    return len(links)
+
+
+def _count_groups(state: Any) -> int | None:
+    """Return the number of parameter groups of a scheduler, or of the first one of a chain; ``None`` if unknown."""
+    links = state.get("_schedulers", [state]) if isinstance(state, Mapping) else [state]
+    rates = links[0].get("base_lrs") if links and isinstance(links[0], Mapping) else None
+    return len(rates) if isinstance(rates, list) else None
+
+
+def _is_scheduler(candidate: Any) -> bool:
+    return hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")

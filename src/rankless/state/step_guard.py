@@ -1,0 +1,92 @@
+"""A guard that makes optimizer steps wait for background copies of tensors that a step modifies.
+
+If accelerators copy all of these, the step's kernels wait for that on the device, and the caller does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from rankless.observe.spans import span
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A copy in progress, until ``copied`` is set.
+
+    ``order_step`` lets what the calling thread enqueues next on accelerators follow it; ``None`` if the thread must
+    wait.
+    """
+
+    copied: Event
+    order_step: Callable[[], None] | None
+
+    def precede_step(self) -> None:
+        """Let the step that the calling thread begins follow the copy."""
+        if self.order_step is None:
+            self.copied.wait()
+        elif not self.copied.is_set():
+            self.order_step()
+
+
+class StepGuard:
+    """The copies in progress in this process. Steps of all its optimizers, and its loads, wait for them."""
+
+    def __init__(self) -> None:
+        self._copying: list[_Copy] = []
+        self._hook: RemovableHandle | None = None
+
+    def add_copy(self, copied: Event, order_step: Callable[[], None] | None = None) -> None:
+        """Make every step from now on follow a copy that is done when ``copied`` is set.
+
+        The thread that begins a step calls ``order_step``; if that is ``None``, it waits.
+        """
+        if copied.is_set():
+            return
+        self._copying.append(_Copy(copied, order_step))
+        if self._hook is None:
+            # For all optimizers: several may share parameters, and some contain other optimizers.
+            # torch.compile must not trace the hook. The compiler is imported only if a hook is needed.
+            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until no copy is in progress."""
+        copying = list(self._copying)
+        with span("wait for copies", "wait") if copying else nullcontext():
+            for copy in copying:
+                copy.copied.wait()
+                self._forget(copy)
+
+    def remove_idle_hook(self) -> None:
+        """Remove the hook if no copy is in progress.
+
+        Must not be called during a step, because torch iterates over its hooks then.
+        """
+        self._copying = [copy for copy in self._copying if not copy.copied.is_set()]
+        if self._hook is not None and not self._copying:
+            self._hook.remove()
+            self._hook = None
+
+    def forget_copies(self) -> None:
+        """Forget all copies. Called in a forked process, which does not have the threads that copy."""
+        self._copying = []
+
+    def _before_step(self, *_: Any) -> None:
+        copying = list(self._copying)
+        with span("wait for copies", "wait") if copying else nullcontext():
+            for copy in copying:
+                copy.precede_step()
+                if copy.copied.is_set():
+                    self._forget(copy)
+
+    def _forget(self, copy: _Copy) -> None:
+        if copy in self._copying:
+            self._copying.remove(copy)

@@ -1,0 +1,46 @@
+"""Tensors that only ``optimizer.step()`` modifies: parameters and optimizer states.
+
+A save can copy them in the background until the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rankless.state.capture import Capture
+from rankless.state.optimizer import adapters
+from rankless.state.tensor_subclasses import is_wrapper, iter_inner
+from rankless.state.tensors import local_tensor
+
+
+def step_only_tensors(captured: Capture, optimizer: object) -> frozenset[tuple[str, str]]:
+    """Return the keys of captured tensors that share memory with parameters and states of the ``optimizer``.
+
+    Buffers and tensors of state dicts are not included: it is unknown when they change.
+    """
+    addresses = {_storage_address(plain) for tensor in _iterate_tensors(optimizer) for plain in _plain_tensors(tensor)}
+    addresses.discard(0)
+    buffers = {(tensor.group, tensor.name) for tensor in captured.inventory.build_spec().tensors if not tensor.shared}
+    return frozenset(
+        key for key, shard in captured.tensors.items() if shard.storage_address in addresses and key not in buffers
+    )
+
+
+def _iterate_tensors(optimizer: object) -> Iterator[torch.Tensor]:
+    adapted = (
+        adapters.adapt_optimizer(part) for parts in adapters.optimizer_components(optimizer).values() for part in parts
+    )
+    for live in (adapter.optimizer for adapter in adapted if isinstance(adapter, adapters.TorchOptimizer)):
+        for parameter in (parameter for group in live.param_groups for parameter in group["params"]):
+            yield parameter
+            yield from (state for state in live.state.get(parameter, {}).values() if isinstance(state, torch.Tensor))
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [inner for _, inner in iter_inner(local_tensor(tensor))] if is_wrapper(tensor) else [tensor]
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).untyped_storage().data_ptr()

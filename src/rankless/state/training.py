@@ -1,0 +1,54 @@
+"""The objects of a training run, as the user passes them to a save or a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankless.ondisk.files import ADAPTER
+from rankless.state import scheduler as schedulers
+from rankless.state.model import traversal as models
+from rankless.state.optimizer import adapters
+
+#: How a save treats the PEFT adapters of a model: it stores the model, also its adapters, or only its adapters.
+NO_ADAPTERS, WITH_ADAPTERS, ONLY_ADAPTERS = "model", "model and adapters", "adapters"
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The objects of a training run, as the user passed them. Objects that are ``None`` are not saved.
+
+    ``naming_model`` is a model that is not saved or loaded: it only provides the names of the optimizer's parameters.
+    Without ``state_dict_hooks`` a model's tensors are saved under the names that its modules have, whatever its hooks
+    do. ``adapters`` is :data:`NO_ADAPTERS`, :data:`WITH_ADAPTERS` or :data:`ONLY_ADAPTERS`. ``frozen_apart``:
+    parameters without gradients share no file with other tensors. ``files`` are stored as they are, from rank 0.
+    """
+
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    user_content: Any = None
+    per_rank_content: Any = None
+    stateful: Any = None
+    dataloader: Any = None
+    rng: bool = True
+    naming_model: Any = None
+    state_dict_hooks: bool = True
+    frozen_apart: bool = False
+    adapters: str = NO_ADAPTERS
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def stateful_names(self) -> list[str]:
+        """Return the slots of the objects that were passed as ``stateful``."""
+        return [f"stateful/{name}" for name in self.stateful] if isinstance(self.stateful, Mapping) else []
+
+    def component_names(self) -> list[str]:
+        """Return the slots of the objects that were passed, without those that only one rank needs to pass."""
+        model_names = models.model_components(self.model)
+        return [
+            *([ADAPTER] if model_names and self.adapters == ONLY_ADAPTERS else model_names),
+            *adapters.optimizer_components(self.optimizer),
+            *schedulers.scheduler_components(self.scheduler),
+            *(name for name in ("stateful", "dataloader") if getattr(self, name) is not None),
+        ]

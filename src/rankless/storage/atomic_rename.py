@@ -1,0 +1,181 @@
+"""Atomic renames of files and directories, and exchanges of two directories. The new names are durable."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
+from rankless.storage.posix import fsync_directory, remove_file, wrap_os_errors, write_small
+
+_NOREPLACE, _EXCHANGE = 1, 2
+_AT_FDCWD = -100
+
+#: The errors of a rename to a name that is taken.
+_NAME_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
+
+#: The errors of a hard link on a file system without them.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+#: The errors of ``renameat2`` on a file system that does not support its flags.
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+def rename_noreplace(staging: Path, final: Path) -> None:
+    """Rename a finished directory to its final name in one atomic step, and make the new name durable.
+
+    Raises ``TagExistsError`` if the name is taken.
+    """
+    with wrap_os_errors("rename to its final name", staging), _raising_tag_exists(final):
+        if not _renameat2(staging, final, _NOREPLACE):
+            _rename_new(staging, final)
+    fsync_directory(final.parent)
+
+
+@contextmanager
+def _raising_tag_exists(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NAME_TAKEN:
+            raise
+        raise TagExistsError(f"{final} appeared while this checkpoint was being saved; it was left as it is") from None
+
+
+def exchange_directories(staging: Path, final: Path, displaced: Path) -> None:
+    """Replace the directory ``final`` by a finished one, and rename the old one to ``displaced``. Make both durable.
+
+    This is one atomic step if the file system can exchange names. Else it takes two renames: between them no directory
+    has the final name, and ``displaced`` says which one had it. If the second rename fails, the first is undone. Raises
+    ``TagExistsError`` if another directory gets the name between the two; then the old one stays ``displaced``.
+    """
+    with wrap_os_errors("rename to its final name", staging), _raising_tag_exists(final):
+        if _renameat2(staging, final, _EXCHANGE):
+            with suppress(OSError):  # the exchange is done; the old directory is removed, whatever its name
+                _rename(staging, displaced)
+        else:
+            fsync_directory(final.parent)  # a reader of the displaced one expects that the staging directory exists
+            _rename(final, displaced)
+            try:
+                fsync_directory(final.parent)
+                _rename(staging, final)
+            except BaseException:
+                with suppress(OSError):  # if the name is taken, or that is unknown, the old one stays displaced
+                    _rename_new(displaced, final)
+                raise
+    fsync_directory(final.parent)
+
+
+def replace_file(staging: Path, final: Path) -> None:
+    """Rename a finished file to its final name in one atomic step, replacing any file there. Make it durable."""
+    with wrap_os_errors("rename to its final name", staging):
+        _rename(staging, final)
+    fsync_directory(final.parent)
+
+
+def replace_small(path: Path, data: bytes) -> None:
+    """Write a small file in one atomic step, in place of the one that is there, if any. Make it durable."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        write_small(draft, data)
+        replace_file(draft, path)
+    except StorageError:
+        with suppress(StorageError):
+            remove_file(draft)
+        raise
+
+
+def replace_output(path: Path, data: bytes) -> None:
+    """Write a file that a user has named, in place of the regular file that is there, if any. Links are followed.
+
+    Raises ``InvalidArgumentError`` if something else is there: a rename would remove a device such as ``/dev/null``.
+    """
+    with wrap_os_errors("write", path):
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            raise InvalidArgumentError(f"{path} is not a regular file, and cannot be replaced: pass another name")
+    replace_small(target, data)
+
+
+def create_small(path: Path, data: bytes) -> bool:
+    """Write a small file in one step, unless it exists. Return whether this call has created it. Make it durable.
+
+    Of several processes that call it at a time, also on several hosts, one creates the file.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    write_small(draft, data)
+    try:
+        with wrap_os_errors("create", path):
+            try:
+                os.link(draft, path)  # servers of network file systems make links in one step, too
+            except FileExistsError:
+                return draft.samefile(path)  # the reply to the first attempt of a client was lost
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return _rename_if_new(draft, path)
+        fsync_directory(path.parent)
+        return True
+    finally:
+        with suppress(StorageError):
+            remove_file(draft)
+
+
+def _rename_if_new(draft: Path, path: Path) -> bool:
+    try:
+        rename_noreplace(draft, path)
+    except TagExistsError:
+        return False
+    return True
+
+
+def rename_path(source: Path, target: Path) -> None:
+    """Rename a file or directory, and make the new name durable."""
+    with wrap_os_errors("rename", source):
+        _rename(source, target)
+    fsync_directory(target.parent)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Call ``renameat2``. Return whether it was done; ``False`` if the file system does not support ``flags``."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(target))
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    # rename() refuses to replace a directory that is not empty, so an existing checkpoint is safe here too.
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    _rename(source, target)
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Rename a path.
+
+    After a restart of a file server its client sends a rename again whose reply was lost. The server reports that the
+    source is missing then, although the rename is done.
+    """
+    identity = _identify(source)
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not os.path.lexists(target) or _identify(target) != identity:
+            raise
+
+
+def _identify(path: Path) -> tuple[int, int, int]:
+    """Return values that a rename keeps. The number of a removed inode may be used again, its time will not."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns

@@ -1,0 +1,226 @@
+"""Requests for objects, and the reads of :class:`~rankless.storage.store.Store`, which are alike in all stores."""
+
+from __future__ import annotations
+
+import errno
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import ClassVar
+
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
+from rankless.storage.http.client import (
+    ObjectClient,
+    ObjectRequest,
+    ObjectResponse,
+    RefusedRequestError,
+    unexpected_answer_error,
+)
+from rankless.storage.http.connection import MAX_BODY
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.object_reader import ObjectReader
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """The names of the permissions that requests need, for errors."""
+
+    read: str
+    inspect: str
+    list: str
+    write: str
+    upload: str
+    delete: str
+    abort: str
+    list_uploads: str
+
+
+class ObjectReads(ABC):
+    """Requests for objects, and the reads that are made of ``GET`` and ``HEAD``, with ``Range`` and ``If-Match``."""
+
+    permissions: ClassVar[Permissions]
+
+    #: The headers that describe any object.
+    headers_of_objects: ClassVar[tuple[str, ...]] = ("content-length", "etag")
+
+    @abstractmethod
+    def _client(self) -> ObjectClient:
+        """Return the client that all equal stores of this process share."""
+
+    def _headers_of_all(self) -> tuple[tuple[str, str], ...]:
+        """Return the caller's headers that belong to all requests."""
+        return ()
+
+    def _send(  # noqa: PLR0917 - what a request consists of
+        self,
+        method: str,
+        path: ObjectPath,
+        action: str,
+        permission: str,
+        query: Mapping[str, str] | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+        *,
+        body: Sequence[memoryview] = (),
+        into: memoryview | None = None,
+        root: str = "",
+        limit: int = MAX_BODY,
+        needs: tuple[str, ...] = (),
+    ) -> ObjectResponse:
+        """Send a request: see :class:`~rankless.storage.http.client.ObjectRequest`."""
+        parameters, headers = tuple((query or {}).items()), (*headers, *self._headers_of_all())
+        return self._client().send(
+            ObjectRequest(method, path, action, permission, parameters, headers, body, into, root, limit, needs)
+        )
+
+    def _get(
+        self,
+        path: ObjectPath,
+        headers: Sequence[tuple[str, str]],
+        into: memoryview | None = None,
+        limit: int = MAX_BODY,
+    ) -> ObjectResponse:
+        """Request an object, or a range of it."""
+        return self._send("GET", path, "read", self.permissions.read, {}, headers, into=into, limit=limit)
+
+    def _head(self, path: ObjectPath) -> ObjectResponse | None:
+        """Return the headers of an object; ``None`` if there is none."""
+        try:
+            return self._send("HEAD", path, "inspect", self.permissions.inspect, needs=self.headers_of_objects)
+        except RefusedRequestError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+
+    def find_version(self, path: ObjectPath) -> str | None:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+        found = self._head(path)
+        if found is not None and "etag" not in found.headers:
+            raise StorageError(errno.EIO, f"the server sent no ETag of {path}: it cannot be replaced safely")
+        return None if found is None else found.headers["etag"]
+
+    def _find_if(self, path: ObjectPath, etag: str) -> ObjectResponse | None:
+        """Return the headers of an object if it has an ETag. Lists and headers may quote it differently."""
+        found = self._head(path)
+        return found if found is not None and found.headers.get("etag", "").strip('"') == etag.strip('"') else None
+
+    @abstractmethod
+    def _list_entries(self, folder: ObjectPath) -> Iterator[str]:
+        """Yield the keys of the objects in a folder, and the common prefixes of those below, which end with a slash."""
+
+    def _list_inside(self, folder: Path) -> Iterator[str]:
+        """Yield the entries without an empty object that some programs create for the folder itself."""
+        own = f"{as_object(folder).key}/"
+        return (key for key in self._list_entries(as_object(folder)) if key != own)
+
+    def list_names(self, folder: Path) -> set[str]:
+        """See :class:`~rankless.storage.store.Store`."""
+        return {_last_name(key) for key in self._list_inside(folder)} - {""}
+
+    def list_files(self, folder: Path) -> list[Path]:
+        """See :class:`~rankless.storage.store.Store`."""
+        keys = (key for key in self._list_inside(folder) if not key.endswith("/"))
+        return sorted(folder / _last_name(key) for key in keys)
+
+    def list_subdirectories(self, folder: Path) -> list[Path]:
+        """See :class:`~rankless.storage.store.Store`."""
+        names = {_last_name(key) for key in self._list_inside(folder) if key.endswith("/")}
+        return sorted(folder / name for name in names if name and not name.startswith("."))
+
+    @abstractmethod
+    def is_directory(self, path: Path) -> bool:
+        """See :class:`~rankless.storage.store.Store`."""
+
+    def is_file(self, path: Path) -> bool:
+        """See :class:`~rankless.storage.store.Store`."""
+        return bool(as_object(path).key) and self._head(as_object(path)) is not None
+
+    def file_exists(self, path: Path) -> bool:
+        """See :class:`~rankless.storage.store.Store`."""
+        return self.is_file(path)
+
+    def path_exists(self, path: Path) -> bool:
+        """See :class:`~rankless.storage.store.Store`."""
+        return self.is_file(path) or self.is_directory(path)
+
+    def file_size(self, path: Path) -> int:
+        """See :class:`~rankless.storage.store.Store`."""
+        response = self._head(as_object(path))
+        if response is None:
+            raise StorageError(errno.ENOENT, f"could not read {path}: there is no such object")
+        return int(response.headers["content-length"])
+
+    def read_small(self, path: Path, limit: int = 2**30) -> bytes:
+        """See :class:`~rankless.storage.store.Store`."""
+        data, size, _ = self.get_start(as_object(path), limit)
+        if size > limit:
+            raise StorageError(errno.EFBIG, f"could not read {path}: it has more than {limit} bytes")
+        return data
+
+    def check_regular(self, path: Path, *, within: tuple[Path, ...]) -> None:
+        """See :class:`~rankless.storage.store.Store`. Objects are no links; a missing one is found by the read."""
+        if ".." in path.parts or not any(path.is_relative_to(folder) for folder in within):
+            raise UnsafeNameError(f"{path} is outside of the checkpoint: refused")
+
+    def open_reader(self, path: Path) -> ObjectReader:
+        """See :class:`~rankless.storage.store.Store`."""
+        return ObjectReader(self, as_object(path))
+
+    def get_range(self, path: ObjectPath, offset: int, into: memoryview, version: str | None) -> str:
+        """See :class:`~rankless.storage.object_reader.RangeSource`. The version is the ETag."""
+        headers = [("range", f"bytes={offset}-{offset + len(into) - 1}")]
+        headers += [("if-match", version)] if version else []
+        try:
+            response = self._get(path, headers, into)
+        except RefusedRequestError as error:
+            if error.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise CorruptCheckpointError(f"{path} ends before byte {offset}: it is truncated") from error
+            if error.status == HTTPStatus.PRECONDITION_FAILED:
+                raise CheckpointReplacedError(f"{path} was replaced while it was being read; try again") from error
+            raise
+        start, _ = _find_range(response, path)
+        if start != offset:
+            raise unexpected_answer_error("read", path)
+        if not response.is_filled:  # it has another number of bytes
+            raise CorruptCheckpointError(
+                f"{path} ends inside of bytes {offset} to {offset + len(into)}: it is truncated"
+            )
+        return response.headers.get("etag", "")
+
+    def get_start(self, path: ObjectPath, limit: int) -> tuple[bytes, int, str]:
+        """See :class:`~rankless.storage.object_reader.RangeSource`."""
+        try:
+            response = self._get(path, [("range", f"bytes=0-{limit - 1}")], limit=limit)
+        except RefusedRequestError as error:
+            if error.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:  # it is empty
+                return b"", 0, ""
+            raise
+        start, size = _find_range(response, path)
+        if start or len(response.body) != min(size, limit):
+            raise unexpected_answer_error("read", path)
+        return response.body, size, response.headers.get("etag", "")
+
+
+def _find_range(response: ObjectResponse, path: ObjectPath) -> tuple[int, int]:
+    """Return the first byte of an answer, and the size of the object."""
+    if response.status == HTTPStatus.OK:  # the whole object
+        return 0, int(response.headers.get("content-length") or len(response.body))
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    if response.status != HTTPStatus.PARTIAL_CONTENT or match is None:
+        raise unexpected_answer_error("read", path)
+    return int(match[1]), int(match[2])
+
+
+def _last_name(key: str) -> str:
+    return key.rstrip("/").rpartition("/")[2]
+
+
+def as_object(path: Path) -> ObjectPath:
+    """Return the path, which is in an object store. Raises ``TypeError`` if it is not."""
+    if not isinstance(path, ObjectPath):
+        raise TypeError(f"{path} is not in an object store")
+    return path

@@ -1,0 +1,62 @@
+"""Repetitions of requests that failed: after a random time, which doubles, until the time of the request is over."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from rankless.errors import StorageError
+
+#: Seconds before the first repetition of a request, and the most before a later one. The true wait is random.
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 20.0
+
+#: The most times that one request is changed, for another region for example, and sent again at once.
+_MAX_ADAPTATIONS = 3
+
+
+class Throttle:
+    """Makes all threads of a client wait after its server has said that it is busy."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def slow_down(self, seconds: float) -> None:
+        """Let no request begin for some seconds."""
+        self._until = max(self._until, time.monotonic() + seconds)
+
+    def wait(self) -> None:
+        """Wait until requests may begin. The threads do not all continue at the same time."""
+        if (seconds := self._until - time.monotonic()) > 0:
+            time.sleep(random.uniform(0.5, 1.0) * seconds)  # noqa: S311 - no secret
+
+
+class Attempts:
+    """The attempts of one request, which may go on for some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline, self._count = time.monotonic() + seconds, 0
+        self._adaptations = 0
+
+    @property
+    def may_have_had_effect(self) -> bool:
+        """True if an earlier attempt failed in a way that says nothing about its effect."""
+        return self._count > 0
+
+    @property
+    def next_wait(self) -> float:
+        """The longest time until the next attempt, in seconds."""
+        doublings = min(self._count, 10)  # after that, the longest wait holds anyway
+        return min(_LONGEST_WAIT, _FIRST_WAIT * 2.0**doublings)
+
+    def may_adapt(self) -> bool:
+        """Return whether the request may be changed and sent again at once; a few times at most."""
+        self._adaptations += 1
+        return self._adaptations <= _MAX_ADAPTATIONS
+
+    def wait_or_raise(self, error: StorageError) -> None:
+        """Wait before the next attempt. Raise the error if there is no time for one."""
+        seconds = random.uniform(0, self.next_wait)  # noqa: S311 - no secret
+        if time.monotonic() + seconds > self._deadline:
+            raise error
+        self._count += 1
+        time.sleep(seconds)

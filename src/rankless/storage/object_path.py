@@ -1,0 +1,141 @@
+"""Paths in object stores, such as ``s3://bucket/run``.
+
+An :class:`ObjectPath` is a :class:`pathlib.Path` in all that concerns names: it has a name, a parent and children, and
+it is a key of dictionaries. So a run in a bucket is described by the same classes as one in a directory. It is no path
+of the operating system: whatever would open it as one raises ``InvalidArgumentError``. Functions that read or write go
+through the store that a path belongs to: see :mod:`rankless.storage.store`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from os import PathLike
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from rankless.errors import InvalidArgumentError
+from rankless.storage.posix import local_path
+
+if TYPE_CHECKING:
+    from rankless.storage.store import ObjectStore
+
+
+#: The first parts of paths that were made from URLs.
+_URL_PARTS = frozenset({"s3:", "gs:", "az:"})
+
+
+#: The starts of URLs.
+_SCHEMES = ("s3://", "gs://", "az://")
+
+#: The start of the URLs of checkpoints that Lightning's callbacks give. They mean the same without it.
+RUN_PREFIX = "rankless+"
+
+
+class ObjectPath(PosixPath):
+    """The path of an object, or of a common prefix of keys, in a bucket: ``/bucket/key``.
+
+    Each store has a subclass of its own. So what pathlib derives from a path belongs to the same store.
+    """
+
+    store: ClassVar[ObjectStore]
+
+    @property
+    def bucket(self) -> str:
+        """The name of the bucket."""
+        return self.parts[1]
+
+    @property
+    def key(self) -> str:
+        """The key of the object in its bucket."""
+        return "/".join(self.parts[2:])
+
+    def __str__(self) -> str:
+        if not self.is_absolute():  # relative to another one
+            return "/".join(self.parts)
+        return f"{self.store.scheme}:/{'/'.join(('', *self.parts[1:]))}"
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({str(self)!r})"
+
+    def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002 - as in pathlib
+        """Return the path itself: there are no links."""
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return (make_object_path, (self.store, str(self))) if self.is_absolute() else super().__reduce__()
+
+    def __fspath__(self) -> str:
+        raise InvalidArgumentError(f"{self} is in an object store, which this call does not support: use a folder")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.parts))
+
+
+@cache
+def path_class(store: ObjectStore) -> type[ObjectPath]:
+    """Return the class of the paths in a store."""
+    return type("ObjectPath", (ObjectPath,), {"store": store})
+
+
+def is_bucket(path: Path) -> bool:
+    """Return whether a path is the root of a bucket. No object can have it: a write would create the bucket."""
+    return isinstance(path, ObjectPath) and not path.key
+
+
+def is_canonical(key: str) -> bool:
+    """Return whether a path stands for exactly this key. Others have empty names, such as those of folder markers."""
+    return not {"", ".", ".."} & {*key.split("/")}
+
+
+def make_object_path(store: ObjectStore, location: str) -> ObjectPath:
+    """Return the path of ``bucket/key``, with or without the scheme. Raises ``InvalidArgumentError``."""
+    scheme, separator, rest = location.rpartition("://")
+    if separator and scheme != store.scheme:
+        raise InvalidArgumentError(f"{location} is not in a store of {store.scheme}://")
+    parts = rest.rstrip("/").split("/")
+    if not all(parts) or any(part in {".", ".."} for part in parts):
+        raise InvalidArgumentError(
+            f"{location} must be {store.scheme}://bucket/name, without empty names, '.' and '..'"
+        )
+    return path_class(store)("/" + "/".join(parts))
+
+
+def is_supported(path: str | PathLike[str]) -> bool:
+    """Return whether a path is one of a file system, or of an object store that is supported."""
+    return "://" not in str(path) or str(path).startswith(_SCHEMES)
+
+
+def parse_location(path: str | PathLike[str]) -> Path:
+    """Return the absolute path of a directory or file, or the path in an object store that a URL names.
+
+    The store of an ``s3://`` URL is :meth:`S3.from_environment <rankless.storage.s3.store.S3.from_environment>`, that
+    of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.store.GCS.from_environment>`, and
+    of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.store.Azure.from_environment>`.
+    Raises ``InvalidArgumentError`` for an empty path and for the URL of a store that is not supported.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    if isinstance(path, str):
+        path = path.removeprefix(RUN_PREFIX)
+    if not isinstance(path, str) and PosixPath(path).parts[:1] and PosixPath(path).parts[0] in _URL_PARTS:
+        raise InvalidArgumentError(f"{path} was a URL before it became a {type(path).__name__}: pass it as a text")
+    if isinstance(path, str) and path.partition("/")[0] in _URL_PARTS and not path.startswith(_SCHEMES):
+        raise InvalidArgumentError(f"{path} is no URL: write {path.replace(':/', '://', 1)}")
+    if isinstance(path, str) and "://" in path and not path.startswith(_SCHEMES):
+        raise InvalidArgumentError(f"{path} is in no store that rankless knows: use s3://, gs:// or az://, or a folder")
+    if isinstance(path, str) and path.startswith("s3://"):
+        from rankless.storage.s3.store import S3  # noqa: PLC0415 - few jobs use one
+
+        return make_object_path(S3.from_environment(), path)
+    if isinstance(path, str) and path.startswith("gs://"):
+        from rankless.storage.gcs.store import GCS  # noqa: PLC0415
+
+        return make_object_path(GCS.from_environment(), path)
+    if isinstance(path, str) and path.startswith("az://"):
+        from rankless.storage.azure.store import Azure  # noqa: PLC0415 - few jobs use one
+
+        return make_object_path(Azure.from_environment(), path)
+    return local_path(path)

@@ -1,0 +1,64 @@
+"""A pool of readers of many files, which are open_reader at their first read and closed together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+
+from rankless.storage.closing import ClosingMixin
+from rankless.storage.direct_io import BufferedReader
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import RangeReader
+
+#: The most files that are kept open, with one or two descriptors each; further ones are opened for each read. The
+#: usual limit of a process is 1024 descriptors.
+_MAX_OPEN = 192
+
+
+#: Makes a pool of readers, given what opens one file of a file system.
+MakeReaders = Callable[[Callable[[Path], BufferedReader]], "ReaderPool"]
+
+
+class ReaderPool(ClosingMixin):
+    """A reader of byte ranges of any number of files, safe to use from several threads.
+
+    :meth:`close`, the end of a ``with`` block or the garbage collector closes the files.
+    """
+
+    def __init__(self, open_reader: Callable[[Path], BufferedReader] = BufferedReader) -> None:
+        """Create an empty pool. ``open_reader`` opens one file of a file system."""
+        self._open_reader = open_reader
+        self._readers: dict[Path, RangeReader] = {}
+        self._stack, self._lock = ExitStack(), threading.Lock()
+        weakref.finalize(self, self._stack.close)
+
+    def read(self, path: Path, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before."""
+        with self._lend_reader(path) as reader:
+            reader.read(offset, into)
+
+    def read_in_chunks(self, path: Path, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """Fill ``into`` as :meth:`read` does, and yield each chunk of it, in order, right after it was filled."""
+        with self._lend_reader(path) as reader:
+            yield from reader.read_in_chunks(offset, into)
+
+    def _lend_reader(self, path: Path) -> AbstractContextManager[RangeReader]:
+        pooled = self._readers.get(path) or self._add_reader(path)
+        return self._open(path) if pooled is None else nullcontext(pooled)
+
+    def _open(self, path: Path) -> RangeReader:
+        return path.store.open_reader(path) if isinstance(path, ObjectPath) else self._open_reader(path)
+
+    def _add_reader(self, path: Path) -> RangeReader | None:
+        with self._lock:
+            if path not in self._readers and len(self._readers) < _MAX_OPEN:
+                self._readers[path] = self._stack.enter_context(self._open(path))
+            return self._readers.get(path)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._readers = {}
+        self._stack.close()

@@ -1,0 +1,215 @@
+"""The interfaces of stores: what reads need of any store, and what saves need of an object store.
+
+``Store`` is narrow, so that a checkpoint can be read from wherever its bytes are. A file system is one store, each
+endpoint of an object store is another. ``tests/unit/storage/test_store_conformance.py`` runs one suite against all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from rankless.process.worker_threads import run_in_threads
+from rankless.storage import posix
+from rankless.storage.atomic_rename import replace_small
+from rankless.storage.body import Body
+from rankless.storage.direct_io import BufferedReader
+from rankless.storage.object_path import ObjectPath
+
+
+class RangeReader(Protocol):
+    """A file or an object that is open for reading. Several threads may call it."""
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before."""
+
+    def read_in_chunks(self, offset: int, into: memoryview) -> Iterator[memoryview]:
+        """Fill ``into`` as :meth:`read` does, and yield each chunk of it, in order, right after it was filled."""
+
+    def close(self) -> None:
+        """Close it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class Store(Protocol):
+    """A store that checkpoints are read from. All methods raise ``StorageError`` if the store fails."""
+
+    def list_names(self, folder: Path) -> set[str]:
+        """List the names in a directory; none if it is missing."""
+
+    def list_files(self, folder: Path) -> list[Path]:
+        """List what is no directory in a directory, by name; nothing if it is missing."""
+
+    def list_subdirectories(self, folder: Path) -> list[Path]:
+        """List the directories in a directory that are not hidden, by name; none if it is missing."""
+
+    def is_file(self, path: Path) -> bool:
+        """Return whether the path is a regular file, or an object."""
+
+    def is_directory(self, path: Path) -> bool:
+        """Return whether the path is a directory, or the prefix of the keys of objects."""
+
+    def path_exists(self, path: Path) -> bool:
+        """Return whether the path is a file or a directory."""
+
+    def file_exists(self, path: Path) -> bool:
+        """Return whether the path exists and is not a directory."""
+
+    def file_size(self, path: Path) -> int:
+        """Return a file's size in bytes."""
+
+    def read_small(self, path: Path, limit: int = 2**30) -> bytes:
+        """Return all bytes of a small file. Raises ``StorageError`` if it has more than ``limit``."""
+
+    def check_regular(self, path: Path, *, within: tuple[Path, ...]) -> None:
+        """Raise ``UnsafeNameError`` unless the path is a regular file that is really inside one of the directories."""
+
+    def open_reader(self, path: Path) -> RangeReader:
+        """Open a file for reading of byte ranges."""
+
+    def replace_small(self, path: Path, data: bytes) -> None:
+        """Write a small file in one step, in place of the one that is there, if any."""
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object in a list: its path, its size in bytes, its version, and when it was changed, in seconds since 1970."""
+
+    path: ObjectPath
+    size: int
+    etag: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload in progress. Any process may send parts of it."""
+
+    path: ObjectPath
+    id: str
+
+
+class ObjectStore(Store, Protocol):
+    """A store of objects, which appear in one step, and are never changed in place.
+
+    An implementation is hashable: two stores with the same settings are equal.
+    """
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of its URLs, such as ``s3``."""
+
+    def put_object(self, path: ObjectPath, body: Body) -> str:
+        """Write an object in one step, and return its ETag.
+
+        Raises ``StorageError`` if the store has received other bytes.
+        """
+
+    def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
+        """List all objects whose keys begin with ``prefix/``, in the order of their keys."""
+
+    def create_object(self, path: ObjectPath, data: bytes) -> bool:
+        """Write a small object in one step unless it exists. Return whether this call has created it.
+
+        Of several processes that call it at a time, one creates the object.
+        """
+
+    def find_version(self, path: ObjectPath) -> str | None:
+        """Return the ETag of an object; ``None`` if there is none."""
+
+    def replace_version(self, path: ObjectPath, etag: str, data: bytes) -> bool:
+        """Write a small object in one step if the one that is there has this ETag. Return whether this call did.
+
+        ``data`` must differ from what other processes write. A store that knows no such condition looks at the ETag
+        before the write.
+        """
+
+    def remove_version(self, path: ObjectPath, etag: str) -> None:
+        """Remove an object if its ETag is still this one. Another or a missing one is no error."""
+
+    def create_upload(self, path: ObjectPath, notes: Mapping[str, str]) -> Upload:
+        """Begin a multipart upload. ``notes`` are stored with the object."""
+
+    def put_part(self, upload: Upload, number: int, body: Body) -> str:
+        """Send part ``number``, from 1 on, and return a receipt.
+
+        The receipt is what :meth:`complete_upload` needs to know of the part. Any process may pass it on as a text.
+        Raises ``StorageError`` if the upload was aborted, unless the store notices that only at its end.
+        """
+
+    def complete_upload(self, upload: Upload, receipts: Sequence[str], size: int, crc64nvme: int) -> str:
+        """Make the object of all parts, in order, and return its ETag.
+
+        Raises ``StorageError`` if the upload was aborted, or the size of the object or its CRC is not as expected.
+        """
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Delete the parts of an upload; a missing one is no error."""
+
+    def list_uploads(self, prefix: ObjectPath) -> list[tuple[Upload, float]]:
+        """List uploads in progress whose keys begin with ``prefix/``, and when they began, in seconds since 1970."""
+
+
+class PosixStore:
+    """The file systems of this host, as a :class:`Store`."""
+
+    list_names = staticmethod(posix.list_names)
+    list_files = staticmethod(posix.list_files)
+    list_subdirectories = staticmethod(posix.list_subdirectories)
+    is_file = staticmethod(posix.is_file)
+    is_directory = staticmethod(posix.is_directory)
+    path_exists = staticmethod(posix.path_exists)
+    file_size = staticmethod(posix.file_size)
+    read_small = staticmethod(posix.read_small)
+    file_exists = staticmethod(posix.file_exists)
+    check_regular = staticmethod(posix.check_regular)
+    replace_small = staticmethod(replace_small)
+    remove_file = staticmethod(posix.remove_file)
+
+    def open_reader(self, path: Path) -> BufferedReader:
+        """See :class:`Store`."""
+        return BufferedReader(path)
+
+
+_POSIX = PosixStore()
+
+#: How many small objects are requested at a time.
+_REQUESTS = 16
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+def count_stored_bytes(path: Path) -> int:
+    """Return the size in bytes of a file, or of all files in a directory and below it."""
+    if not isinstance(path, ObjectPath):
+        return sum(map(posix.file_size, posix.walk_files(path)))
+    infos = path.store.list_objects(path)
+    return sum(info.size for info in infos) if infos else path.store.file_size(path)
+
+
+def store_of(path: Path) -> Store:
+    """Return the store that a path belongs to."""
+    return path.store if isinstance(path, ObjectPath) else _POSIX
+
+
+def map_requests(request: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+    """Return the results of a function that sends a request for each item; several at a time."""
+    return run_in_threads(request, items, _REQUESTS)

@@ -1,0 +1,343 @@
+"""The folder of the local tier on one host: a run's generations in memory or on a local disk.
+
+The folder belongs to one user and one run directory. It has, by their suffix:
+
+- ``.data``: the bytes of a part, in a *slot* that its process maps and uses again (:mod:`rankless.tier.slots`);
+- ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`rankless.tier.part`);
+- ``.common``: what a generation has in addition to its parts (:mod:`rankless.tier.generation`);
+- ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
+- ``owner``: the text of the job that uses the folder: its epoch, and random digits. An older job that is still alive
+  overwrites and removes nothing any more.
+
+Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
+host that dies takes its memory with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from rankless.errors import (
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    StateError,
+    StorageError,
+)
+from rankless.storage.atomic_rename import create_small
+from rankless.storage.file_lock import FileLock
+from rankless.storage.filesystems import is_local
+from rankless.storage.posix import (
+    directory_identity,
+    file_size,
+    host_id,
+    is_directory,
+    list_names,
+    list_regular_files,
+    make_private_directory,
+    overwrite_small,
+    read_small,
+)
+from rankless.storage.store import store_of
+from rankless.tier.epochs import parse_job_epoch
+from rankless.tier.generation import Common, check_common
+from rankless.tier.part import (
+    COMMON_SUFFIX,
+    VERSION,
+    GenerationKey,
+    ParityTable,
+    PartName,
+    PartTable,
+    decode_checked,
+    encode_checked,
+    parse_generation_name,
+    parse_part_name,
+)
+
+_MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
+
+#: The most bytes of a table or a common: tables have 44 bytes for each 16 MiB.
+_TABLE_BYTES = 2**32
+
+
+class _Marker(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+    run: str
+    token: str
+
+
+@dataclass(frozen=True)
+class TierFolder:
+    """The folder of the local tier of one run on this host. ``identity`` is equal in processes that share it."""
+
+    path: Path
+    identity: str
+
+    @classmethod
+    def open(cls, path: Path, run: Path) -> Self:
+        """Open the folder for a run directory, and create it if it is missing.
+
+        Raises ``InvalidArgumentError`` if it is that of another run, or on a network file system; ``StorageError`` if
+        it is that of another user.
+        """
+        make_private_directory(path)
+        if not is_local(path):
+            raise InvalidArgumentError(
+                f"{path} is on a network file system: the local tier needs a folder in the memory or on a disk of "
+                "this host, such as /dev/shm/NAME"
+            )
+        return cls._of(path, run, _read_marker(path) or _create_marker(path, run))
+
+    @classmethod
+    def find(cls, path: Path, run: Path) -> Self:
+        """Open the folder that a job has made for a run directory.
+
+        Raises ``NoCheckpointError`` if there is none, and the errors of :meth:`open`.
+        """
+        if not is_directory(path):
+            raise NoCheckpointError(f"there is no folder {path}: no job has used it as its local tier on this host")
+        make_private_directory(path)
+        if (marker := _read_marker(path)) is None:
+            raise InvalidArgumentError(f"{path} is not the folder of a local tier")
+        return cls._of(path, run, marker)
+
+    @classmethod
+    def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
+        if marker.run != str(run):
+            raise InvalidArgumentError(
+                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder, or remove it"
+            )
+        return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
+
+    def take_over(self, job: str) -> None:
+        """Make a job the owner of the folder. All its processes on this host may call it.
+
+        What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
+        Raises ``StateError`` if a job with a later epoch is.
+        """
+        owner = self._read_owner()
+        if parse_job_epoch(owner) > parse_job_epoch(job):
+            raise StateError(f"another job has continued the run, and uses {self.path} now")
+        if owner != job:
+            with suppress(StorageError):  # it only makes room
+                self.remove_abandoned_slots()
+            self._write_owner(job)
+
+    def _write_owner(self, job: str) -> None:
+        try:
+            self._write(_OWNER, job.encode())
+        except StorageError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            overwrite_small(self.path / _OWNER, job.encode())  # a job must begin also if others have filled the memory
+
+    def is_owned_by(self, job: str) -> bool:
+        """Return whether no other job has taken over the folder since this one has."""
+        return self._read_owner() == job
+
+    def _read_owner(self) -> str:
+        """Return the text of the job that uses the folder; an empty one if none does."""
+        return self._read(_OWNER).decode(errors="replace") if _OWNER in self._list_names() else ""
+
+    def find_newest_epoch(self) -> int:
+        """Return the newest epoch that this folder knows; 0 if there is none."""
+        keys = (key.epoch for key in self.list_parts())
+        return max([parse_job_epoch(self._read_owner()), *keys])
+
+    def list_parts(self, kind: str = "part") -> Mapping[GenerationKey, list[PartName]]:
+        """Return the names of the parts of each generation, oldest first; with the kind ``"parity"``, of parities."""
+        parsed = (parse_part_name(name, kind) for name in self._list_names())
+        names = sorted(name for name in parsed if name is not None)
+        parts: dict[GenerationKey, list[PartName]] = {}
+        for name in names:
+            parts.setdefault(name.key, []).append(name)
+        return parts
+
+    def read_part(self, name: PartName) -> PartTable:
+        """Read a table. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed meanwhile."""
+        table = PartTable.decode(self._read(name.name), str(self.path / name.name))
+        if table.name != name:
+            raise CorruptCheckpointError(f"{self.path / name.name} is corrupt: it is of another part")
+        return table
+
+    def has_part(self, name: PartName) -> bool:
+        """Return whether a part is still there: a process removes its table before it overwrites the bytes."""
+        return name.name in self._list_names()
+
+    def write_part(self, table: PartTable) -> None:
+        """Write a table, whose bytes are complete."""
+        self._write(table.name.name, table.encode())
+
+    def read_parity(self, name: PartName) -> ParityTable:
+        """Read the table of a parity. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed."""
+        path = self.path / name.parity_name
+        table: ParityTable = decode_checked(self._read(path.name), ParityTable, str(path))
+        if not table.data.endswith(DATA_SUFFIX) or {"/", "\0"} & set(table.data):
+            raise CorruptCheckpointError(f"{path} is corrupt: it names a file outside of the folder")
+        return table
+
+    def write_parity(self, name: PartName, table: ParityTable) -> None:
+        """Write the table of a parity, whose bytes are complete."""
+        self._write(name.parity_name, encode_checked(table))
+
+    def read_common(self, key: GenerationKey) -> Common | None:
+        """Read what a generation has in addition to its parts. Return ``None`` if this host has none."""
+        path = self.path / f"{key.name}{COMMON_SUFFIX}"
+        try:
+            raw = self._read(path.name)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return None
+        return check_common(decode_checked(raw, Common, str(path)), key, str(path))
+
+    def list_commons(self) -> list[GenerationKey]:
+        """Return the generations whose label is here, oldest first. All ranks have completed their parts of these."""
+        names = (name for name in self._list_names() if name.endswith(COMMON_SUFFIX))
+        return sorted(key for key in map(parse_generation_name, names) if key is not None)
+
+    def write_common(self, common: Common) -> None:
+        """Write what a generation has in addition to its parts, unless another process of this host has."""
+        name = f"{common.label.key.name}{COMMON_SUFFIX}"
+        if name not in self._list_names():
+            self._write(name, encode_checked(common))
+
+    def remove_table(self, name: str) -> None:
+        """Remove a table, before its bytes are overwritten."""
+        self._remove(name)
+
+    def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
+        """Remove the generations that are not wanted, and the slots of dead processes that no other one uses."""
+        for name in self._list_names():
+            key = parse_generation_name(name)
+            if key is not None and not is_wanted(key):
+                self._remove(name)
+        self.remove_abandoned_slots()
+
+    def find_abandoned_slots(self, is_wanted: Callable[[GenerationKey], bool]) -> Mapping[str, int]:
+        """Return the slots of dead processes that no table of a wanted generation names, with their sizes in bytes."""
+        used, living = self._list_used(is_wanted), self.living_writers()
+        slots = (slot for writer, names in self._slots_by_writer().items() if writer not in living for slot in names)
+        return {slot: file_size(self.path / slot) for slot in slots if slot not in used}
+
+    def _list_used(self, is_wanted: Callable[[GenerationKey], bool]) -> set[str]:
+        """Return the names of the files with bytes of wanted generations.
+
+        Raises ``StorageError`` if a table cannot be read now.
+        """
+        used = set()
+        for read, kind in ((self.read_part, "part"), (self.read_parity, "parity")):
+            wanted = (names for key, names in self.list_parts(kind).items() if is_wanted(key))
+            for name in itertools.chain.from_iterable(wanted):
+                with suppress(CorruptCheckpointError), _ignoring_missing():
+                    used.add(read(name).data)
+        return used
+
+    def remove_abandoned_slots(self) -> None:
+        """Remove the slots of dead processes that no table names; none if a table cannot be read now."""
+        try:
+            used = self._list_used(lambda _: True)
+        except StorageError:  # too many open files, for example: it may name a slot that is wanted
+            return
+        for writer, slots in self._slots_by_writer().items():
+            lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
+            if lock is None:
+                continue
+            for slot in slots:
+                if slot not in used:
+                    self._remove(slot)
+            if not used.intersection(slots):
+                lock.remove()
+            lock.close()
+
+    def living_writers(self) -> set[str]:
+        """Return the beginnings of the names of slots of the processes that use the folder now."""
+        return {writer for writer in self._slots_by_writer() if self._is_alive(writer)}
+
+    def _is_alive(self, writer: str) -> bool:
+        lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
+        if lock is not None:
+            lock.close()
+        return lock is None
+
+    def _slots_by_writer(self) -> Mapping[str, list[str]]:
+        """Return the data files of each process whose lock file is there, which is removed last."""
+        names = self._list_names()
+        slots: dict[str, list[str]] = {
+            name.removesuffix(LOCK_SUFFIX): [] for name in names if name.endswith(LOCK_SUFFIX)
+        }
+        for name in names:
+            if name.endswith(DATA_SUFFIX) and (writer := name.partition("-")[0]) in slots:
+                slots[writer].append(name)
+        return slots
+
+    def _list_names(self) -> set[str]:
+        return store_of(self.path).list_names(self.path)
+
+    def _read(self, name: str) -> bytes:
+        store = store_of(self.path)
+        store.check_regular(self.path / name, within=(self.path,))  # a FIFO would block
+        return store.read_small(self.path / name, _TABLE_BYTES)
+
+    def _write(self, name: str, data: bytes) -> None:
+        store_of(self.path).replace_small(self.path / name, data)
+
+    def _remove(self, name: str) -> None:
+        """Remove a file, unless another process has. A folder of this name is not the tier's, and stays."""
+        try:
+            store_of(self.path).remove_file(self.path / name)
+        except StorageError as error:
+            if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
+                raise
+
+
+@contextmanager
+def _ignoring_missing() -> Iterator[None]:
+    """Ignore that a file was removed, or is none: not errors that may pass."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in {None, errno.ENOENT}:
+            raise
+
+
+def _lock_if_dead(path: Path) -> FileLock | None:
+    """Return the lock of a process that has ended, or ``None`` if it lives."""
+    try:
+        return FileLock(path, create=False)
+    except OSError:
+        return None
+
+
+def _read_marker(path: Path) -> _Marker | None:
+    if _MARKER not in list_names(path):
+        return None
+    if _MARKER not in list_regular_files(path):
+        raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}")
+    try:
+        marker = msgspec.json.decode(read_small(path / _MARKER), type=_Marker)
+    except msgspec.DecodeError as error:
+        raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}") from error
+    if marker.version != VERSION:
+        raise InvalidArgumentError(f"another version of rankless has used {path}: remove it")
+    return marker
+
+
+def _create_marker(path: Path, run: Path) -> _Marker:
+    """Create the marker, unless another process does. Raises ``InvalidArgumentError`` if the folder has other files."""
+    foreign = [name for name in list_names(path) if _MARKER not in name]
+    if foreign and _read_marker(path) is None:
+        raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
+    marker = _Marker("rankless local tier", VERSION, str(run), secrets.token_hex(8))
+    create_small(path / _MARKER, msgspec.json.encode(marker))
+    return _read_marker(path) or marker

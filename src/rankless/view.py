@@ -1,0 +1,319 @@
+"""A read-only view of one checkpoint of any format: its tensors, ranges of them, and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.io.read import read_file_ranges
+from rankless.engine.io.sources import Source
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
+from rankless.formats.native import NativeReader
+from rankless.formats.reader import Reader, check_read, detect_replacement
+from rankless.load.verification import CheckpointVerification, VerificationResult
+from rankless.observe.units import format_size
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.block_crcs import BLOCK_BYTES
+from rankless.ondisk.dtypes import dtype_width
+from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.manifest import Manifest
+from rankless.ondisk.validation import check_keys
+from rankless.run.added_metrics import read_metrics_of
+from rankless.run.catalog import CheckpointIdentity
+from rankless.run.lookup import checkpoint_path, describe_ignored_files, open_latest
+from rankless.run.object_run import tag_of
+from rankless.run.tags import TagArgument, check_tag_argument
+from rankless.state.arrays import ArrayDecoder
+from rankless.state.tensors import DTYPES
+from rankless.storage.object_path import parse_location
+
+#: The groups of tensors that belong to values, and are read through these.
+_VALUE_GROUPS = frozenset({"state", "ranks"})
+
+
+#: How similar a name must be to a mistyped one to be suggested, of 1.
+_SIMILARITY = 0.8
+
+
+class _ByteRange(NamedTuple):
+    """Bytes ``[start, stop)`` of the stored tensor with this number."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Checkpoint:
+    """A checkpoint that is open for reading. Names of tensors begin with their group: ``"model/layers.0.weight"``.
+
+    A ``Checkpoint`` is iterable, and has a length: those of :meth:`keys`. All bytes that are read are verified against
+    their CRCs, in whole blocks of 16 MiB. Files are opened when they are read. If another process has replaced or
+    removed the checkpoint by then, ``CheckpointReplacedError`` is raised.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._stored = sorted((group, name) for group, names in reader.groups.items() for name in names)
+        self._number = {f"{group}/{name}": number for number, (group, name) in enumerate(self._stored)}
+        for group, names in reader.tied.items():
+            for alias, name in names.items():
+                self._number.setdefault(f"{group}/{alias}", self._number[f"{group}/{name}"])
+        self._verifier = ChecksumVerifier(reader, self._stored)
+
+    @property
+    def path(self) -> Path:
+        """The path of the checkpoint's directory or file."""
+        return self._reader.path
+
+    @property
+    def format(self) -> str:
+        """The name of the checkpoint's format."""
+        return self._reader.format
+
+    @property
+    def identity(self) -> CheckpointIdentity | None:
+        """The sequence number, the run id and the id of a checkpoint of rankless; ``None`` for other formats."""
+        manifest = self._manifest
+        return None if manifest is None else CheckpointIdentity(manifest.sequence, manifest.run, manifest.id)
+
+    @property
+    def tag(self) -> str:
+        """The tag of the checkpoint; of another format, the name of its directory or file."""
+        return tag_of(self._reader.path)
+
+    @property
+    def step(self) -> float | None:
+        """The training step; ``None`` if none was saved, or if the format is not that of rankless."""
+        return None if self._manifest is None else self._manifest.step
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of the tensors of :meth:`keys`."""
+        return sum(self.info(name).nbytes for name in self.keys())
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The metrics by name, with those that were added after the save; ``None`` for values that are not finite."""
+        if self._manifest is None:
+            return {}
+        return {**self._manifest.metrics, **read_metrics_of(self.path.parent, self.tag, self._manifest.id)}
+
+    @property
+    def _manifest(self) -> Manifest | None:
+        return self._reader.manifest if isinstance(self._reader, NativeReader) else None
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors of models and optimizers. A tied tensor is listed under one name only."""
+        return [f"{group}/{name}" for group, name in self._stored if group not in _VALUE_GROUPS]
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the tensor of each of :meth:`keys`. One tensor at a time is read into CPU memory."""
+        return ((name, self[name]) for name in self.keys())
+
+    def info(self, name: str) -> TensorInfo:
+        """Return the dtype (by its safetensors name), shape and size in bytes of a tensor.
+
+        Args:
+            name: The name of the tensor, with its group.
+
+        Returns:
+            The information of the tensor.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            FormatError: rankless cannot read this tensor.
+        """
+        return self._tensor_info(self._tensor_number(name))
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read elements ``[start, stop)`` of a tensor in row-major order.
+
+        Args:
+            name: The name of the tensor, with its group.
+            start: The index of the first element.
+            stop: The index after the last element.
+
+        Returns:
+            The elements as a 1-D CPU tensor.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            InvalidArgumentError: The tensor has no such elements.
+            FormatError: rankless cannot read this tensor.
+            CorruptCheckpointError: Stored bytes differ from what was saved.
+            CheckpointReplacedError: Another process has replaced or removed the checkpoint.
+            StorageError: The file system reported an error.
+        """
+        info = self.info(name)
+        size = dtype_width(info.dtype)
+        if not 0 <= start <= stop <= info.nbytes // size:
+            raise InvalidArgumentError(
+                f"{name} has {info.nbytes // size} elements; {start} to {stop} is not a range of them"
+            )
+        first, last = (
+            start * size // BLOCK_BYTES * BLOCK_BYTES,
+            min(info.nbytes, -(-stop * size // BLOCK_BYTES) * BLOCK_BYTES),
+        )
+        blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype], device="cpu")
+        self._read_ranges({_ByteRange(self._tensor_number(name), first, first + blocks.nbytes): blocks})
+        elements = blocks[start - first // size : stop - first // size]
+        return elements if elements.numel() == blocks.numel() else elements.clone()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into CPU memory.
+
+        Args:
+            name: The name of the tensor, with its group.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            KeyError: As in :meth:`read`, like all other errors.
+        """
+        info = self.info(name)
+        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
+        self._read_ranges({_ByteRange(self._tensor_number(name), 0, info.nbytes): tensor})
+        return tensor
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        count, size = len(self), format_size(self.nbytes)
+        return f"<Checkpoint {str(self.path)!r}: {self.format}{step}, {count} tensor{'s' * (count != 1)}, {size}>"
+
+    def _repr_html_(self) -> str:
+        from rankless.inspection.checkpoint_html import describe_checkpoint  # noqa: PLC0415 - for notebooks
+
+        return describe_checkpoint(self._reader, self._manifest, self.tag, self.metrics)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._number
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The plain values of the checkpoint, with the tensors in them: ``optimizer``, ``scheduler``, ``user_content``.
+
+        Raises ``FormatError``, which names the value, if rankless cannot read one of them.
+        """
+        check_read(self._reader, lambda note: note.is_value)
+        values, tensors = self._decode_values()
+        by_number = {self._number[f"state/{name}"]: tensor for name, tensor in tensors.items()}
+        self._read_ranges({_ByteRange(number, 0, tensor.nbytes): tensor for number, tensor in by_number.items()})
+        return values
+
+    def _decode_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the values, and the tensors in them, by name, which are not filled yet."""
+        shared_arrays, rank_arrays = (
+            ArrayDecoder(self._reader.groups.get("state", {})),
+            ArrayDecoder(self._reader.groups.get("ranks", {})),
+        )
+        with detect_replacement(self._reader):
+            return dict(self._reader.read_values(0, shared_arrays, rank_arrays).shared), shared_arrays.tensors
+
+    def verify(self) -> Iterator[VerificationResult]:
+        """Read every byte, check every CRC, and yield a result for each range that was read.
+
+        Corruption is reported in the results, and does not raise. Of other systems' formats, files of ``torch.save``
+        and of ``torch.distributed.checkpoint`` have CRCs; the bytes of all others are only read.
+
+        Yields:
+            One result for each range. ``problem`` is ``None`` if the range is intact.
+
+        Raises:
+            CheckpointReplacedError: Another process replaced or removed the checkpoint meanwhile.
+        """
+        with detect_replacement(self._reader):
+            for result in self._verify_parts():
+                if result.problem is not None and not self._reader.is_current():
+                    raise CheckpointReplacedError(f"{self.path} was replaced or removed while it was verified")
+                yield result
+
+    def _verify_parts(self) -> Iterator[VerificationResult]:
+        if isinstance(self._reader, NativeReader):
+            yield from (VerificationResult("", 0, str(error)) for error in self._reader.find_corrupt_files())
+        try:
+            if not isinstance(self._reader, NativeReader):
+                self._reader.check_files()
+            self._decode_values()
+        except CorruptCheckpointError as error:
+            yield VerificationResult("", 0, str(error))
+        for note in self._reader.unread:
+            problem = f"{self.path}: {note.group} {note.name!r} {note.why}"
+            yield VerificationResult(f"{note.group}/{note.name}", 0, problem)
+        yield from CheckpointVerification(self._reader).verify_parts()
+
+    def _tensor_number(self, name: str) -> int:
+        if name not in self._number:
+            check_read(self._reader, lambda note: f"{note.group}/{note.name}" == name)
+            keys = [key for key in self._number if key.partition("/")[0] not in _VALUE_GROUPS]
+            close = [key for key in keys if name in key] or get_close_matches(name, keys, cutoff=_SIMILARITY)
+            hint = f"; did you mean {', '.join(close[:3])}?" if close else ""
+            raise KeyError(f"{name!r} is not in {self.path}{hint}")
+        return self._number[name]
+
+    def _tensor_info(self, number: int) -> TensorInfo:
+        group, name = self._stored[number]
+        return self._reader.groups[group][name]
+
+    def _read_ranges(self, destinations: Mapping[_ByteRange, torch.Tensor]) -> None:
+        """Read and verify ranges of stored tensors, in whole blocks, each into a tensor of the range's size."""
+        files: dict[Source, int] = {}
+        file_ranges = [
+            file_range for byte_range in destinations for file_range in self._find_file_ranges(byte_range, files)
+        ]
+        sinks = {byte_range.tensor: TensorBytes(tensor) for byte_range, tensor in destinations.items()}
+        with detect_replacement(self._reader):
+            self._verifier.verify_local(read_file_ranges(list(files), file_ranges, sinks.__getitem__))
+
+    def _find_file_ranges(self, byte_range: _ByteRange, files: dict[Source, int]) -> Iterator[FileRange]:
+        tensor, start, stop = byte_range
+        for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
+            file = files.setdefault(extent.file, len(files))
+            yield FileRange(tensor, extent.start, extent.stop, extent.start - start, file, extent.offset)
+
+
+def open(  # noqa: A001 - the public name
+    path: str | PathLike[str], tag: TagArgument = None, *, keys: Mapping[str, str] | None = None
+) -> Checkpoint:
+    """Open a checkpoint of any format for reading.
+
+    Args:
+        path: A checkpoint, or a run directory.
+        tag: The checkpoint of the run to open: its tag or an alias, :func:`rankless.best`, or :data:`rankless.LATEST`,
+            which is the default.
+        keys: The keys at which a checkpoint of another system has its components, if rankless does not find them by
+            their names: ``{"model": "app.net"}``.
+
+    Returns:
+        The open checkpoint.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint at the path, or none with the tag in the run.
+        InvalidArgumentError: A tag was passed although the path is a checkpoint itself, or ``tag`` or ``keys`` have
+            the wrong type.
+        FormatError: The format is not supported.
+        CorruptCheckpointError: Stored bytes differ from what was saved.
+        CheckpointReplacedError: Other processes replace checkpoints faster than one can be opened.
+        StorageError: The file system reported an error.
+    """
+    check_keys(keys)
+    root = parse_location(path)
+    selected = check_tag_argument(tag)
+    checkpoint = Checkpoint(open_latest(root if selected is None else checkpoint_path(root, selected), keys))
+    if selected is None and checkpoint.path != root and (ignored := describe_ignored_files(root)):
+        warn_caller(ignored)
+    return checkpoint
