@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test interop frameworks peers accelerator report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all test-near near durations interop frameworks peers accelerator report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -16,15 +16,39 @@ demo-hosts: .venv/installed
 	$(BIN)/python -m campaigns.tier demo
 
 #: Three at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
+#: Workers take files in the order of tests/helpers/suite.py, the longest first.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+CORE := tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
 
-## test: lint, types, and the tests of rankless itself
-test: lint
-	$(BIN)/python $(PYTEST) tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
+## test: lint, types, and the tests of rankless itself; lint runs beside the tests
+test: .venv/installed
+	$(MAKE) --no-print-directory --jobs 2 --keep-going lint core
+
+core: .venv/installed
+	$(BIN)/python $(PYTEST) $(CORE)
+
+## test-all: all that make test leaves out: further cases and examples, and the tests with other systems
+test-all: .venv/installed
+	$(BIN)/python $(PYTEST) --left-out $(CORE)
+	$(BIN)/python $(PYTEST) --full tests/interop
+
+## test-near: lint, and the tests that can reach what has changed since the commit NEAR
+test-near: .venv/installed
+	$(MAKE) --no-print-directory --jobs 2 --keep-going lint near
+
+#: The commit to compare the working tree with.
+NEAR ?= HEAD
+
+near: .venv/installed
+	$(BIN)/python -m campaigns.near --base $(NEAR) | xargs --no-run-if-empty $(BIN)/python $(PYTEST)
+
+## durations: measure how long each file of tests takes, for the order in which they run
+durations: .venv/installed
+	$(BIN)/python $(PYTEST) --write-durations $(CORE) tests/interop
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed
-	$(BIN)/python $(PYTEST) tests/interop
+	$(BIN)/python $(PYTEST) --full tests/interop
 
 ## frameworks: the tests with torchtitan, Ray Train, torchft and TRL, which are installed into .frameworks (2 GB) once
 frameworks: .frameworks/installed

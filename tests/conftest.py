@@ -7,12 +7,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from rankless.storage import atomic_rename
+from tests.helpers import suite
+from tests.helpers.examples import ALL, DAY, examples
 from tests.helpers.pool import Ranks
 
-settings.register_profile(
-    "rankless", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
-settings.load_profile("rankless")
+for profile in (DAY, ALL):
+    settings.register_profile(
+        profile, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    )
 
 # A shell that runs tests in the background has them, and all that they start, ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +22,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in the ranks of the pool: sums over threads round otherwise.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    suite.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(ALL if config.option.full or config.option.left_out else DAY)
+    settings.register_profile(settings.get_current_profile_name(), max_examples=examples(100))
+    if config.option.write_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(suite.DurationsFile())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = suite.order(suite.select(items, config), suite.read_durations())
+    chosen = set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = selected
 
 
 @pytest.fixture(params=["exchange", "two steps"])

@@ -2,7 +2,7 @@
 
 Ids, times and provenance are fixed, so that it gives the same bytes each time. Only the states of random generators, in
 ``training/step_1/ranks.safetensors``, depend on the installed libraries, and with them the manifest next to it. From
-the first release on the files in ``v1`` and ``damaged`` do not change any more; this module documents how they were made.
+the first release on the files in ``v1`` and ``damaged`` do not change; this module documents how they were made.
 """
 
 from __future__ import annotations

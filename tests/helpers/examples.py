@@ -1,0 +1,17 @@
+"""The number of examples of hypothesis tests: many in ``make test-all``, a sixth of them in ``make test``."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+#: The names of the profiles that ``tests/conftest.py`` loads: for ``make test``, and with ``--full``.
+DAY, ALL = "day", "all"
+
+_LEAST = 20
+
+
+def examples(count: int) -> int:
+    """Return ``count`` in ``make test-all``, and otherwise a sixth of it, but not less than 20 or all."""
+    if settings.get_current_profile_name() == ALL:
+        return count
+    return min(count, max(_LEAST, count // 6))
