@@ -416,6 +416,14 @@ def test_a_checkpoint_that_the_policy_keeps_for_its_metric_is_drained(tmp_path: 
     assert [info.tag for info in directory.list()] == ["step_1", "step_3"]
 
 
+def test_the_number_of_the_newest_ones_that_a_policy_keeps_drains_nothing(tmp_path: Path) -> None:
+    local = tier_of(str(tmp_path), drain_every=NEVER)
+    directory = rankless.RunDirectory(tmp_path / "run", local=local, keep=rankless.KeepLast(5000))
+    for step in range(3):
+        directory.save(f"step_{step}", {"w": torch.ones(3)}, step=step)
+    assert [info.tag for info in directory.list()] == []
+
+
 def test_a_save_fails_if_nothing_was_drained_for_too_long(tmp_path: Path) -> None:
     local = tier_of(str(tmp_path), drain_every=NEVER, max_undrained_seconds=0.01)
     directory = rankless.RunDirectory(tmp_path / "run", local=local)

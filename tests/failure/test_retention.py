@@ -18,6 +18,7 @@ import rankless.errors
 from rankless import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, save_step
@@ -82,6 +83,30 @@ def test_every_so_many_steps_may_be_fractions(every: float, steps: list[float], 
     """0.3 % 0.1 is 0.09999999999999998, and 0.3 is a multiple of 0.1 to whoever wrote it."""
     infos = [CheckpointInfo(str(step), Path(), id=str(step), step=step) for step in steps]
     assert KeepEvery(every).select_kept(infos, 0.0) == {str(step) for step in kept}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KeepLast(1),
+        KeepLast(5000),
+        KeepNewerThan(days=1),
+        KeepEvery(4),
+        KeepBest("loss", 2),
+        KeepTags("2"),
+        KeepLast(5000) | KeepEvery(4) | KeepBest("loss", 1) | KeepNewerThan(hours=1),
+    ],
+    ids=str,
+)
+def test_merit_keeps_a_checkpoint_however_many_newer_ones_follow(policy: Retention) -> None:
+    losses = [3.0, 1.0, 2.0, float("nan"), 5.0, 4.0]
+    infos = [
+        CheckpointInfo(str(step), Path(), id=str(step), step=step, metrics={"loss": loss}, time=1e9 + step)
+        for step, loss in enumerate(losses)
+    ]
+    newer = [CheckpointInfo("", Path(), id="newer", time=2e9)] * 5001
+    kept_later = policy.select_kept([*infos, *newer], 3e9) - {"newer"}
+    assert policy.select_by_merit(infos) == kept_later
 
 
 @pytest.mark.parametrize("make", [lambda: KeepLast(2.5), lambda: KeepBest("a", 1.5)])  # type: ignore[arg-type]

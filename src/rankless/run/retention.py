@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from rankless.errors import InvalidArgumentError
@@ -22,6 +22,13 @@ class Retention:
         ``checkpoints`` are sorted from the oldest to the newest. ``now`` is the time in seconds since 1970.
         """
         raise NotImplementedError
+
+    def select_by_merit(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        """Return the ids of the checkpoints that are kept however many newer ones follow, and at any later time.
+
+        A policy keeps them for their step, metric or tag. The newer ones have no metrics yet.
+        """
+        return self.select_kept(checkpoints, math.inf)
 
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """Raise ``InvalidArgumentError`` if a save lacks a step or metric that the policy needs."""
@@ -42,23 +49,14 @@ class AnyOf(Retention):
         """See :class:`Retention`."""
         return self.first.select_kept(checkpoints, now) | self.second.select_kept(checkpoints, now)
 
+    def select_by_merit(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        """See :class:`Retention`."""
+        return self.first.select_by_merit(checkpoints) | self.second.select_by_merit(checkpoints)
+
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""
         self.first.check_requirements(step, metrics)
         self.second.check_requirements(step, metrics)
-
-
-#: More checkpoints than a policy keeps because they are the newest.
-_MANY = 1000
-
-
-def is_kept_by_merit(policy: Retention, known: Sequence[CheckpointInfo], new: CheckpointInfo) -> bool:
-    """Return whether a policy keeps a new checkpoint for its step, metric or tag: also if many newer ones follow it.
-
-    ``known`` are the checkpoints before it, oldest first.
-    """
-    newer = [replace(new, tag="", step=None, metrics={}, id=str(number)) for number in range(_MANY)]
-    return new.id in policy.select_kept([*known, new, *newer], math.inf)
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,11 @@ class KeepLast(Retention):
         """See :class:`Retention`."""
         del now
         return {info.id for info in checkpoints[-self.number :]}
+
+    def select_by_merit(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        """See :class:`Retention`. No checkpoint stays among the newest for ever."""
+        del checkpoints
+        return set()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from rankless.errors import RanklessError, StorageError
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import CheckpointIdentity
-from rankless.run.retention import is_kept_by_merit
 from rankless.run.scan import CheckpointInfo
 from rankless.save.drain_attempts import retry_drain
 from rankless.save.negotiation import SaveAgreement
@@ -102,7 +101,7 @@ class TierSave(TrainingSave):
         step, metrics = request.manifest_numbers()
         described = replace(info, step=step, metrics=metrics)
         return request.forced or (
-            request.keep is not None and is_kept_by_merit(request.keep, self._stage.tier.durable, described)
+            request.keep is not None and info.id in request.keep.select_by_merit([*self._stage.tier.durable, described])
         )
 
     def _save_without_tier(self, agreement: SaveAgreement, shortage: str) -> None:
