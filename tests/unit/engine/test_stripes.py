@@ -23,7 +23,7 @@ from rankless.engine.plan.placements import (
 )
 from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shards import LocalShard, local_shard
-from rankless.engine.plan.stripes import Bytes, is_narrow, split_into_stripes, stripe_slice
+from rankless.engine.plan.stripes import Bytes, count_stripes, is_narrow, split_into_stripes, stripe_slice
 from rankless.ondisk.dtypes import WIDTHS, dtype_width
 from rankless.ondisk.files import TensorInfo
 from tests.helpers.placements import tensor_layouts
@@ -59,6 +59,7 @@ def cuts(mine: LocalShard, memory: Bytes) -> Iterator[tuple[ElementRange, Bytes]
 def test_stripes_tile_the_tensor_in_order_and_none_is_too_large(shape: tuple[int, ...], size: int) -> None:
     with mock.patch.object(striping, "STRIPE", size):
         actual = list(split_into_stripes(shape))
+        assert count_stripes(shape) == len(actual)
     reached = 0
     for start, stop in actual:
         assert start == reached

@@ -15,15 +15,20 @@ from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.placements import Coordinate
 from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shards import LocalShard, local_shard
-from rankless.engine.plan.stripes import StripeSlice, is_narrow, split_into_stripes, stripe_slice
+from rankless.engine.plan.stripes import StripeSlice, count_stripes, is_narrow, split_into_stripes, stripe_slice
 
 #: Returns the file ranges of bytes ``[start, stop)`` of a tensor; their ``local`` counts from ``start``.
 Locate = Callable[[int, int], Sequence[FileRange]]
 
 
+def first_shard(tensor: GlobalTensor) -> LocalShard:
+    """Return the first shard of a tensor. No other shard has longer ranges."""
+    return local_shard(tensor.info, tensor.division, (0,) * len(tensor.division))
+
+
 def is_striped(tensor: GlobalTensor) -> bool:
-    """Return whether a tensor is moved in stripes: whether its first shard, which has the longest ranges, is narrow."""
-    return bool(tensor.division) and is_narrow(local_shard(tensor.info, tensor.division, (0,) * len(tensor.division)))
+    """Return whether a tensor is moved in stripes: whether the ranges of its shards are narrow."""
+    return bool(tensor.division) and is_narrow(first_shard(tensor))
 
 
 def contiguous_requests(shard: LocalShard, locate: Locate) -> Iterator[FileRange]:
@@ -79,17 +84,41 @@ class RemoteStripe(NamedTuple):
 StripeTask = OwnedStripe | RemoteStripe
 
 
-class StripeRoutes:
-    """The stripes that concern one rank. Ranks that hold the same tensors own their stripes in turn.
+class StripeOwners(NamedTuple):
+    """The owners of the stripes of one tensor: ``ranks`` in turn, after ``taken`` turns for the tensors before it."""
 
-    ``holders`` returns the ranks that take part for a shard.
+    ranks: tuple[int, ...]
+    taken: int
+
+    def owner_of(self, stripe: int) -> int:
+        """Return the rank that owns a stripe, by its number in the tensor."""
+        return self.ranks[(self.taken + stripe) % len(self.ranks)]
+
+
+class StripeTurns:
+    """Counts the turns of ranks that hold the same tensors and own their stripes in turn.
+
+    Each rank counts for itself. All ranks that hold a tensor agree if they count the same tensors in the same order.
     """
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[int, ...], int] = {}
+
+    def assign_owners(self, tensor: GlobalTensor) -> StripeOwners:
+        """Return the owners of the stripes of the next tensor."""
+        owners = StripeOwners(ranks := tensor.all_ranks(), self._taken.get(ranks, 0))
+        self._taken[ranks] = owners.taken + count_stripes(first_shard(tensor).shape)
+        return owners
+
+
+class StripeRoutes:
+    """The stripes that concern one rank. ``holders`` returns the ranks that take part for a shard."""
 
     def __init__(
         self, rank: int, holders: Callable[[GlobalTensor, Coordinate], tuple[int, ...]] = GlobalTensor.holder_ranks
     ) -> None:
         self._rank, self._holders = rank, holders
-        self._assigned: dict[tuple[int, ...], int] = {}
+        self._turns = StripeTurns()
 
     def route_tensor(self, tensor: GlobalTensor, locate: Locate) -> Iterator[StripeTask]:
         """Yield the stripes of a tensor that this rank owns, and those that contain bytes of its shard.
@@ -100,9 +129,9 @@ class StripeRoutes:
         if coordinate is None:
             return
         shard, peers = local_shard(tensor.info, tensor.division, coordinate), self._holders(tensor, coordinate)
-        candidates = tensor.all_ranks()
-        for stripe in split_into_stripes(shard.shape):
-            owner = self._next_owner(candidates)
+        owners = self._turns.assign_owners(tensor)
+        for number, stripe in enumerate(split_into_stripes(shard.shape)):
+            owner = owners.owner_of(number)
             if owner == self._rank:
                 yield OwnedStripe(locate(*stripe), tuple(self._all_contributions(tensor, stripe)))
             elif (contribution := _make_contribution(shard, stripe, peers, owner)) is not None:
@@ -116,11 +145,6 @@ class StripeRoutes:
             contribution = _make_contribution(shard, stripe, self._holders(tensor, coordinate), self._rank)
             if contribution is not None:
                 yield contribution, stripe_slice(shard, stripe)
-
-    def _next_owner(self, candidates: tuple[int, ...]) -> int:
-        number = self._assigned.get(candidates, 0)
-        self._assigned[candidates] = number + 1
-        return candidates[number % len(candidates)]
 
 
 def local_stripes(tensor: GlobalTensor, rank: int, locate: Locate) -> Iterator[OwnedStripe]:

@@ -44,6 +44,14 @@ def split_into_stripes(shape: tuple[int, ...]) -> Iterator[ElementRange]:
             yield ElementRange((outer * shape[axis] + start) * row, (outer * shape[axis] + stop) * row)
 
 
+def count_stripes(shape: tuple[int, ...]) -> int:
+    """Return the number of stripes of a tensor whose shards have ``shape``."""
+    if not math.prod(shape):
+        return 0
+    axis, row = _split_axis(shape)
+    return math.prod(shape[:axis]) * math.ceil(shape[axis] / max(1, STRIPE // row))
+
+
 def _split_axis(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the first axis of which one index fits into a stripe, and the bytes of such an index."""
     axis, row = 0, math.prod(shape[1:])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.placements import Coordinate, Division
 from rankless.engine.plan.ranges import ElementRange
-from rankless.engine.plan.routes import is_striped
+from rankless.engine.plan.routes import StripeOwners, StripeTurns, first_shard, is_striped
 from rankless.engine.plan.shards import even_shards, local_shard
 from rankless.engine.plan.stripes import split_into_stripes
 from rankless.engine.plan.transfers import Numbers
@@ -116,13 +116,16 @@ class EqualWriters(TensorWriters):
 class ShardWriters(TensorWriters):
     """The ranks that hold a shard, or that assemble a stripe.
 
-    ``tensors`` are in the order in which stripes are assigned to ranks.
+    ``tensors`` are in the order in which :class:`StripeRoutes` routes them: both count the turns of ranks at stripes.
     """
 
     def __init__(self, tensors: Mapping[TensorKey, GlobalTensor], writers_of: WritersOf) -> None:
         super().__init__()
         self._tensors, self._writers_of = tensors, writers_of
-        self._first_stripes = _number_stripes(tensors)
+        turns = StripeTurns()
+        self._stripe_owners = {
+            key: turns.assign_owners(tensor) for key, tensor in tensors.items() if is_striped(tensor)
+        }
         self._stripes: dict[tuple[TensorInfo, Division], list[ElementRange]] = {}
         self._shards: dict[tuple[TensorInfo, Division], list[tuple[ElementRange, Coordinate]]] = {}
         self._numbers_by_shard: dict[object, Numbers] = {}
@@ -136,7 +139,7 @@ class ShardWriters(TensorWriters):
         if key not in self._kinds:
             tensor = self._tensors[key]
             kind: tuple[object, ...] = ()
-            if key not in self._first_stripes:
+            if key not in self._stripe_owners:
                 writers = self._writers_of(tensor, (0,) * len(tensor.division))
                 kind = (len(writers), writers[:1], writers[-1:])
             self._kinds[key] = kind
@@ -145,8 +148,8 @@ class ShardWriters(TensorWriters):
     def iter_writers(self, key: TensorKey, start: int, stop: int) -> Iterator[tuple[ElementRange, Writers]]:
         """See :class:`TensorWriters`."""
         tensor = self._tensors[key]
-        if key in self._first_stripes:
-            yield from self._iter_stripe_owners(tensor, self._first_stripes[key], start, stop)
+        if key in self._stripe_owners:
+            yield from self._iter_stripe_owners(tensor, self._stripe_owners[key], start, stop)
             return
         for shard_range, coordinate in self._iter_shards(tensor, start, stop):
             if shard_range.start >= stop:
@@ -158,7 +161,7 @@ class ShardWriters(TensorWriters):
         """See :class:`TensorWriters`."""
         tensor = self._tensors[key]
         even = even_shards(tensor.info, tensor.division)
-        if even is None or key in self._first_stripes:
+        if even is None or key in self._stripe_owners:
             return super().tabulate(key, start, stop)
         indices = np.arange(even.index_at(start), even.index_at(stop - 1) + 1)
         starts = np.maximum(indices * even.size - even.shift, start)
@@ -177,20 +180,20 @@ class ShardWriters(TensorWriters):
         return numbers
 
     def _iter_stripe_owners(
-        self, tensor: GlobalTensor, first_number: int, start: int, stop: int
+        self, tensor: GlobalTensor, owners: StripeOwners, start: int, stop: int
     ) -> Iterator[tuple[ElementRange, Writers]]:
-        candidates, stripes = tensor.all_ranks(), self._locate_stripes(tensor)
+        stripes = self._locate_stripes(tensor)
         for number in range(bisect_right(stripes, start, key=_range_end), len(stripes)):
             if stripes[number].start >= stop:
                 break
             clipped = ElementRange(max(start, stripes[number].start), min(stop, stripes[number].stop))
-            yield clipped, (candidates[(first_number + number) % len(candidates)],)
+            yield clipped, (owners.owner_of(number),)
 
     def _locate_stripes(self, tensor: GlobalTensor) -> list[ElementRange]:
         """Return the stripes of a tensor, ascending."""
         stripes = self._stripes.get((tensor.info, tensor.division))
         if stripes is None:
-            stripes = self._stripes[tensor.info, tensor.division] = list(_iter_stripes(tensor))
+            stripes = self._stripes[tensor.info, tensor.division] = list(split_into_stripes(first_shard(tensor).shape))
         return stripes
 
     def _iter_shards(self, tensor: GlobalTensor, start: int, stop: int) -> Iterator[tuple[ElementRange, Coordinate]]:
@@ -213,23 +216,6 @@ class ShardWriters(TensorWriters):
                 for shard_range in local_shard(tensor.info, tensor.division, coordinate).iter_ranges()
             )
         return table
-
-
-def _number_stripes(tensors: Mapping[TensorKey, GlobalTensor]) -> dict[TensorKey, int]:
-    """Return the number of the first stripe of each striped tensor, as ``StripeRoutes`` counts them."""
-    counts: dict[tuple[int, ...], int] = {}
-    numbers: dict[TensorKey, int] = {}
-    for key, tensor in tensors.items():
-        if is_striped(tensor):
-            candidates = tensor.all_ranks()
-            numbers[key] = counts.get(candidates, 0)
-            counts[candidates] = numbers[key] + sum(1 for _ in _iter_stripes(tensor))
-    return numbers
-
-
-def _iter_stripes(tensor: GlobalTensor) -> Iterator[ElementRange]:
-    shape = local_shard(tensor.info, tensor.division, (0,) * len(tensor.division)).shape
-    return split_into_stripes(shape)
 
 
 def _range_end(element_range: ElementRange) -> int:
