@@ -59,7 +59,7 @@ def test_it_has_every_module_and_the_mark_of_types_and_nothing_else(unpacked: Pa
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert "rankless/py.typed" in package
+    assert {"rankless/py.typed", "rankless/__init__.pyi"} <= package
     assert {"METADATA", "WHEEL", "RECORD", "entry_points.txt"} <= {path.rpartition("/")[2] for path in actual - package}
     assert {path.name for path in (unpacked / DIST / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
 

@@ -3,11 +3,14 @@
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import rankless
 from rankless.formats import registry
+from rankless.public_names import read_modules
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rankless"
@@ -59,9 +62,25 @@ def test_the_engine_knows_no_models() -> None:
             assert not {name for name in imports(file) if name.startswith(("torch.nn", "torch.optim"))}, file
 
 
-def test_importing_rankless_imports_no_torch() -> None:
-    code = "import sys, rankless; sys.exit(int('torch' in sys.modules or 'numpy' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_every_public_name_is_in_the_stub_and_in_its_module() -> None:
+    stub = ast.parse((SOURCE / "__init__.pyi").read_text())
+    imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
+    names = {alias.name: statement.module for statement in imports for alias in statement.names}
+    assert len(imports) == len(stub.body)
+    assert all(alias.asname == alias.name for statement in imports for alias in statement.names)
+    assert read_modules() == names
+    assert rankless.__all__ == dir(rankless) == sorted(names)
+    for name, module in names.items():
+        assert getattr(rankless, name) is getattr(import_module(str(module)), name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = rankless.nothing
+
+
+def test_importing_rankless_imports_nothing_else() -> None:
+    code = "import sys; before = {*sys.modules}; import rankless; print(*{*sys.modules} - before)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "rankless\n"
+    )
 
 
 def test_a_save_imports_no_code_of_loads_and_no_reader_of_another_format() -> None:
