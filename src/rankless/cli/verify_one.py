@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,12 +12,21 @@ from typing import Literal
 import rankless
 from rankless.cli.output import format_error_message
 from rankless.cli.process import leave_on_interrupt
-from rankless.cli.stray_weights import list_unnamed_weights
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
-from rankless.inspection.inspected_checkpoint import describe_unread, inspect_exact_path
+from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, describe_unread, inspect_exact_path
 from rankless.observe.terminal import show_progress
+from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.shared_files import own_bytes
+
+#: The group whose folder transformers opens, and the file that it prefers if it exists.
+_MODEL, _FIRST = "model", "model.safetensors"
+
+#: If this file exists, ``from_pretrained`` loads an adapter and the base weights that it names.
+_ADAPTER = "adapter_config.json"
+
+#: The suffixes of weight files and their indexes.
+_ENDINGS = (".safetensors", ".bin", ".index.json", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         problems=tuple(tally.problems),
         notes=(
             *(note for note in target.notes if note not in describe_unread(target.reader)),
-            *list_unnamed_weights(target),
+            *_list_unnamed_weights(target),
             *getattr(target.reader, "unproven", ()),  # formats without checks of their own
         ),
     )
@@ -114,3 +123,29 @@ def _check_tensors(checkpoint: rankless.Checkpoint, done: Callable[[int], None])
         if not checked:
             unchecked.add(name)
     return _Tally({name: size for name, size in sizes.items() if name not in corrupt}, unchecked, list(problems))
+
+
+def _list_unnamed_weights(checkpoint: InspectedCheckpoint) -> Iterator[str]:
+    """Describe the weight files in the folders of the models that the manifest does not name."""
+    if checkpoint.manifest is None:
+        return
+    names = checkpoint.manifest.files
+    folders = {Path(name).parent for name in names if name.endswith(".safetensors") and name.startswith(_MODEL)}
+    for folder in sorted(folders - {Path()}):
+        for file in _list_files(checkpoint.path / folder):
+            if str(folder / file.name) not in names and (file.name.endswith(_ENDINGS) or file.name == _ADAPTER):
+                yield f"{file} is not part of this checkpoint: its manifest does not name it{_describe_effect(file)}"
+
+
+def _list_files(folder: Path) -> list[Path]:
+    if isinstance(folder, ObjectPath):
+        return [folder / name for name in sorted(folder.store.list_names(folder))]
+    return posix.list_files(folder)
+
+
+def _describe_effect(file: Path) -> str:
+    if file.name in {_FIRST, _ADAPTER}:
+        return "; transformers loads it instead of the verified weights"
+    if file.name == f"{_FIRST}.index.json":
+        return "; tools that read this index load other weights than the verified ones"
+    return ""

@@ -12,9 +12,9 @@ from torch.distributed import HashStore, Store
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.store import DeadlineStore
 from rankless.liveness.board import Board, LocalProcess, Notice
-from rankless.liveness.connection import SeparateConnection
 from rankless.liveness.loss import Evidence, RankLoss
 from rankless.liveness.reaction import Reaction
+from rankless.liveness.watch import SeparateConnection
 from rankless.liveness.watcher import Member, Watcher, WatchTimes
 
 

@@ -23,8 +23,7 @@ from rankless.engine.plan.file_ranges import FileRange
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.storage import exact_reader
 from rankless.storage.direct_io import SECTOR_BYTES
-from rankless.storage.exact_reader import ExactReaderFactory
-from rankless.storage.page_cache import is_cached
+from rankless.storage.exact_reader import ExactReaderFactory, is_cached
 
 
 def noise(size: int) -> bytes:

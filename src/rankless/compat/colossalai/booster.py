@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from rankless.compat.colossalai.file_layouts import file_variant, model_folder, optimizer_file, optimizer_folder
-from rankless.compat.colossalai.unwrap import plain_model, plain_optimizer
 from rankless.components import api
 from rankless.components.component_view import ComponentView
 from rankless.components.content import ComponentContent
@@ -89,7 +88,7 @@ class Booster:
         elif self.device is not None:
             model.to(self.device)
         if boosted[1] is not None:
-            self._model_of[plain_optimizer(boosted[1])] = weakref.ref(boosted[0])
+            self._model_of[_plain_optimizer(boosted[1])] = weakref.ref(boosted[0])
         return boosted
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
@@ -134,7 +133,7 @@ class Booster:
             raise InvalidArgumentError(
                 f"with use_safetensors the path of a file must end in .safetensors; got {path.name!r}"
             )
-        plain = plain_model(model)
+        plain = _plain_model(model)
         if shard:
             limit = shard_bytes(size_per_shard)
             layout = partial(
@@ -158,7 +157,7 @@ class Booster:
     ) -> RestoreResult:
         """Load a model: see :func:`rankless.load_model`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads
-        plain = plain_model(model)
+        plain = _plain_model(model)
         path = _choose_path(api.wait_for_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin"))
         return api.load_component(TrainingObjects(plain), path, ComponentView("model"), (None, _TIMEOUT), strict=strict)
 
@@ -177,7 +176,7 @@ class Booster:
     ) -> SaveHandle[Path]:
         """Save an optimizer by parameter number, as a file of ``torch.save`` or a folder of such files."""
         del gather_dtensor
-        path, plain = local_path(checkpoint), plain_optimizer(optimizer)
+        path, plain = local_path(checkpoint), _plain_optimizer(optimizer)
         if not shard and path.suffix == ".safetensors":
             raise InvalidArgumentError(
                 "an optimizer is saved by torch.save: use another ending than .safetensors, for which "
@@ -204,7 +203,7 @@ class Booster:
     ) -> RestoreResult:
         """Load an optimizer: see :func:`rankless.load_optimizer`. ``prefix`` chooses a variant."""
         del low_cpu_mem_mode, num_threads, size_per_shard
-        plain = plain_optimizer(optimizer)
+        plain = _plain_optimizer(optimizer)
         path = _choose_path(api.wait_for_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors"))
         training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain))
         return api.load_component(training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True)
@@ -221,7 +220,7 @@ class Booster:
         """Return the model that an optimizer was boosted with, if it still exists."""
         model_ref = self._model_of.get(optimizer)
         model = None if model_ref is None else model_ref()
-        return None if model is None else plain_model(model)
+        return None if model is None else _plain_model(model)
 
 
 def _save_component(
@@ -252,3 +251,26 @@ def _choose_path(path: Path, prefix: str | None, stems: tuple[str, ...]) -> Path
         if is_file(index):
             return index
     raise NoCheckpointError(f"{path} has no index with the prefix {prefix!r}")
+
+
+def _plain_model(model: Any) -> Any:
+    """Return the model inside a plugin's wrappers, by their own ``unwrap`` method."""
+    while callable(getattr(model, "unwrap", None)):
+        model = model.unwrap()
+    return model
+
+
+def _plain_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a plugin's wrapper.
+
+    Raises ``InvalidArgumentError`` for a wrapper that keeps optimizer states itself.
+    """
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if type(optimizer).__name__ != "OptimizerWrapper":
+        raise InvalidArgumentError(
+            f"{type(optimizer).__name__} keeps optimizer states in shards that only its plugin can read: "
+            "use torch's FSDP or ZeroRedundancyOptimizer instead"
+        )
+    return inner

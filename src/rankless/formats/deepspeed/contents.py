@@ -12,16 +12,23 @@ from rankless.formats.deepspeed.affine_map import UNIVERSAL_INFO, parse_shard_ma
 from rankless.formats.deepspeed.file_access import FileAccess
 from rankless.formats.deepspeed.file_names import OFFLOADED, UNIVERSAL, list_tag_files
 from rankless.formats.deepspeed.joined_optimizer import JoinedOptimizer
+from rankless.formats.deepspeed.model_file import ModelFile
 from rankless.formats.deepspeed.numbered_optimizers import name_stages
+from rankless.formats.deepspeed.pickled_classes import plain_attributes
 from rankless.formats.deepspeed.pipeline import Layers, find_shared_names, name_layers, read_layers
 from rankless.formats.deepspeed.proof import Evidence
 from rankless.formats.deepspeed.stages import StageFiles, join_stage_optimizer, read_stage
 from rankless.formats.deepspeed.tensor_parallel import RankJoiner
 from rankless.formats.deepspeed.universal import read_universal
-from rankless.formats.deepspeed.values import scheduler_of, user_content_of
 from rankless.formats.deepspeed.whole_model import WholeModel, join_divided_model, join_model
 from rankless.formats.deepspeed.without_zero import is_wrapped, name_wrapped
 from rankless.storage.store import store_of
+
+#: The key of the scheduler in the files, and the state of DeepSpeed's own schedulers, which torch's cannot load.
+_SCHEDULER, _COUNTER = "lr_scheduler", frozenset({"last_batch_iteration"})
+
+#: The key of the list of schedulers that Lightning puts into the client state.
+_LIGHTNING_SCHEDULERS = "lr_schedulers"
 
 #: The key of the number of tensor-parallel ranks.
 MODEL_PARALLEL = "mp_world_size"
@@ -88,7 +95,7 @@ class _FolderReader:
         model = self._join_model(stages[0], self._name_shared(stages, module))
         evidence = Evidence(replicas=self._optimizer.replicas)
         evidence.add_masters(self._optimizer.masters, model.copies)
-        content = user_content_of(stages[0].first, self._optimizer.values)
+        content = _user_content_of(stages[0].first, self._optimizer.values)
         if len(stages) > 1:
             content.pop(UNIVERSAL_INFO, None)  # it describes the parts of ranks
         others = [path for stage in stages for path in stage.others]
@@ -218,7 +225,7 @@ class _FolderReader:
             components["optimizer"] = {"state": states, "param_groups": self._optimizer.groups}
         elif self._numbered:
             components["optimizer"] = self._name_numbered(stages)
-        scheduler = scheduler_of(stages[0].first)
+        scheduler = _scheduler_of(stages[0].first)
         if scheduler:
             components["scheduler"] = scheduler
         return components
@@ -230,3 +237,27 @@ class _FolderReader:
         buffers = {name for stage in stages for name in stage.first.buffers}
         joined = name_stages(self._numbered, self._layers, buffers, str(self._files.folder))
         return {"state": joined.states, "param_groups": joined.groups}
+
+
+def _scheduler_of(file: ModelFile) -> Any:
+    """Return the state of the scheduler, or ``None`` if there is none, or if it is one of DeepSpeed's own."""
+    if file.scheduler is None:
+        return file.values.get(_LIGHTNING_SCHEDULERS) or None
+    return None if _is_counter(file.scheduler) else file.scheduler
+
+
+def _user_content_of(file: ModelFile, optimizer_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters of DeepSpeed, the loss scaler and the client state.
+
+    The client state has priority, as in DeepSpeed. A scheduler that is one of DeepSpeed's own is there, too.
+    """
+    values = {key: plain_attributes(value) for key, value in optimizer_values.items()}
+    if _is_counter(file.scheduler):
+        values[_SCHEDULER] = file.scheduler
+    has_lightning = file.scheduler is None and bool(file.values.get(_LIGHTNING_SCHEDULERS))
+    client = {key: value for key, value in file.values.items() if not (has_lightning and key == _LIGHTNING_SCHEDULERS)}
+    return {**values, **client}
+
+
+def _is_counter(scheduler: Any) -> bool:
+    return isinstance(scheduler, dict) and scheduler.keys() == _COUNTER

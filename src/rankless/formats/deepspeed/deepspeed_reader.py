@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, RanklessError, ReadBudgetError
 from rankless.formats.deepspeed.contents import ReadOptions, read_contents
 from rankless.formats.deepspeed.file_access import FileAccess
-from rankless.formats.deepspeed.prefixes import strip_prefixes
 from rankless.formats.deepspeed.tags import find_tag
 from rankless.formats.tree.contents import from_components
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.storage.store import store_of
+
+#: The attribute under which Lightning's strategy wraps the user's module.
+_LIGHTNING_PREFIX = "_forward_module."
 
 #: The keys that a reader of this format accepts, and their values; the first ones are the defaults.
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -44,7 +47,7 @@ class DeepSpeedReader(TreeReader):
         folder, access = find_tag(path), FileAccess(path)
         try:
             read = read_contents(folder, access, options)
-            components = strip_prefixes(read.components)
+            components = _strip_prefixes(read.components)
             contents = from_components(components, {"user_content": read.user_content}, access.budget, str(folder))
         except ReadBudgetError as error:
             raise error if str(folder) in str(error) else ReadBudgetError(f"{folder}: {error}") from error
@@ -69,3 +72,29 @@ def _check_keys(keys: Mapping[str, str]) -> None:
             raise InvalidArgumentError(f"keys: DeepSpeed checkpoints have the keys {', '.join(_CHOICES)}; got {key!r}")
         if value not in _CHOICES[key]:
             raise InvalidArgumentError(f"keys: {key} must be one of {', '.join(_CHOICES[key])}; got {value!r}")
+
+
+def _strip_prefixes(components: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the components with names without the prefix, if all tensors of the model have it."""
+    model = components["model"]
+    if not model or not all(name.startswith(_LIGHTNING_PREFIX) for name in model):
+        return dict(components)
+    stripped = {**components, "model": _strip_keys(model)}
+    optimizer = components.get("optimizer")
+    if isinstance(optimizer, dict):
+        stripped["optimizer"] = {
+            "state": _strip_keys(optimizer["state"]),
+            "param_groups": [
+                {**group, "params": [_strip_name(name) for name in group["params"]]}
+                for group in optimizer["param_groups"]
+            ],
+        }
+    return stripped
+
+
+def _strip_keys(table: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {_strip_name(key): value for key, value in table.items()}
+
+
+def _strip_name(name: Any) -> Any:
+    return name.removeprefix(_LIGHTNING_PREFIX) if isinstance(name, str) else name

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.deepspeed.concatenated_tensor import check_ranks, concatenate_ranks
-from rankless.formats.deepspeed.experts import number_experts
 from rankless.formats.deepspeed.joined_optimizer import JoinedOptimizer
 from rankless.formats.deepspeed.partitions import (
     PlacedParameter,
@@ -24,6 +24,9 @@ from rankless.formats.deepspeed.rank_optimizer import RankOptimizer
 from rankless.formats.stored_tensor import StoredTensor, UnreadableTensor
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.reader_pool import ReaderPool
+
+#: The number of an expert in a parameter's name.
+_EXPERT = re.compile(r"(?P<prefix>.*deepspeed_experts\.)(?P<number>\d{1,6})(?P<suffix>\..*)", re.ASCII)
 
 #: Steps for a state of a parameter.
 _STATE = 24
@@ -109,7 +112,7 @@ class _OptimizerJoiner:
             )
         sets = len(ranks) // count
         for expert_rank in range(sets):
-            yield _FlatGroup(number, number_experts(shapes, expert_rank), ranks[expert_rank::sets])
+            yield _FlatGroup(number, _number_experts(shapes, expert_rank), ranks[expert_rank::sets])
 
     def _place_parameters(self, group: _FlatGroup) -> Iterator[PlacedParameter]:
         """Yield the location of each parameter, after a check that the sizes fit."""
@@ -223,3 +226,25 @@ class _OptimizerJoiner:
             f"{group.ranks[0].path}: the state {name!r:.100} of group {group.number} is not that of the other ranks: "
             "the files are from two saves"
         )
+
+
+def _number_experts(shapes: Shapes, expert_rank: int) -> Shapes:
+    """Return the shapes of the experts of an expert-parallel rank by their names in the model.
+
+    Names in the optimizer count over the experts of one rank, names in the model over those of all ranks.
+    """
+    numbers: dict[str, set[str]] = {}
+    for match in map(_EXPERT.fullmatch, shapes):
+        if match is not None:
+            numbers.setdefault(match["prefix"], set()).add(match["number"])
+    return {_rename_expert(name, numbers, expert_rank): shape for name, shape in shapes.items()}
+
+
+def _rename_expert(name: str, numbers: Mapping[str, set[str]], expert_rank: int) -> str:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        raise FormatError(
+            f"the parameter {name!r:.100} is divided among ranks as an expert, but its name has no number of an expert"
+        )
+    number = expert_rank * len(numbers[match["prefix"]]) + int(match["number"])
+    return f"{match['prefix']}{number}{match['suffix']}"

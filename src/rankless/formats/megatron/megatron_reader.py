@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgument
 from rankless.formats.megatron import folder
 from rankless.formats.megatron.config_files import read_train_state
 from rankless.formats.megatron.content_proof import check_masters
-from rankless.formats.megatron.copies import check_copies
 from rankless.formats.megatron.fsdp_dtensor import read_fsdp_dtensor
 from rankless.formats.megatron.hf_families import choose_family
 from rankless.formats.megatron.hf_layout import plan_pieces, tied_name
@@ -21,6 +20,7 @@ from rankless.formats.megatron.saved_state import MASTER, SavedState
 from rankless.formats.megatron.torch_dist import read_torch_dist
 from rankless.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF
 from rankless.formats.stored_tensor import StoredTensor
+from rankless.formats.tensor_bytes import digest_tensor
 from rankless.formats.tensor_slices import JoinedTensor
 from rankless.formats.tree.contents import TreeContents, from_components
 from rankless.formats.tree.tree_reader import TreeReader
@@ -62,7 +62,7 @@ class MegatronReader(TreeReader):
 
     def check_files(self) -> None:
         """Check that copies on ranks are equal, and that masters which were found by content match all weights."""
-        check_copies(self._state.copies, str(self.path))
+        _check_copies(self._state.copies, str(self.path))
         check_masters(self._state.proofs, str(self.path))
 
     def describe_family(self) -> str:
@@ -164,3 +164,15 @@ def _build_optimizer(
 def _step_of(group: Mapping[str, Any], state: SavedState) -> StoredTensor | None:
     value = group.get(STEP, state.common_step)
     return None if value is None else make_step(value, str(state.path))
+
+
+def _check_copies(copies: Sequence[tuple[str, Sequence[StoredTensor]]], source: str) -> None:
+    """Raise ``CorruptCheckpointError`` naming the first tensor of which ranks have different copies."""
+    for name, tensors in copies:
+        first = digest_tensor(tensors[0])
+        if any(digest_tensor(other) != first for other in tensors[1:]):
+            raise CorruptCheckpointError(
+                f"{source}: {name!r} differs between tensor-parallel ranks, which must have equal copies: the files "
+                "are from two saves, or one is corrupt; if the ranks have drifted apart, verify=False loads the "
+                "first rank's"
+            )

@@ -6,6 +6,7 @@ to 0.19.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,10 +25,13 @@ from rankless.formats.megatron.layer_names import strip_wrappers, unstack_tensor
 from rankless.formats.megatron.param_groups import COMMON_STEP, collect_groups
 from rankless.formats.megatron.param_state import buffers_of_param_state
 from rankless.formats.megatron.rank_parts import list_parts
-from rankless.formats.megatron.reformulated import restore_shape
 from rankless.formats.megatron.saved_state import MASTER, SavedState
 from rankless.formats.stored_tensor import UnreadableTensor
+from rankless.formats.tensor_slices import Chunks, offset_slices, reshape_flat_slices, unstack_slices
 from rankless.formats.torch_file import read_tree
+from rankless.ondisk.dtypes import dtype_width
+from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.store import store_of
 
 #: The forms of optimizer states that are read.
@@ -126,7 +130,7 @@ class _StateBuilder:
             if not isinstance(tensor, ChunkedTensor):
                 continue
             shape = self._saved.original_shapes.get(key)
-            own = tensor if shape is None else restore_shape(key, tensor, shape, self._state.budget)
+            own = tensor if shape is None else _restore_shape(key, tensor, shape, self._state.budget)
             (optimizer if is_state else model)[key] = own
         return optimizer, model
 
@@ -214,3 +218,39 @@ def _list_forms(tree: Any) -> list[Any]:
         return []
     inner = [form for value in tree.values() for form in _list_forms(value)]
     return [tree[_FORM], *inner] if _FORM in tree else inner
+
+
+def _restore_shape(name: str, stored: ChunkedTensor, shape: tuple[int, ...], budget: ReadBudget) -> ChunkedTensor:
+    """Return a tensor of ``fully_sharded_model_space``, whose parts are stored flat, in its own shape.
+
+    A tensor of shape [X, Y] is stored with the shape [X / x, Y / y, x * y], where [x, y] is the shape of the part of a
+    rank. megatron-core 0.7 to 0.15 wrote it. Raises ``CorruptCheckpointError`` if the parts do not fit into ``shape``.
+    """
+    grid = stored.info.shape[:-1]
+    part = tuple(size // max(1, count) for size, count in zip(shape, grid, strict=False))
+    fits = len(grid) == len(shape) and all(size == n * count for size, n, count in zip(shape, part, grid, strict=True))
+    if not fits or stored.info.shape[-1:] != (math.prod(part),):
+        raise CorruptCheckpointError(
+            f"{name!r} is stored with the shape {list(stored.info.shape)}, which does not divide its own shape "
+            f"{list(shape)} into parts: the metadata is corrupt"
+        )
+    return ChunkedTensor(TensorInfo(stored.info.dtype, shape), _place_parts(stored.chunks, grid, part, stored, budget))
+
+
+def _place_parts(
+    chunks: Chunks, grid: tuple[int, ...], part: tuple[int, ...], stored: ChunkedTensor, budget: ReadBudget
+) -> Chunks:
+    """Return the flat chunks of all cells of the grid as boxes of the tensor."""
+    cells: dict[tuple[int, ...], Chunks] = {(): chunks}
+    for _ in grid:
+        cells = {
+            (*cell, index): inner
+            for cell, outer in cells.items()
+            for index, inner in unstack_slices(outer, budget).items()
+        }
+    width = dtype_width(stored.info.dtype)
+    placed: list[Chunks] = []
+    for cell, flat in cells.items():
+        offset = tuple(index * size for index, size in zip(cell, part, strict=True))
+        placed.append(offset_slices(reshape_flat_slices(flat, part, width), offset))
+    return tuple(chunk for of_cell in placed for chunk in of_cell)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from rankless.compat.nxd.convert import torch_files
 from rankless.compat.nxd.convert.options import NxdOptions
 from rankless.compat.nxd.convert.parameters import ShardedParameters
 from rankless.compat.nxd.convert.states import ShardedOptimizerStates
-from rankless.compat.nxd.convert.values import decode_values
 from rankless.compat.nxd.format.file_names import MODEL, OPTIM, VALUES, RankCoordinates
 from rankless.compat.nxd.format.nxd_reader import COPIES, NxdReader
 from rankless.compat.nxd.format.rank_file_writer import PlannedFile, plan_rank_files
@@ -23,12 +25,16 @@ from rankless.conversion.torch_names_hash import names_hash
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.engine.integrity.verify import ChecksumVerifier
 from rankless.engine.io.read import read_file_ranges
+from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.sources import Source
-from rankless.engine.io.tensor_bytes import NullSink
+from rankless.engine.io.tensor_bytes import NullSink, TensorBytes
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.errors import InvalidArgumentError
 from rankless.formats.registry import LAYOUT
+from rankless.ondisk import values
 from rankless.ondisk.validation import split_state_key
+from rankless.state.arrays import ArrayDecoder
+from rankless.state.capture import STATE
 from rankless.storage import posix
 from rankless.storage.posix import check_space
 
@@ -41,7 +47,7 @@ class NxdWriter:
     def __init__(self, source: ConversionSource, options: NxdOptions) -> None:
         """Plan the parameters. Raises ``InvalidArgumentError`` if NxD cannot store the source or the layout is bad."""
         self._source, self._options = source, options
-        self._values = decode_values(source)
+        self._values = _decode_values(source)
         self._check_components()
         self._groups: Sequence[Mapping[str, Any]] = self._values.get(_OPTIMIZER, {}).get("groups", [])
         trained = [name for group in self._groups for name in group["params"]]
@@ -134,3 +140,27 @@ class NxdWriter:
     def _plan_files(self, name: str, tree: Mapping[str, Any]) -> list[PlannedFile]:
         """Plan the files of one rank."""
         return plan_rank_files(name, tree, names_hash, xser=self._options.xser)
+
+
+def _decode_values(source: ConversionSource) -> dict[str, Any]:
+    """Decode the values of a source, and read the tensors in them."""
+    infos = {name: info for (group, name), info in source.tensor_infos.items() if group == STATE}
+    arrays = ArrayDecoder(infos)
+    decoded = values.decode_value(dict(source.carried.shared), arrays, "the values")
+    for name, tensor in arrays.tensors.items():
+        _read_tensor(source, name, tensor)
+    return dict(decoded)
+
+
+def _read_tensor(source: ConversionSource, name: str, tensor: torch.Tensor) -> None:
+    """Read a tensor of the values into memory."""
+    if name in source.carried.arrays:
+        tensor.copy_(source.carried.arrays[name])
+        return
+    buffer = np.empty(tensor.nbytes, np.uint8)
+    extents = source.reader.find_extents(*source.selected.sources[STATE, name], 0, tensor.nbytes)
+    with SourceReader([extent.file for extent in extents]) as reader:
+        for index, extent in enumerate(extents):
+            reader.read(index, extent.offset, buffer[extent.start : extent.stop].data)
+    if tensor.nbytes:
+        TensorBytes(tensor).write(0, buffer)
