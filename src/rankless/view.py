@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import Source
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, check_read, detect_replacement
@@ -41,14 +42,6 @@ _VALUE_GROUPS = frozenset({"state", "ranks"})
 
 #: How similar a name must be to a mistyped one to be suggested, of 1.
 _SIMILARITY = 0.8
-
-
-class _ByteRange(NamedTuple):
-    """Bytes ``[start, stop)`` of the stored tensor with this number."""
-
-    tensor: int
-    start: int
-    stop: int
 
 
 class Checkpoint:
@@ -163,7 +156,7 @@ class Checkpoint:
             min(info.nbytes, -(-stop * size // BLOCK_BYTES) * BLOCK_BYTES),
         )
         blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype], device="cpu")
-        self._read_ranges({_ByteRange(self._tensor_number(name), first, first + blocks.nbytes): blocks})
+        self._read_ranges({TensorRange(self._tensor_number(name), first, first + blocks.nbytes): blocks})
         elements = blocks[start - first // size : stop - first // size]
         return elements if elements.numel() == blocks.numel() else elements.clone()
 
@@ -181,7 +174,7 @@ class Checkpoint:
         """
         info = self.info(name)
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
-        self._read_ranges({_ByteRange(self._tensor_number(name), 0, info.nbytes): tensor})
+        self._read_ranges({TensorRange(self._tensor_number(name), 0, info.nbytes): tensor})
         return tensor
 
     def __repr__(self) -> str:
@@ -212,7 +205,7 @@ class Checkpoint:
         check_read(self._reader, lambda note: note.is_value)
         values, tensors = self._decode_values()
         by_number = {self._number[f"state/{name}"]: tensor for name, tensor in tensors.items()}
-        self._read_ranges({_ByteRange(number, 0, tensor.nbytes): tensor for number, tensor in by_number.items()})
+        self._read_ranges({TensorRange(number, 0, tensor.nbytes): tensor for number, tensor in by_number.items()})
         return values
 
     def _decode_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -269,7 +262,7 @@ class Checkpoint:
         group, name = self._stored[number]
         return self._reader.groups[group][name]
 
-    def _read_ranges(self, destinations: Mapping[_ByteRange, torch.Tensor]) -> None:
+    def _read_ranges(self, destinations: Mapping[TensorRange, torch.Tensor]) -> None:
         """Read and verify ranges of stored tensors, in whole blocks, each into a tensor of the range's size."""
         files: dict[Source, int] = {}
         file_ranges = [
@@ -279,7 +272,7 @@ class Checkpoint:
         with detect_replacement(self._reader):
             self._verifier.verify_local(read_file_ranges(list(files), file_ranges, sinks.__getitem__))
 
-    def _find_file_ranges(self, byte_range: _ByteRange, files: dict[Source, int]) -> Iterator[FileRange]:
+    def _find_file_ranges(self, byte_range: TensorRange, files: dict[Source, int]) -> Iterator[FileRange]:
         tensor, start, stop = byte_range
         for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
             file = files.setdefault(extent.file, len(files))

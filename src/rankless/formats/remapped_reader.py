@@ -16,7 +16,7 @@ from rankless.ondisk.files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 
 
-class TensorRange(NamedTuple):
+class NamedRange(NamedTuple):
     """Bytes ``[start, stop)`` of the stored tensor ``name``."""
 
     name: str
@@ -28,7 +28,7 @@ class TensorMapping(msgspec.Struct, frozen=True, dict=True):
     """A tensor that consists of ranges of stored tensors of its group, one after another."""
 
     info: TensorInfo
-    ranges: Sequence[TensorRange]
+    ranges: Sequence[NamedRange]
 
     @property
     def names(self) -> Sequence[str]:
@@ -40,7 +40,7 @@ class TensorMapping(msgspec.Struct, frozen=True, dict=True):
     def _ends(self) -> list[int]:
         return list(itertools.accumulate(part.stop - part.start for part in self.ranges))
 
-    def find_ranges(self, start: int, stop: int) -> Iterator[tuple[int, TensorRange]]:
+    def find_ranges(self, start: int, stop: int) -> Iterator[tuple[int, NamedRange]]:
         """Yield the stored ranges of bytes ``[start, stop)`` of the tensor, each with its first byte in the tensor."""
         for i in range(bisect_right(self._ends, start), len(self.ranges)):
             name, first, last = self.ranges[i]
@@ -48,7 +48,7 @@ class TensorMapping(msgspec.Struct, frozen=True, dict=True):
             if begin >= stop:
                 return
             low, high = max(start, begin), min(stop, self._ends[i])
-            yield low, TensorRange(name, first + low - begin, first + high - begin)
+            yield low, NamedRange(name, first + low - begin, first + high - begin)
 
 
 #: Tensors by group and name.
@@ -141,7 +141,7 @@ def find_mappings(reader: Reader, keys: Iterable[tuple[str, str]]) -> dict[tuple
         return {key: mapping for key, mapping in mappings.items() if mapping is not None}
     groups = reader.groups
     infos = ((key, groups.get(key[0], {}).get(key[1])) for key in keys)
-    return {key: TensorMapping(info, (TensorRange(key[1], 0, info.nbytes),)) for key, info in infos if info is not None}
+    return {key: TensorMapping(info, (NamedRange(key[1], 0, info.nbytes),)) for key, info in infos if info is not None}
 
 
 def identity_mapping(names: Mapping[str, TensorInfo]) -> dict[str, TensorMapping]:
@@ -149,6 +149,6 @@ def identity_mapping(names: Mapping[str, TensorInfo]) -> dict[str, TensorMapping
     return {name: TensorMapping(info, (full_range(name, info),)) for name, info in names.items()}
 
 
-def full_range(name: str, info: TensorInfo) -> TensorRange:
+def full_range(name: str, info: TensorInfo) -> NamedRange:
     """Return the range of all bytes of a stored tensor."""
-    return TensorRange(name, 0, info.nbytes)
+    return NamedRange(name, 0, info.nbytes)

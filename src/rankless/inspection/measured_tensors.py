@@ -8,10 +8,11 @@ from functools import partial
 from itertools import accumulate, islice
 from queue import SimpleQueue
 
+from rankless.engine.plan.ranges import TensorRange
 from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
-from rankless.inspection.tensor_slices import TensorSegment, TensorSide, split_segments
+from rankless.inspection.tensor_slices import TensorSide, split_segments
 from rankless.inspection.tensor_statistics import TensorStatistics
 from rankless.process.worker_threads import THREADS, run_in_threads
 
@@ -19,7 +20,7 @@ from rankless.process.worker_threads import THREADS, run_in_threads
 _SLICES = 32
 
 #: A slice, and the elements in it.
-_ReadSlice = tuple[Sequence[TensorSegment], Bits]
+_ReadSlice = tuple[Sequence[TensorRange], Bits]
 
 
 def measure_tensors(
@@ -60,17 +61,17 @@ class _Measurement:
         self._side.verify_partial_blocks()
         return [total.summarize() for total in self._totals]
 
-    def _read_slices(self, batch: Sequence[Sequence[TensorSegment]]) -> list[PartialStatistics]:
+    def _read_slices(self, batch: Sequence[Sequence[TensorRange]]) -> list[PartialStatistics]:
         self._read = list(zip(batch, self._side.read_slices(batch), strict=True))
         return []
 
     def _measure_slice(self, read: _ReadSlice) -> list[PartialStatistics]:
         segments, bits = read
         dtype = self._side.infos[segments[0].tensor].dtype
-        starts = accumulate((segment.n_elements for segment in segments), initial=0)
+        starts = accumulate((segment.size for segment in segments), initial=0)
         scratch = self._scratch.get()
         parts = [
-            measure_part(bits[start : start + segment.n_elements], dtype, scratch)
+            measure_part(bits[start : start + segment.size], dtype, scratch)
             for segment, start in zip(segments, starts, strict=False)
         ]
         self._scratch.put(scratch)

@@ -9,11 +9,12 @@ from itertools import chain, islice
 
 import numpy as np
 
+from rankless.engine.plan.ranges import TensorRange
 from rankless.inspection.distances import ChangeMetrics, measure_change
 from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.tensor_pairs import TensorPair
-from rankless.inspection.tensor_slices import TensorSegment, TensorSide, split_segments
+from rankless.inspection.tensor_slices import TensorSide, split_segments
 from rankless.process.worker_threads import run_in_threads
 
 #: The number of slices per read.
@@ -60,14 +61,14 @@ def compare_tensors(
 
 
 def _compare_segment(
-    segments: Sequence[TensorSegment], bits: tuple[Bits, Bits], dtypes: tuple[str, str]
+    segments: Sequence[TensorRange], bits: tuple[Bits, Bits], dtypes: tuple[str, str]
 ) -> ChangeMetrics:
-    starts = np.cumsum([0, *(segment.n_elements for segment in segments[:-1])])
+    starts = np.cumsum([0, *(segment.size for segment in segments[:-1])])
     return measure_change(*bits, dtypes, starts)
 
 
 def _add_difference(
-    totals: Sequence[TensorDifference], segments: Sequence[TensorSegment], metrics: ChangeMetrics
+    totals: Sequence[TensorDifference], segments: Sequence[TensorRange], metrics: ChangeMetrics
 ) -> None:
     for segment, differing, absolute, relative in zip(segments, *(column.tolist() for column in metrics), strict=True):
         total = totals[segment.tensor]

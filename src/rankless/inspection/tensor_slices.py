@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from rankless.engine.io.requests import Fragments
 from rankless.engine.io.sources import InMemorySource, Source
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.reader import FileExtent
 from rankless.inspection.element_values import Bits
@@ -31,34 +31,21 @@ SLICE = 2**19
 _ALIGNMENT = 16
 
 
-class TensorSegment(NamedTuple):
-    """Elements ``[start, stop)`` of the tensor of a number."""
-
-    tensor: int
-    start: int
-    stop: int
-
-    @property
-    def n_elements(self) -> int:
-        """The number of elements."""
-        return self.stop - self.start
-
-
-def split_segments(elements: Sequence[int], dtypes: Sequence[tuple[str, ...]]) -> Iterator[list[TensorSegment]]:
+def split_segments(elements: Sequence[int], dtypes: Sequence[tuple[str, ...]]) -> Iterator[list[TensorRange]]:
     """Split tensors into slices of at most ``SLICE`` elements of equal dtypes, in the order of rankless's files.
 
     A segment begins at a multiple of ``SLICE`` elements of its tensor. ``dtypes`` has those of all sides.
     """
-    segments: list[TensorSegment] = []
+    segments: list[TensorRange] = []
     filled = 0
     for tensor in sorted(range(len(elements)), key=lambda number: -dtype_width(dtypes[number][0])):
         for start in range(0, elements[tensor], SLICE):
-            segment = TensorSegment(tensor, start, min(elements[tensor], start + SLICE))
-            if segments and (filled + segment.n_elements > SLICE or dtypes[segments[-1].tensor] != dtypes[tensor]):
+            segment = TensorRange(tensor, start, min(elements[tensor], start + SLICE))
+            if segments and (filled + segment.size > SLICE or dtypes[segments[-1].tensor] != dtypes[tensor]):
                 yield segments
                 segments, filled = [], 0
             segments.append(segment)
-            filled += segment.n_elements
+            filled += segment.size
     if segments:
         yield segments
 
@@ -73,12 +60,11 @@ class TensorSide:
         self._checks = ChecksumVerifier(target.reader, [key if isinstance(key, tuple) else ("", "") for key in keys])
         self._partial: Fragments = {}
 
-    def read_slices(self, batch: Sequence[Sequence[TensorSegment]]) -> list[Bits]:
+    def read_slices(self, batch: Sequence[Sequence[TensorRange]]) -> list[Bits]:
         """Read the elements of each slice, as integers of their width. Blocks that were read whole are verified."""
         widths = [dtype_width(self.infos[segments[0].tensor].dtype) for segments in batch]
         sizes = [
-            sum(segment.n_elements for segment in segments) * width
-            for segments, width in zip(batch, widths, strict=True)
+            sum(segment.size for segment in segments) * width for segments, width in zip(batch, widths, strict=True)
         ]
         offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
         buffer = aligned_buffer(offsets[-1])
@@ -92,7 +78,7 @@ class TensorSide:
         slices = zip(offsets, sizes, widths, strict=False)
         return [buffer[at : at + size].view(f"u{width}") for at, size, width in slices]
 
-    def _file_ranges(self, segments: Sequence[TensorSegment], at: int, files: dict[Source, int]) -> Iterator[FileRange]:
+    def _file_ranges(self, segments: Sequence[TensorRange], at: int, files: dict[Source, int]) -> Iterator[FileRange]:
         for tensor, start, stop in segments:
             width = dtype_width(self.infos[tensor].dtype)
             for extent in self._find_extents(tensor, start * width, stop * width):

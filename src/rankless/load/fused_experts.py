@@ -13,7 +13,7 @@ from rankless.engine.plan.split_tensors import SplitLayout, Splits, split_ranges
 from rankless.errors import OptimizerMismatchError, StateError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
-from rankless.formats.remapped_reader import RemappedReader, TensorMapping, TensorRange, full_range, identity_mapping
+from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, full_range, identity_mapping
 from rankless.ondisk.files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model import traversal as models
@@ -139,7 +139,7 @@ def _join_splits(shape: tuple[int, ...], splits: Splits, infos: _Infos) -> Tenso
     return TensorMapping(
         info,
         [
-            TensorRange(name, at, at + elements.stop - elements.start)
+            NamedRange(name, at, at + elements.stop - elements.start)
             for elements, name, at in sorted(split_ranges(info, splits))
         ],
     )
@@ -170,7 +170,7 @@ def _joined_state(ref: ParamRef, state: str, infos: _Infos, crcs: _Crcs) -> Tens
     if all(size == 1 for size in first.shape) and all(info == first for info in others):
         is_shared = len({tuple(crcs(key) or ()) for key in names}) == 1
         return (
-            TensorMapping(first, [TensorRange(key, 0, 0 if i else first.nbytes) for i, key in enumerate(names)])
+            TensorMapping(first, [NamedRange(key, 0, 0 if i else first.nbytes) for i, key in enumerate(names)])
             if is_shared
             else None
         )

@@ -12,6 +12,7 @@ from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import ChunkedSource, Source
 from rankless.engine.io.tensor_bytes import NullSink
 from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.formats.file_checksums import FileChecksums, find_file_checksums
 from rankless.formats.native import NativeReader, is_native
@@ -33,14 +34,6 @@ class VerificationResult(NamedTuple):
     nbytes: int
     problem: str | None
     checked: bool = True
-
-
-class _VerifyRange(NamedTuple):
-    """Bytes ``[start, stop)`` of the stored tensor with this number."""
-
-    tensor: int
-    start: int
-    stop: int
 
 
 class CheckpointVerification:
@@ -70,7 +63,7 @@ class CheckpointVerification:
         others = [*checksums.errors, *(error for error in errors if error is not None)]
         yield from (VerificationResult("", 0, str(error)) for error in others if str(error) not in reported)
 
-    def _verify_batch(self, batch: list[_VerifyRange]) -> Iterator[VerificationResult]:
+    def _verify_batch(self, batch: list[TensorRange]) -> Iterator[VerificationResult]:
         others = []
         for verify_range in batch:
             checksums = self._checksums_covering(verify_range.tensor)
@@ -93,7 +86,7 @@ class CheckpointVerification:
             return error
 
     def _compare_checksums(
-        self, verify_range: _VerifyRange, checksums: Sequence[int] | CorruptCheckpointError
+        self, verify_range: TensorRange, checksums: Sequence[int] | CorruptCheckpointError
     ) -> VerificationResult:
         group, tensor_name = self._stored[verify_range.tensor]
         name, nbytes = f"{group}/{tensor_name}", verify_range.stop - verify_range.start
@@ -109,7 +102,7 @@ class CheckpointVerification:
         errors = find_corrupt_ranges([self._file_checksums.sums[number] for number in new])
         self._checked_ranges |= {number: errors.get(index) for index, number in enumerate(new)}
 
-    def _read_batch(self, batch: list[_VerifyRange]) -> Iterator[VerificationResult]:
+    def _read_batch(self, batch: list[TensorRange]) -> Iterator[VerificationResult]:
         files: dict[Source, int] = {}
         try:
             file_ranges = [
@@ -127,14 +120,14 @@ class CheckpointVerification:
             checked = self._reader.block_crcs(*self._stored[number]) is not None
             yield VerificationResult("/".join(self._stored[number]), stop - start, problems.get(number), checked)
 
-    def _split_into_batches(self) -> Iterator[list[_VerifyRange]]:
+    def _split_into_batches(self) -> Iterator[list[TensorRange]]:
         """Yield all tensors in the order of their files, in batches of about ``_BATCH_BYTES`` that end at blocks."""
-        batch: list[_VerifyRange] = []
+        batch: list[TensorRange] = []
         filled = 0
         for number in sorted(range(len(self._stored)), key=self._file_position):
             nbytes = self._tensor_nbytes(number)
             for start in range(0, max(1, nbytes), _BATCH_BYTES):
-                batch.append(_VerifyRange(number, start, min(nbytes, start + _BATCH_BYTES)))
+                batch.append(TensorRange(number, start, min(nbytes, start + _BATCH_BYTES)))
                 filled += batch[-1].stop - start
                 if filled >= _BATCH_BYTES or len(batch) == _MAX_BATCH:
                     yield batch
@@ -153,7 +146,7 @@ class CheckpointVerification:
         path = self._reader.path
         return (first.file, first.offset) if first is not None and isinstance(first.file, Path) else (path, 0)
 
-    def _find_file_ranges(self, verify_range: _VerifyRange, files: dict[Source, int]) -> Iterator[FileRange]:
+    def _find_file_ranges(self, verify_range: TensorRange, files: dict[Source, int]) -> Iterator[FileRange]:
         tensor, start, stop = verify_range
         for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
             file = files.setdefault(extent.file, len(files))

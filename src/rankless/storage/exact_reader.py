@@ -25,7 +25,7 @@ from rankless.storage.posix import wrap_os_errors
 _CACHESTAT = 451
 
 
-class _Range(ctypes.Structure):
+class _FileBytes(ctypes.Structure):
     _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
 
 
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None)
 def is_cached(fd: int, offset: int, size: int) -> bool:
     """Return whether most of a range is in the page cache; ``True`` if the system cannot report it."""
     pages = _Pages()
-    status: int = _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, size)), ctypes.byref(pages), 0)
+    status: int = _libc.syscall(_CACHESTAT, fd, ctypes.byref(_FileBytes(offset, size)), ctypes.byref(pages), 0)
     return bool(status) or int(pages.cached) * mmap.PAGESIZE * 2 > size
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rankless.engine.integrity import sampling
 from rankless.engine.integrity.replicas import crc_of_ranges
-from rankless.engine.integrity.sampling import BUDGET, SAMPLE, SampledRange, sample_everything, sample_some
+from rankless.engine.integrity.sampling import BUDGET, SAMPLE, sample_everything, sample_some
 from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.ranges import TensorRange
 from rankless.engine.plan.save_plan import ReplicatedShard
 from rankless.ondisk.block_crcs import crc64
 
@@ -25,7 +26,7 @@ def of(sizes: list[int]) -> list[ReplicatedShard]:
     return [ReplicatedShard(number, 16 * size) for number, size in enumerate(sizes)]
 
 
-def bytes_in(ranges: list[SampledRange]) -> Counter[tuple[int, int]]:
+def bytes_in(ranges: list[TensorRange]) -> Counter[tuple[int, int]]:
     """How often each 16 bytes of each tensor are in the ranges."""
     return Counter((item.tensor, at) for item in ranges for at in range(item.start, item.stop, 16))
 
@@ -71,8 +72,8 @@ def test_ranges_are_hashed_alike_whatever_their_strides() -> None:
     values = [torch.randn(64, 48) for _ in range(5)]
     ranges = [
         *sample_everything([ReplicatedShard(n, 64 * 48 * 4) for n in range(5)]),
-        SampledRange(2, 4096, 4160),
-        SampledRange(0, 16, 48),
+        TensorRange(2, 4096, 4160),
+        TensorRange(0, 16, 48),
     ]
     oracle = crc64(np.concatenate([values[n].numpy().view(np.uint8).ravel()[a:b] for n, a, b in ranges]))
     strided = [value.t().contiguous().t() for value in values]

@@ -9,12 +9,13 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from rankless.engine.integrity.sampling import SampledRange, sample_everything, sample_some
+from rankless.engine.integrity.sampling import sample_everything, sample_some
 from rankless.engine.io.device_streams import CopyStream, find_copy_streams
 from rankless.engine.io.device_windows import ShardRange, copy_into_windows
 from rankless.engine.io.requests import ShardOf
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import CHUNK
+from rankless.engine.plan.ranges import TensorRange
 from rankless.engine.plan.save_plan import ReplicatedShard
 from rankless.engine.plan.spec import digest_bytes
 from rankless.ondisk.block_crcs import combine_crcs, crc64
@@ -123,7 +124,7 @@ def _digest_shards(replicas: Sequence[ReplicatedShard], shard_of: ShardOf, save:
 
 
 def _hash_on_devices(
-    streams: Sequence[CopyStream], batches: Sequence[Sequence[SampledRange]], shard_of: ShardOf
+    streams: Sequence[CopyStream], batches: Sequence[Sequence[TensorRange]], shard_of: ShardOf
 ) -> list[int]:
     """Return the CRC of each batch. The devices copy the next ranges while this thread hashes.
 
@@ -141,9 +142,9 @@ def _hash_on_devices(
     return crcs
 
 
-def _batch_ranges(ranges: Iterable[SampledRange], nbytes: int = _BATCH_BYTES) -> Iterator[list[SampledRange]]:
+def _batch_ranges(ranges: Iterable[TensorRange], nbytes: int = _BATCH_BYTES) -> Iterator[list[TensorRange]]:
     """Group ranges, in order, into batches of at least ``nbytes``: by default what one thread hashes at a time."""
-    batch, size = list[SampledRange](), 0
+    batch, size = list[TensorRange](), 0
     for sampled_range in ranges:
         batch.append(sampled_range)
         size += sampled_range.stop - sampled_range.start
@@ -154,7 +155,7 @@ def _batch_ranges(ranges: Iterable[SampledRange], nbytes: int = _BATCH_BYTES) ->
         yield batch
 
 
-def crc_of_ranges(ranges: Iterable[SampledRange], shard_of: ShardOf) -> int:
+def crc_of_ranges(ranges: Iterable[TensorRange], shard_of: ShardOf) -> int:
     """Return the CRC of concatenated ranges."""
     crc = 0
     for tensor, start, stop in ranges:

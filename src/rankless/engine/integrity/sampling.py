@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from rankless.engine.plan.file_ranges import CHUNK
+from rankless.engine.plan.ranges import TensorRange
 from rankless.engine.plan.save_plan import ReplicatedShard
 
 #: Bytes of every tensor that are compared at each save. Most causes of diverging replicas change whole tensors.
@@ -28,24 +28,16 @@ _ALIGNMENT = 16
 _BY_SAVE, _BY_TENSOR = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909
 
 
-class SampledRange(NamedTuple):
-    """Bytes ``[start, stop)``, at most a chunk, of this rank's shard of a tensor."""
-
-    tensor: int
-    start: int
-    stop: int
-
-
-def sample_everything(replicas: Sequence[ReplicatedShard]) -> Iterator[SampledRange]:
-    """Yield ranges of all bytes."""
+def sample_everything(replicas: Sequence[ReplicatedShard]) -> Iterator[TensorRange]:
+    """Yield ranges of all bytes of the shards, each of at most a chunk."""
     for tensor, nbytes in ((replica.tensor, replica.nbytes) for replica in replicas):
         if nbytes <= CHUNK:  # avoids a generator for each of many tensors
-            yield SampledRange(tensor, 0, nbytes)
+            yield TensorRange(tensor, 0, nbytes)
         else:
             yield from _split_into_chunks(tensor, 0, nbytes)
 
 
-def sample_some(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[SampledRange]:
+def sample_some(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[TensorRange]:
     """Yield a sample of each tensor, and a window of :data:`BUDGET` bytes.
 
     The positions depend on the number of the ``save``.
@@ -59,7 +51,7 @@ def sample_some(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[Samp
     yield from _sample_window(replicas, first, first + BUDGET)
 
 
-def _sample_each(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[SampledRange]:
+def _sample_each(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[TensorRange]:
     """Return one sample of each tensor. They are computed together, as there may be many tensors."""
     sizes = np.array([replica.nbytes for replica in replicas], np.int64)
     steps = np.arange(len(replicas), dtype=np.uint64) * np.uint64(_BY_TENSOR) + np.uint64(save * _BY_SAVE % 2**64)
@@ -67,10 +59,10 @@ def _sample_each(replicas: Sequence[ReplicatedShard], save: int) -> Iterator[Sam
     starts = ((steps >> np.uint64(32)) * sample_counts >> np.uint64(32)).astype(np.int64) * SAMPLE
     stops = np.minimum(starts + SAMPLE, sizes)
     tensors = [replica.tensor for replica in replicas]
-    return map(SampledRange, tensors, starts.tolist(), stops.tolist())
+    return map(TensorRange, tensors, starts.tolist(), stops.tolist())
 
 
-def _sample_window(replicas: Sequence[ReplicatedShard], first: int, last: int) -> Iterator[SampledRange]:
+def _sample_window(replicas: Sequence[ReplicatedShard], first: int, last: int) -> Iterator[TensorRange]:
     """Yield the ranges of bytes ``[first, last)`` of all replicas one after another."""
     ends = list(itertools.accumulate(replica.nbytes for replica in replicas))
     for number in range(bisect_right(ends, first), len(replicas)):
@@ -88,5 +80,5 @@ def _align_down(offset: int, replica: ReplicatedShard) -> int:
     return replica.nbytes if offset >= replica.nbytes else max(0, offset) // _ALIGNMENT * _ALIGNMENT
 
 
-def _split_into_chunks(tensor: int, start: int, stop: int) -> Iterator[SampledRange]:
-    return (SampledRange(tensor, low, min(stop, low + CHUNK)) for low in range(start, stop, CHUNK))
+def _split_into_chunks(tensor: int, start: int, stop: int) -> Iterator[TensorRange]:
+    return (TensorRange(tensor, low, min(stop, low + CHUNK)) for low in range(start, stop, CHUNK))

@@ -14,6 +14,19 @@ class ElementRange(NamedTuple):
     stop: int
 
 
+class TensorRange(NamedTuple):
+    """Elements or bytes ``[start, stop)`` of the tensor with number ``tensor``."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements or bytes."""
+        return self.stop - self.start
+
+
 class IndexBox(NamedTuple):
     """A rectangular part of a tensor: its first index and its extent in each dimension."""
 
