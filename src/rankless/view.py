@@ -14,11 +14,10 @@ from rankless.engine.integrity.verify import ChecksumVerifier
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import Source
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.native import NativeReader
-from rankless.formats.reader import Reader, check_read, detect_replacement
+from rankless.formats.reader import Reader, check_read, detect_replacement, find_file_ranges
 from rankless.load.verification import CheckpointVerification, VerificationResult
 from rankless.observe.units import format_size
 from rankless.observe.warning import warn_caller
@@ -266,17 +265,13 @@ class Checkpoint:
         """Read and verify ranges of stored tensors, in whole blocks, each into a tensor of the range's size."""
         files: dict[Source, int] = {}
         file_ranges = [
-            file_range for byte_range in destinations for file_range in self._find_file_ranges(byte_range, files)
+            file_range
+            for byte_range in destinations
+            for file_range in find_file_ranges(self._reader, self._stored[byte_range.tensor], byte_range, files)
         ]
         sinks = {byte_range.tensor: TensorBytes(tensor) for byte_range, tensor in destinations.items()}
         with detect_replacement(self._reader):
             self._verifier.verify_local(read_file_ranges(list(files), file_ranges, sinks.__getitem__))
-
-    def _find_file_ranges(self, byte_range: TensorRange, files: dict[Source, int]) -> Iterator[FileRange]:
-        tensor, start, stop = byte_range
-        for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
-            file = files.setdefault(extent.file, len(files))
-            yield FileRange(tensor, extent.start, extent.stop, extent.start - start, file, extent.offset)
 
 
 def open(  # noqa: A001 - the public name

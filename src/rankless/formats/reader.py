@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rankless.engine.io.sources import Source
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
 from rankless.ondisk.files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
@@ -112,6 +114,19 @@ class FamilyReader(Protocol):
 
     def describe_family(self) -> str:
         """Return the family, where it is known from, and which layouts the checkpoint can be read in."""
+
+
+def find_file_ranges(
+    reader: Reader, key: tuple[str, str], tensor_range: TensorRange, files: dict[Source, int]
+) -> Iterator[FileRange]:
+    """Yield the ranges of files that hold a range of the stored tensor ``key``, its group and name.
+
+    ``local`` counts from the start of the range. A file that is not in ``files`` gets the next number there.
+    """
+    number, start, stop = tensor_range
+    for extent in reader.find_extents(*key, start, stop):
+        file = files.setdefault(extent.file, len(files))
+        yield FileRange(number, extent.start, extent.stop, extent.start - start, file, extent.offset)
 
 
 def check_read(reader: Reader, is_wanted: Callable[[UnreadTensorNote], bool]) -> None:

@@ -11,12 +11,11 @@ from rankless.engine.integrity.verify import ChecksumVerifier
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import ChunkedSource, Source
 from rankless.engine.io.tensor_bytes import NullSink
-from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.formats.file_checksums import FileChecksums, find_file_checksums
 from rankless.formats.native import NativeReader, is_native
-from rankless.formats.reader import Reader
+from rankless.formats.reader import Reader, find_file_ranges
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.storage import posix
 
@@ -106,7 +105,9 @@ class CheckpointVerification:
         files: dict[Source, int] = {}
         try:
             file_ranges = [
-                file_range for verify_range in batch for file_range in self._find_file_ranges(verify_range, files)
+                file_range
+                for verify_range in batch
+                for file_range in find_file_ranges(self._reader, self._stored[verify_range.tensor], verify_range, files)
             ]
             fragments = read_file_ranges(list(files), file_ranges, lambda _: NullSink())
             problems = {tensor: str(error) for tensor, error in self._verifier.find_corrupt_blocks(fragments, {})}
@@ -145,12 +146,6 @@ class CheckpointVerification:
             return first.file.chunks[0].order_hint
         path = self._reader.path
         return (first.file, first.offset) if first is not None and isinstance(first.file, Path) else (path, 0)
-
-    def _find_file_ranges(self, verify_range: TensorRange, files: dict[Source, int]) -> Iterator[FileRange]:
-        tensor, start, stop = verify_range
-        for extent in self._reader.find_extents(*self._stored[tensor], start, stop):
-            file = files.setdefault(extent.file, len(files))
-            yield FileRange(tensor, extent.start, extent.stop, extent.start - start, file, extent.offset)
 
 
 def find_all_corruption(path: Path, error: CorruptCheckpointError) -> list[str]:

@@ -28,8 +28,9 @@ from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.sources import Source
 from rankless.engine.io.tensor_bytes import NullSink, TensorBytes
-from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import InvalidArgumentError
+from rankless.formats.reader import find_file_ranges
 from rankless.formats.registry import LAYOUT
 from rankless.ondisk import values
 from rankless.ondisk.validation import split_state_key
@@ -91,11 +92,11 @@ class NxdWriter:
             return
         files: dict[Source, int] = {}
         file_ranges = [
-            FileRange(
-                index, extent.start, extent.stop, extent.start, files.setdefault(extent.file, len(files)), extent.offset
-            )
+            file_range
             for index, key in enumerate(keys)
-            for extent in reader.find_extents(*key, 0, reader.groups[key[0]][key[1]].nbytes)
+            for file_range in find_file_ranges(
+                reader, key, TensorRange(index, 0, reader.groups[key[0]][key[1]].nbytes), files
+            )
         ]
         ChecksumVerifier(reader, keys).verify_local(read_file_ranges(list(files), file_ranges, lambda _: NullSink()))
 
