@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -244,6 +245,9 @@ def compare_losses(reference: list[Step], jobs: list[list[Step]]) -> None:
 
 def generate_text(folder: Path) -> Text:
     """Complete the start of a function with the model of a checkpoint. Nothing here uses rankless."""
+    # transformers imports torchao if it is installed, which warns that parts of it are for GPUs or other versions.
+    for logger in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     beginning = torch.tensor([list(b"def ")])

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from campaigns.objects.installing import call, fill_template, find_port, make_empty, unpack_debian_packages
+from campaigns.common.reserved_port import reserve_port
+from campaigns.objects.installing import call, fill_template, make_empty, unpack_debian_packages
 from campaigns.objects.server import S3Server, start_process, stopped_at_end, wait_for
 
 #: The id of the Ceph cluster.
@@ -25,12 +26,12 @@ def run_ceph(folder: Path, suite: str = "") -> Iterator[S3Server]:
     if not (folder / "installed").exists():
         unpack_debian_packages(folder, root, "radosgw", "ceph-mon", "ceph-osd", "coreutils", suite=suite)
         (folder / "installed").touch()
-    port = find_port()
-    _prepare_ceph_root(root, port)
-    server = S3Server(f"http://127.0.0.1:{port}", "key", "secret")
-    with _mounted_proc(root), stopped_at_end(server):
-        _start_ceph(server, root)
-        yield wait_for(server)
+    with reserve_port() as port:
+        _prepare_ceph_root(root, port)
+        server = S3Server(f"http://127.0.0.1:{port}", "key", "secret")
+        with _mounted_proc(root), stopped_at_end(server):
+            _start_ceph(server, root)
+            yield wait_for(server)
 
 
 def _prepare_ceph_root(root: Path, port: int) -> None:

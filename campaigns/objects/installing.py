@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,12 +72,6 @@ def fill_template(name: str, path: Path, **values: object) -> None:
     for key, value in values.items():
         text = text.replace(f"@{key}@", str(value))
     path.write_text(text)
-
-
-def find_port() -> int:
-    """Return a port of the loopback interface that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def make_empty(folder: Path) -> Path:

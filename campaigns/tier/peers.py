@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.common.case_runner import format_table
+from campaigns.common.reserved_port import reserve_port
 
 _RANKS, _FEWER_RANKS = 4, (3, 2)
 
@@ -86,17 +87,16 @@ def _launch_with_dlrover(arguments: Sequence[str], env: Mapping[str, str], outpu
 @contextmanager
 def _running_master(env: Mapping[str, str], output: Any) -> Iterator[str]:
     """Run DLRover's master, and return its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ("--platform=local", f"--port={port}", "--node_num=1", "--job_name=peers")
-    command = (sys.executable, "-m", "dlrover.python.master.main", *options)
-    master = subprocess.Popen(command, env=env, stdout=output, stderr=output)
-    try:
-        _wait_for_port(port, master)
-        yield f"127.0.0.1:{port}"
-    finally:
-        master.kill()
-        master.wait()
+    with reserve_port() as port:
+        options = ("--platform=local", f"--port={port}", "--node_num=1", "--job_name=peers")
+        command = (sys.executable, "-m", "dlrover.python.master.main", *options)
+        master = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        try:
+            _wait_for_port(port, master)
+            yield f"127.0.0.1:{port}"
+        finally:
+            master.kill()
+            master.wait()
 
 
 def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:

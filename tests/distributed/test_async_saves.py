@@ -23,7 +23,7 @@ from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.shard_writer import ShardWriter
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
-from tests.helpers.pool import Ranks
+from tests.helpers.pool import ROOT, Ranks
 from tests.helpers.slow_writes import slow_down_writes
 
 
@@ -169,12 +169,12 @@ def test_a_rank_that_fails_in_the_background_fails_all(ranks: Ranks, tmp_path: P
 
 
 SCRIPT = """
-import os, sys, time
-from datetime import timedelta
+import pathlib, sys, time
 import torch, torch.distributed as dist
 import rankless
+from tests.helpers.rendezvous import join_store, serve_store
 rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-store = dist.TCPStore("127.0.0.1", int(sys.argv[5]), size, rank == 0, timeout=timedelta(seconds=60))
+store = (join_store if rank else serve_store)(pathlib.Path(sys.argv[5]))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 import rankless.save.shard_writer as moving
 write = moving.write_file_ranges
@@ -188,13 +188,10 @@ if how == "destroyed":
 @pytest.mark.parametrize("how", ["destroyed", "left"])
 def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: str) -> None:
     """Rank 0, in whose process the store is, has the least to do and ends first."""
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    processes = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), "3", str(tmp_path), how, str(port)])
-        for rank in range(3)
-    ]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert torch.equal(load_file(tmp_path / "s/model/model.safetensors")["w"], torch.arange(100_000.0))
+    arguments = ["3", str(tmp_path / "run"), how, str(tmp_path / "port")]
+    processes = [subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), *arguments], cwd=ROOT) for rank in range(3)]
+    assert [process.wait(240) for process in processes] == [0, 0, 0]
+    assert torch.equal(load_file(tmp_path / "run/s/model/model.safetensors")["w"], torch.arange(100_000.0))
 
 
 def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) -> None:

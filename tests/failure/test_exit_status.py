@@ -1,6 +1,6 @@
 """Tests that the exit status of a job's processes is right, whatever they did last."""
 
-import socket
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,11 +36,12 @@ atexit.register(lambda: print(", and this is called", end=""))
 
 
 SPAWNED = """
-import sys, torch, torch.multiprocessing as mp, torch.distributed as dist
+import pathlib, sys, torch, torch.multiprocessing as mp, torch.distributed as dist
 import rankless, rankless.save.shard_writer
 from rankless.errors import StorageError
-def rank(number, path, port):
-    store = dist.TCPStore("127.0.0.1", port, 2, number == 0)
+from tests.helpers.rendezvous import join_store, serve_store
+def rank(number, path, port_file):
+    store = (join_store if number else serve_store)(pathlib.Path(port_file))
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
     rankless.save_checkpoint(path, "a", {"w": torch.ones(4)})
     rankless.load_checkpoint(path, model={"w": torch.ones(4)})
@@ -50,19 +51,17 @@ def rank(number, path, port):
         rankless.save.shard_writer.write_file_ranges = fail
     rankless.save_checkpoint(path, "b", {"w": torch.ones(4)}, async_save=True)
 if __name__ == "__main__":
-    mp.spawn(rank, (sys.argv[1], int(sys.argv[2])), nprocs=2)
+    mp.spawn(rank, (sys.argv[1], sys.argv[2]), nprocs=2)
 """
 
 
 @pytest.mark.parametrize("outcome", ["succeed", "fail"])
 def test_spawned_ranks_commit_their_last_save_or_fail(tmp_path: Path, outcome: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
-    command = [sys.executable, str(script), str(tmp_path / "run"), str(port), outcome]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, str(script), str(tmp_path / "run"), str(tmp_path / "port"), outcome]
+    about = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.run(command, env=about, capture_output=True, text=True, timeout=300, check=False)
     assert (job.returncode == 0) == (outcome == "succeed"), job.stderr
     assert (tmp_path / "run/b").is_dir() == (outcome == "succeed")
 

@@ -18,7 +18,7 @@ from rankless.engine.comm.store import DeadlineStore
 from rankless.errors import RankTimeoutError, TagExistsError
 from rankless.save.shard_writer import ShardWriter
 from rankless.storage import atomic_rename
-from tests.helpers.pool import Ranks
+from tests.helpers.pool import ROOT, Ranks
 from tests.helpers.run_directories import list_names
 
 
@@ -49,11 +49,12 @@ def test_a_store_that_does_not_answer_is_waited_for_once_and_may_come_back() -> 
 
 
 SCRIPT = """
-import os, signal, sys, time
+import os, pathlib, signal, sys
 import torch, torch.distributed as dist
 import rankless
+from tests.helpers.rendezvous import join_store, serve_store
 rank, path = int(sys.argv[1]), sys.argv[2]
-store = dist.TCPStore("127.0.0.1", int(sys.argv[3]), 2, rank == 0)
+store = (join_store if rank else serve_store)(pathlib.Path(sys.argv[3]))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 rankless.save_checkpoint(path, "a", {"w": torch.ones(4)})
 if rank == 0:
@@ -67,11 +68,11 @@ except rankless.errors.RankTimeoutError as error:
 
 
 def test_a_process_ends_though_its_store_is_stopped(tmp_path: Path) -> None:
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    arguments = [str(tmp_path), str(port)]
+    arguments = [str(tmp_path / "run"), str(tmp_path / "port")]
+    command = [sys.executable, "-c", SCRIPT]
     with (
-        subprocess.Popen([sys.executable, "-c", SCRIPT, "0", *arguments], stdout=subprocess.PIPE) as first,
-        subprocess.Popen([sys.executable, "-c", SCRIPT, "1", *arguments], stdout=subprocess.PIPE, text=True) as other,
+        subprocess.Popen([*command, "0", *arguments], cwd=ROOT, stdout=subprocess.PIPE) as first,
+        subprocess.Popen([*command, "1", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as other,
     ):
         assert first.stdout is not None
         assert first.stdout.readline()

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from campaigns.common.fork_server import CONTEXT
+from tests.helpers.rendezvous import join_store, serve_store
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Outcome:
 class WatchedRanks:
     """Processes that have announced that they are ready; see :func:`watched_ranks`."""
 
-    def __init__(self, processes: list[BaseProcess], pipes: list[Connection]) -> None:
+    def __init__(self, processes: list[BaseProcess], pipes: list[Connection], server: dist.TCPStore | None) -> None:
         self._processes, self._pipes = processes, pipes
+        self._server = server  # it must live as long as the ranks
 
     def await_ready(self) -> None:
         """Wait until each rank has called :func:`report_ready`."""
@@ -61,25 +65,24 @@ def watched_ranks(
     size: int, function: Callable[..., Any], *args: Any, hosts: str = "", store_in_rank_0: bool = False
 ) -> Iterator[WatchedRanks]:
     """Run ``function(pipe, rank, *args)`` on ranks. ``hosts`` has a letter for the host of each, by default one."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    if store_in_rank_0:
-        del server
     processes, pipes = [], []
-    for rank in range(size):
-        ours, theirs = CONTEXT.Pipe()
-        host = hosts[rank : rank + 1]
-        target = (theirs, rank, size, port, host, store_in_rank_0, function, args)
-        processes.append(CONTEXT.Process(target=_serve, args=target, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
-    try:
-        yield WatchedRanks(processes, pipes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(20)
+    with TemporaryDirectory() as folder:
+        port_file = Path(folder) / "port"
+        server = None if store_in_rank_0 else serve_store(port_file)
+        for rank in range(size):
+            ours, theirs = CONTEXT.Pipe()
+            host = hosts[rank : rank + 1]
+            target = (theirs, rank, size, port_file, host, store_in_rank_0, function, args)
+            processes.append(CONTEXT.Process(target=_serve, args=target, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            yield WatchedRanks(processes, pipes, server)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(20)
 
 
 def report_ready(pipe: Connection) -> None:
@@ -93,15 +96,14 @@ def _serve(
     pipe: Connection,
     rank: int,
     size: int,
-    port: int,
+    port_file: Path,
     host: str,
     store_in_rank_0: bool,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
-    is_master = store_in_rank_0 and rank == 0
-    store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
+    store = serve_store(port_file) if store_in_rank_0 and rank == 0 else join_store(port_file)
     with ExitStack() as stack:
         if host:
             stack.enter_context(mock.patch("rankless.liveness.watch.pid_namespace", return_value=host))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -132,10 +133,11 @@ def test_asynchronous_saves_by_a_process_of_their_own(ranks: Ranks, tmp_path: Pa
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     script = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "c")]
     root = Path(__file__).parents[3]
-    for _ in range(3):
-        done = subprocess.run([*torchrun, *script], cwd=root, capture_output=True, text=True, check=False, timeout=300)
-        if "EADDRINUSE" not in done.stderr:  # torch looks for a free port, and listens on it some seconds later
-            break
+    # The processes join torchrun's store. By default torch finds a free port, and binds it some seconds later.
+    about = os.environ | {"DCP_USE_PREFIX_STORE": "1"}
+    done = subprocess.run(
+        [*torchrun, *script], cwd=root, env=about, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     ranks(1, load, str(tmp_path / "c"), 2)
     assert names(tmp_path) == ["c"]
