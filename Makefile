@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all test-near near durations interop frameworks peers accelerator report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all test-near near durations interop frameworks peers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -66,10 +66,13 @@ peers: .peers/installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers --requirement requirements-peers.txt
 	touch $@
 
-## accelerator: the tests on the accelerator of this machine, and figures of saves and loads of 12 GB
-accelerator: .venv/installed
-	$(BIN)/python -m pytest -rs tests/simulated tests/accelerator
-	$(BIN)/python -m benchmarks.accelerator
+## accelerator: the tests on the accelerator of this machine, and figures, in 8 minutes; PYTHON has torch and needs no network
+accelerator:
+	$(PYTHON) -m campaigns.accelerator
+
+## accelerator-pack: wheels of what `make accelerator` needs where there is no network, for the Python of version TARGET
+accelerator-pack: .venv/installed
+	$(BIN)/python -m campaigns.accelerator.pack $(if $(TARGET),--python $(TARGET))
 
 ## report-browser: the pages of `rankless report` in Chromium, which the system must have; Playwright is installed into .browser (0.1 GB)
 report-browser: .browser/installed
@@ -107,7 +110,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/codespell
+	git ls-files -z | xargs -0 $(BIN)/codespell
 
 ## docs: the site, in site/; any broken link is an error
 docs: .venv/docs
@@ -201,4 +204,4 @@ histories: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-colossalai site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-colossalai .accelerator site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
