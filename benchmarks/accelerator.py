@@ -63,16 +63,18 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=12.0, help="size of parameters and states (default: 12)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="directory on the disk to measure")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no measurement after them")
     options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         print("There is no accelerator on this machine: nothing was measured.")
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.folder) as folder:
-        run = AcceleratorRun(device, Path(folder), int(options.gigabytes * 1e9), options.rounds)
+        run = AcceleratorRun(device, Path(folder), int(options.gigabytes * 1e9), options.rounds, deadline)
         for title, rows in run.measure_all():
-            print(f"\n| {title} | |\n|---|---:|")
+            print(f"\n| {title} | |\n|---|---:|", flush=True)
             for name, value in rows:
                 print(f"| {name} | {value} |", flush=True)
         run.close()
@@ -81,8 +83,8 @@ def main() -> None:
 class AcceleratorRun:
     """A training on a device, and the measurements of its saves and loads in a folder."""
 
-    def __init__(self, device: torch.device, folder: Path, nbytes: int, rounds: int) -> None:
-        self._device, self._folder, self._rounds = device, folder, rounds
+    def __init__(self, device: torch.device, folder: Path, nbytes: int, rounds: int, deadline: float) -> None:
+        self._device, self._folder, self._rounds, self._deadline = device, folder, rounds, deadline
         self._module: Any = torch.get_device_module(device)
         with device:
             self._model = states.Llama(nbytes)
@@ -101,13 +103,13 @@ class AcceleratorRun:
         """End the process that writes for ``torch_checkpointing``."""
         self._manager.close()
 
-    def measure_all(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield tables: the title, and the rows."""
+    def measure_all(self) -> Iterator[tuple[str, Iterator[Row]]]:
+        """Yield tables: the title, and the rows, which are measured when they are asked for. The longest is last."""
         name = getattr(self._module, "get_device_name", lambda: self._device.type)()
         size = f"{self._nbytes / 1e9:.1f} GB, {name}, PyTorch {torch.__version__}"
-        yield f"time that a save blocks, {size}", list(self._measure_blocking())
-        yield f"{_STEPS} steps with a save every {_EVERY}, {size}", list(self._measure_steps())
-        yield f"load, {size}", list(self._measure_loads())
+        yield f"time that a save blocks, {size}", self._measure_blocking()
+        yield f"load, {size}", self._measure_loads()
+        yield f"{_STEPS} steps with a save every {_EVERY}, {size}", self._measure_steps()
 
     def _contenders(self) -> dict[str, Saver]:
         ours = {f"rankless, {staging}": Saver(partial(self._begin, staging)) for staging in ("eager", "overlapped")}
@@ -136,7 +138,7 @@ class AcceleratorRun:
     def _measure_blocking(self) -> Iterator[Row]:
         yield "pinned copy of as many bytes", _format_seconds(self._time_pinned_copies(to_host=True))
         for name, saver in self._contenders().items():
-            yield from _rows_or_error(name, partial(self._measure_saver, name, saver))
+            yield from self._rows_or_error(name, partial(self._measure_saver, name, saver))
             self._remove_files()
 
     def _measure_saver(self, name: str, saver: Saver) -> Iterator[Row]:
@@ -160,7 +162,7 @@ class AcceleratorRun:
         alone = self._run_steps(work, None)
         yield "without saves", f"{alone:.2f} s"
         for name, saver in self._contenders().items():
-            yield from _rows_or_error(name, partial(self._measure_steps_with, name, saver, work, alone))
+            yield from self._rows_or_error(name, partial(self._measure_steps_with, name, saver, work, alone))
             self._remove_files()
 
     def _measure_steps_with(self, name: str, saver: Saver, work: Callable[[], None], alone: float) -> Iterator[Row]:
@@ -215,7 +217,7 @@ class AcceleratorRun:
         load = partial(rankless.load_checkpoint, self._folder / "run", model=self._model, optimizer=self._optimizer)
         yield "rankless, from the page cache, verified", self._format_rate(self._time(load))
         name, device = "safetensors, from the page cache", f"{self._device.type}:0"
-        yield from _rows_or_error(
+        yield from self._rows_or_error(
             name,
             lambda: [(name, self._format_rate(self._time(lambda: [load_file(file, device) for file in files])))],
         )
@@ -252,18 +254,19 @@ class AcceleratorRun:
         for parameter in self._model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
 
+    def _rows_or_error(self, name: str, measure: Callable[[], Iterable[Row]]) -> list[Row]:
+        """Return the rows of a measurement; one with its error if it fails: the others still count."""
+        if time.monotonic() > self._deadline:
+            return [(name, "not measured: no time was left")]
+        try:
+            return list(measure())
+        except Exception as error:  # noqa: BLE001 - of any peer
+            return [(name, f"failed: {error!r:.200}")]
+
     def _remove_files(self) -> None:
         rankless.finalize()  # frees its memory
         for folder in self._folder.iterdir():
             shutil.rmtree(folder)
-
-
-def _rows_or_error(name: str, measure: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows of a measurement; one with its error if it fails: the others still count."""
-    try:
-        return list(measure())
-    except Exception as error:  # noqa: BLE001 - of any peer
-        return [(name, f"failed: {error!r:.200}")]
 
 
 def _pinned_options() -> dict[str, Any]:
