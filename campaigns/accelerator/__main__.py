@@ -66,12 +66,13 @@ def main() -> int:
     found = subprocess.run([sys.executable, "-c", _LOOK], env=environment, cwd=ROOT, check=False).returncode
     if found not in {0, NO_ACCELERATOR}:
         return 1
-    stages = list_stages(deadline, options.gigabytes, options.rounds)
-    outcomes = list(run_stages(stages, environment, found == 0, deadline))
+    has_accelerator = found == 0
+    stages = list_stages(deadline, has_accelerator, options.gigabytes, options.rounds)
+    outcomes = list(run_stages(stages, environment, has_accelerator, deadline))
 
     rows = [(outcome.name, outcome.result, f"{outcome.seconds:.0f}", outcome.reason) for outcome in outcomes]
     print("\n" + format_table(("stage", "result", "seconds", "reason"), rows), flush=True)
-    return exit_status(outcomes, has_accelerator=found == 0)
+    return exit_status(outcomes, has_accelerator)
 
 
 def install_packages() -> tuple[str, ...]:
@@ -101,11 +102,13 @@ def is_needed(wheel: Path) -> bool:
     return False
 
 
-def list_stages(deadline: float, gigabytes: float, rounds: int) -> Iterator[Stage]:
+def list_stages(deadline: float, has_accelerator: bool, gigabytes: float, rounds: int) -> Iterator[Stage]:
     """Yield the stages: the tests, and when these are done, the figures in the time that is left."""
     pytest = (sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider")
     yield Stage("tests on the accelerator", (*pytest, "tests/accelerator"), 120.0, needs_accelerator=True)
-    yield Stage("tests with the simulated device", (*pytest, "-n", "4", "tests/simulated"), 150.0)
+    workers = str(min(4, os.cpu_count() or 1))
+    simulated = 150.0 if has_accelerator else deadline - time.monotonic()
+    yield Stage("tests with the simulated device", (*pytest, "-n", workers, "tests/simulated"), simulated)
     left = deadline - time.monotonic()
     size = ("--gigabytes", str(gigabytes), "--rounds", str(rounds), "--seconds", str(left - _MEASUREMENT_SECONDS))
     figures = (sys.executable, "-m", "benchmarks.accelerator", *size)
