@@ -8,12 +8,15 @@ from hypothesis import HealthCheck, settings
 
 from rankless.storage import atomic_rename
 from tests.helpers import suite
-from tests.helpers.examples import ALL, DAY, examples
+from tests.helpers.examples import ALL, DAY
 from tests.helpers.pool import Ranks
 
-for profile in (DAY, ALL):
+for profile, max_examples in ((DAY, 20), (ALL, 100)):
     settings.register_profile(
-        profile, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+        profile,
+        max_examples=max_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
 
 # A shell that runs tests in the background has them, and all that they start, ignore interrupts.
@@ -30,7 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(ALL if config.option.full or config.option.left_out else DAY)
-    settings.register_profile(settings.get_current_profile_name(), max_examples=examples(100))
     if config.option.write_durations and not hasattr(config, "workerinput"):
         config.pluginmanager.register(suite.DurationsFile())
 

@@ -36,6 +36,7 @@ from rankless.errors import (
     ReplicaMismatchError,
     StateError,
 )
+from tests.helpers.examples import examples
 from tests.helpers.fsdp1 import gather_optimizer_state, gather_state_dict, make_nested, make_net, train_model
 from tests.helpers.layouts import (
     LAYOUTS,
@@ -186,7 +187,7 @@ members = st.sets(st.integers(0, 3), min_size=1).map(sorted)
 
 
 @given(st.sampled_from(SUB_LAYOUTS), members, st.sampled_from(SUB_LAYOUTS), members)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_layout_moves_into_any_other(
     ranks: Ranks, before: str, old_ranks: list[int], after: str, new_ranks: list[int]
 ) -> None:

@@ -25,6 +25,7 @@ from rankless.engine.comm.session import Session
 from rankless.engine.comm.step_sync import StepConsensus
 from rankless.engine.comm.store import DeadlineStore
 from rankless.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
+from tests.helpers.examples import examples
 from tests.helpers.pool import Ranks
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Simulated:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_ranks_stop_at_the_same_step_whoever_is_told_and_however_far_apart_they_are(data: st.DataObject) -> None:
     size, steps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 15))
     reported = data.draw(st.lists(st.none() | st.integers(0, steps), min_size=size, max_size=size))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import rankless
 from rankless.state.tensors import DTYPES
+from tests.helpers.examples import examples
 from tests.helpers.pool import Ranks
 
 Plan = dict[str, tuple[str, tuple[int, ...]]]
@@ -117,7 +118,7 @@ def test_any_tensors_go_from_any_ranks_to_any_ranks(
 
 
 @pytest.mark.parametrize("layout", ["whole", "views"])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(plan=plans)
 def test_any_tensors_come_back_in_one_process(layout: str, plan: Plan) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as path:

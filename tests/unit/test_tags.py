@@ -26,6 +26,7 @@ from rankless.run.retention import sort_by_metric
 from rankless.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file
+from tests.helpers.examples import examples
 
 LOSSES = {"a": 3.0, "b": 1.0, "c": 1.0, "d": float("nan"), "e": 2.0}
 
@@ -89,7 +90,7 @@ def test_what_is_no_tag(run: Path, tag: Any) -> None:
 
 
 @given(values=st.lists(st.none() | st.floats(), max_size=8), mode=st.sampled_from(["min", "max"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_best_is_first_and_of_equal_ones_the_newest(values: list[float | None], mode: str) -> None:
     infos = [CheckpointInfo(str(n), Path(str(n)), metrics={"m": value}, id=str(n)) for n, value in enumerate(values)]
     finite = [(value, n) for n, value in enumerate(values) if value is not None and abs(value) < float("inf")]

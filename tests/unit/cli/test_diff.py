@@ -21,6 +21,7 @@ from rankless.inspection import tensor_slices
 from rankless.inspection.distances import measure_change
 from rankless.state.tensors import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
+from tests.helpers.examples import examples
 from tests.helpers.pool import Ranks
 from tests.helpers.training import train_run
 from tests.helpers.user_content import USER_CONTENT
@@ -94,7 +95,7 @@ def both(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 class TestAmounts:
     @given(st.lists(both(), min_size=1, max_size=4))
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     def test_of_many_tensors_at_once_are_those_of_each(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """All tensors of the dtypes of the first, one after the other."""
         dtypes = found[0][0].dtype, found[0][1].dtype

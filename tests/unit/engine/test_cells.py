@@ -17,6 +17,7 @@ from rankless.engine.plan.placements import MeshShape, PlacementLayout, Replicat
 from rankless.engine.plan.routes import OwnedStripe
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.transfers import CellTransfer, cut_out
+from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes as bytes_of
 
@@ -76,7 +77,7 @@ def planned_bytes(plan: SavePlan) -> dict[int, set[int]]:
 
 
 @given(jobs_on_hosts())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_each_byte_is_written_once_and_each_cell_by_one_host(
     small_cells: None, job_on_hosts: tuple[Job, list[int]]
 ) -> None:
@@ -109,7 +110,7 @@ def merge_adjacent(transfers: Sequence[CellTransfer]) -> list[CellTransfer]:
 
 
 @given(jobs_on_hosts())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
     small_cells: None, job_on_hosts: tuple[Job, list[int]]
 ) -> None:
@@ -131,7 +132,7 @@ def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
 
 
 @given(jobs_on_hosts())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_rank_holds_the_bytes_of_its_ranges(small_cells: None, job_on_hosts: tuple[Job, list[int]]) -> None:
     job, host_of = job_on_hosts
     for rank, plan in enumerate(plan_all(job, host_of)):
@@ -143,7 +144,7 @@ def test_a_rank_holds_the_bytes_of_its_ranges(small_cells: None, job_on_hosts: t
 
 
 @given(jobs_on_hosts())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_files_do_not_depend_on_hosts(small_cells: None, job_on_hosts: tuple[Job, list[int]]) -> None:
     job, host_of = job_on_hosts
     for alone, on_hosts in zip(plan_all(job, ()), plan_all(job, host_of), strict=True):

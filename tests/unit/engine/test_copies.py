@@ -19,6 +19,7 @@ from rankless.engine.plan.copy_plan import CopyPlan, CopyRun, plan_copy, take_ru
 from rankless.engine.plan.placements import PlacementLayout, Replicated, Sharded
 from rankless.errors import RankFailedError, StateError
 from rankless.storage.memory import Bytes
+from tests.helpers.examples import examples
 from tests.helpers.simulated_io import place_tensor
 from tests.helpers.simulated_jobs import Job, Key, jobs, make_job, make_mesh, named_tensors
 from tests.helpers.tensors import random_tensor, tensor_bytes
@@ -135,7 +136,7 @@ def copies(draw: st.DrawFn) -> tuple[Job, Job]:
 
 @pytest.mark.usefixtures("small_messages")
 @given(copies(), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_layout_is_copied_into_any_other_and_nothing_is_sent_twice(case: tuple[Job, Job], in_place: bool) -> None:
     copy = SimulatedCopy(*case, in_place)
     plans = copy.run_all()

@@ -25,6 +25,7 @@ from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.direct_io import SECTOR_BYTES
 from rankless.storage.memory import BufferPool
+from tests.helpers.examples import examples
 
 #: Sizes that make the same shapes with few bytes.
 CHUNK, BLOCK = 64, 256
@@ -78,7 +79,7 @@ def assert_whole(chunks: list[IoChunk], pieces: list[FileRange]) -> None:
 
 
 @given(some_pieces())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_chunks_for_writing_are_the_pieces_cut_where_the_file_is_aligned(pieces: list[FileRange]) -> None:
     chunks = list(file_chunks(pieces))
     assert_whole(chunks, pieces)
@@ -86,7 +87,7 @@ def test_chunks_for_writing_are_the_pieces_cut_where_the_file_is_aligned(pieces:
 
 
 @given(some_pieces())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_chunks_for_reading_are_the_pieces_cut_where_the_tensor_is_aligned(pieces: list[FileRange]) -> None:
     chunks = list(tensor_chunks(pieces))
     assert_whole(chunks, pieces)
@@ -145,7 +146,7 @@ def test_a_piece_is_cut_in_its_tensor_its_memory_and_its_file_alike(
 @given(
     st.binary(max_size=4 * BLOCK), st.lists(st.integers(0, 4 * BLOCK), max_size=10), st.randoms(use_true_random=False)
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_gathered_fragments_have_the_crcs_of_their_bytes_and_are_as_few_as_can_be(
     data: bytes, cuts: list[int], random
 ) -> None:
@@ -245,7 +246,7 @@ def read_in_common(files, pieces, sink_of) -> dict[int, list[Fragment]]:
 
 
 @given(laid_out(), st.sampled_from([read.read_file_ranges, read_in_common]))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_tensors_written_are_in_the_file_and_come_back_with_the_same_crcs(tmp_path_factory, case, read_some) -> None:
     tensors, pieces, size = case
     file: Path = tmp_path_factory.mktemp("transfer") / "data"

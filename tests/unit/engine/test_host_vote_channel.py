@@ -26,6 +26,7 @@ from rankless.engine.comm.vote import RankFailure, VoteOutcome, VoteRound
 from rankless.engine.comm.vote_channel import VoteChannel
 from rankless.storage import host_board
 from rankless.storage.host_board import HostBoard
+from tests.helpers.examples import examples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,7 +107,7 @@ def outcomes_on_hosts(draw: st.DrawFn) -> tuple[HostMap, list[VoteOutcome]]:
     return hosts, draw(st.lists(outcome, min_size=len(hosts.host_of), max_size=len(hosts.host_of)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(outcomes_on_hosts())
 def test_every_rank_gets_the_decision_of_a_vote_without_hosts(case: tuple[HostMap, list[VoteOutcome]]) -> None:
     hosts, outcomes = case

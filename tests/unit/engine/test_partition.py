@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rankless.engine.plan import partition as sharing
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.partition import split_evenly
+from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import count_bytes
 
 #: Makes shares out of few bytes.
@@ -63,7 +64,7 @@ def joined(pieces: Sequence[FileRange]) -> list[FileRange]:
 
 
 @given(some_pieces, parts_of)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_shares_are_all_of_the_pieces_in_order_and_nothing_twice(
     small: None, whole: list[FileRange], parts: int
 ) -> None:
@@ -72,7 +73,7 @@ def test_shares_are_all_of_the_pieces_in_order_and_nothing_twice(
 
 
 @given(some_pieces, parts_of)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_share_has_a_crumb_of_a_piece(small: None, whole: list[FileRange], parts: int) -> None:
     """A piece is cut on whole sectors of the file into what is worth a write, or not at all."""
     sizes = {piece.tensor: piece.stop - piece.start for piece in whole}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.plan.ranges import ElementRange, IndexBox, boxes_of_range, merge_ranges
+from tests.helpers.examples import examples
 from tests.helpers.tensors import index_tensor
 
 
@@ -20,7 +21,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_boxes_are_the_elements_of_a_run_in_their_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     actual = list(boxes_of_range(shape, start, stop))

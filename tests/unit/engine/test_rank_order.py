@@ -23,6 +23,7 @@ from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment, crc64
+from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes
 
@@ -68,7 +69,7 @@ def jobs_on_hosts(draw: st.DrawFn) -> tuple[Job, list[int]]:
 
 
 @given(jobs_on_hosts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_crcs_that_buckets_merge_are_those_of_the_bytes(small: None, job_on_hosts: tuple[Job, list[int]]) -> None:
     job, host_of = job_on_hosts
     spec = job.membership()

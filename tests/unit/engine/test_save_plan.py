@@ -22,6 +22,7 @@ from rankless.engine.plan.routes import OwnedStripe, RemoteStripe
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.errors import RankMismatchError, StateError, UnsupportedTensorError
+from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, count_bytes, jobs, make_job, make_mesh
 from tests.helpers.tensors import tensor_bytes
 
@@ -53,7 +54,7 @@ def planned(plan: SavePlan) -> list[FileRange]:
 
 
 @given(jobs())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_rank_plans_the_same_files(small: None, job: Job) -> None:
     first, *others = job.plans()
     for other in others:
@@ -65,7 +66,7 @@ def test_every_rank_plans_the_same_files(small: None, job: Job) -> None:
 
 
 @given(jobs())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_what_all_ranks_write_is_every_byte_of_every_tensor_once(small: None, job: Job) -> None:
     plans = job.plans()
     every = sorted((piece for plan in plans for piece in planned(plan)), key=lambda piece: (piece.tensor, piece.start))
@@ -84,7 +85,7 @@ def test_what_all_ranks_write_is_every_byte_of_every_tensor_once(small: None, jo
 
 
 @given(jobs())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_rank_writes_in_the_order_of_the_files_and_only_what_it_holds(small: None, job: Job) -> None:
     for rank, plan in enumerate(job.plans()):
         places = [(piece.file, piece.offset) for piece in plan.file_ranges]
@@ -98,7 +99,7 @@ def test_a_rank_writes_in_the_order_of_the_files_and_only_what_it_holds(small: N
 
 
 @given(jobs())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_stripes_are_put_together_from_cuts_of_their_holders(small: None, job: Job) -> None:
     for owner, plan in enumerate(job.plans()):
         for crossing in owned(plan):
@@ -114,7 +115,7 @@ def test_stripes_are_put_together_from_cuts_of_their_holders(small: None, job: J
 
 
 @given(jobs())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_what_a_rank_receives_is_what_others_pass_to_it_in_the_same_order(small: None, job: Job) -> None:
     assert_sent_as_awaited(job.plans())
 
@@ -137,7 +138,7 @@ def assert_sent_as_awaited(plans: Sequence[SavePlan]) -> None:
 
 
 @given(jobs())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_all_ranks_go_through_stripes_in_one_order(small: None, job: Job) -> None:
     """So the oldest stripe in flight never waits for a younger one."""
     for plan in job.plans():
@@ -152,7 +153,7 @@ def test_all_ranks_go_through_stripes_in_one_order(small: None, job: Job) -> Non
 
 
 @given(jobs())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_several_ranks_hold_and_share_is_to_be_proven_equal_by_all_of_them(small: None, job: Job) -> None:
     plans = job.plans()
     numbers = {key: number for number, key in enumerate(plans[0].tensors)}
@@ -173,7 +174,7 @@ def test_what_several_ranks_hold_and_share_is_to_be_proven_equal_by_all_of_them(
 
 
 @given(jobs())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_of_a_buffer_the_lowest_holder_of_each_part_speaks(small: None, job: Job) -> None:
     for rank, plan in enumerate(job.plans()):
         speakers = {key: [min(ranks) for ranks in job.holders(key).values()] for key in job.buffers}
@@ -186,7 +187,7 @@ def test_of_a_buffer_the_lowest_holder_of_each_part_speaks(small: None, job: Job
 
 
 @given(jobs(), st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_files_do_not_depend_on_who_holds_what(small: None, job: Job, random) -> None:
     """One rank with everything whole plans the files of all ranks together."""
     alone = Job([7], {key: tensor for key, tensor in job.tensors.items() if key[0] != PER_RANK})

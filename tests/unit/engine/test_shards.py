@@ -23,6 +23,7 @@ from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shards import LocalShard, local_shard
 from rankless.ondisk.dtypes import WIDTHS, dtype_width
 from rankless.ondisk.files import TensorInfo
+from tests.helpers.examples import examples
 from tests.helpers.placements import mesh_coordinate, tensor_layouts, torch_placement, torch_shard
 from tests.helpers.tensors import index_tensor
 
@@ -44,7 +45,7 @@ def bytes_by_torch(info: TensorInfo, layout: PlacementLayout, rank: int) -> list
 
 
 @given(tensor_layouts())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_a_rank_holds_the_bytes_that_torch_gives_it(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
     for rank in layout.mesh.ranks:
@@ -73,7 +74,7 @@ def test_runs_are_ascending_apart_from_each_other_and_not_empty(case: tuple[Tens
     not hasattr(_utils, "_compute_local_shape_and_global_offset"), reason="torch computes it for real meshes only"
 )
 @given(tensor_layouts())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_shape_and_offset_agree_with_those_that_torch_computes(case: tuple[TensorInfo, PlacementLayout]) -> None:
     info, layout = case
     if any(isinstance(placement, FlatSharded) for placement in layout.placements):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
+from tests.helpers.examples import examples
 from tests.helpers.simulated_io import (
     SavedJob,
     SimulatedLoad,
@@ -43,7 +44,7 @@ def saves_and_loads(draw: st.DrawFn) -> tuple[Job, Job]:
 
 
 @given(saves_and_loads(), st.booleans(), st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_what_is_saved_in_any_layout_is_loaded_in_any_other(
     tmp_path_factory, case: tuple[Job, Job], exchange: bool, in_place: bool
 ) -> None:
@@ -70,7 +71,7 @@ def jobs_in_pieces(draw: st.DrawFn) -> tuple[Job, dict[Key, list[int]], list[int
 
 
 @given(jobs_in_pieces(), st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_with_exchange_each_byte_is_read_once_by_all_ranks_together(tmp_path_factory, case, in_place: bool) -> None:
     stored = store_in_pieces(tmp_path_factory.mktemp("load"), case)
     loading = SimulatedLoad(stored, case[0], exchange=True, in_place=in_place)
@@ -84,7 +85,7 @@ def test_with_exchange_each_byte_is_read_once_by_all_ranks_together(tmp_path_fac
 
 
 @given(jobs_in_pieces(), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_without_exchange_each_rank_reads_for_itself(tmp_path_factory, case, in_place: bool) -> None:
     """One after another: no rank sends anything."""
     loading = SimulatedLoad(

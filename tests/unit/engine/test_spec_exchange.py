@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from rankless.engine.comm.spec_exchange import SpecDirectory, digest_specs
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.errors import RanklessError
+from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, jobs
 
 
 @given(jobs(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_spec_that_all_ranks_share_is_what_its_encoding_says(job: Job, data: st.DataObject) -> None:
     spec, meshes = job.told(data.draw(st.sampled_from(job.ranks)))
     directory = SpecDirectory.from_digests([digest_specs(spec, meshes)] * len(job.ranks))

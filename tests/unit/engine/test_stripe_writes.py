@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from rankless.ondisk import block_crcs
 from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter
+from tests.helpers.examples import examples
 from tests.helpers.simulated_io import (
     COLUMNS,
     SavedJob,
@@ -33,7 +34,7 @@ def _small_sizes() -> Iterator[None]:
 
 
 @given(jobs(), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_each_tensor_is_whole_and_each_block_is_hashed(tmp_path_factory, job: Job, in_place: bool) -> None:
     saved = SavedJob.of(tmp_path_factory.mktemp("save"), job, in_place)
     assert set(saved.plan.tensors) == job.tensors.keys()

@@ -26,6 +26,7 @@ from rankless.engine.plan.shards import LocalShard, local_shard
 from rankless.engine.plan.stripes import Bytes, count_stripes, is_narrow, split_into_stripes, stripe_slice
 from rankless.ondisk.dtypes import WIDTHS, dtype_width
 from rankless.ondisk.files import TensorInfo
+from tests.helpers.examples import examples
 from tests.helpers.placements import tensor_layouts
 
 #: Whole elements of any dtype, as the real one.
@@ -55,7 +56,7 @@ def cuts(mine: LocalShard, memory: Bytes) -> Iterator[tuple[ElementRange, Bytes]
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4).map(tuple), sizes)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_stripes_tile_the_tensor_in_order_and_none_is_too_large(shape: tuple[int, ...], size: int) -> None:
     with mock.patch.object(striping, "STRIPE", size):
         actual = list(split_into_stripes(shape))
@@ -98,7 +99,7 @@ def test_a_stripe_of_a_tensor_of_terabytes_costs_nothing() -> None:
 
 
 @given(tensor_layouts(), sizes)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_shares_of_all_parts_put_together_are_the_stripes(
     case: tuple[TensorInfo, PlacementLayout], size: int
 ) -> None:
@@ -115,7 +116,7 @@ def test_the_shares_of_all_parts_put_together_are_the_stripes(
 
 
 @given(tensor_layouts(), sizes)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_taking_a_share_out_of_a_stripe_is_the_inverse_of_putting_it_in(
     case: tuple[TensorInfo, PlacementLayout], size: int
 ) -> None:

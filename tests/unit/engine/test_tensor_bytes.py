@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.state.tensors import DTYPES
+from tests.helpers.examples import examples
 from tests.helpers.tensors import random_tensor, tensor_bytes
 
 dtypes = st.sampled_from(list(DTYPES.values()))
@@ -93,7 +94,7 @@ def cut_views(draw: st.DrawFn) -> tuple[torch.Tensor, list[int]]:
 
 
 @given(cut_views())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_view_is_read_in_any_pieces(case: tuple[torch.Tensor, list[int]]) -> None:
     tensor, cuts = case
     part, width = TensorBytes(tensor), tensor.dtype.itemsize
@@ -102,7 +103,7 @@ def test_a_view_is_read_in_any_pieces(case: tuple[torch.Tensor, list[int]]) -> N
 
 
 @given(cut_views())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_view_is_written_in_any_pieces_in_any_order(case: tuple[torch.Tensor, list[int]]) -> None:
     tensor, cuts = case
     wanted = random_tensor(tensor.shape, tensor.dtype, seed=100)
@@ -117,7 +118,7 @@ castable = [dtype for dtype in DTYPES.values() if dtype != torch.float8_e8m0fnu]
 
 
 @given(st.sampled_from(castable), st.sampled_from(castable), st.lists(st.integers(0, 12), max_size=3), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_elements_of_another_dtype_are_cast_on_their_way_in_as_torch_casts(
     saved: torch.dtype, here: torch.dtype, cuts: list[int], transposed: bool

@@ -14,6 +14,7 @@ from rankless.engine.plan.placements import coordinate_of_rank
 from rankless.engine.plan.save_plan import StripedShard, TensorSpan
 from rankless.engine.plan.shards import local_shard
 from rankless.engine.plan.tensor_ranges import TensorRanges
+from tests.helpers.examples import examples
 from tests.helpers.placements import tensor_layouts
 
 #: A chunk of the tests, in bytes.
@@ -44,7 +45,7 @@ def striped_shards(draw: st.DrawFn) -> StripedShard:
 
 
 @given(striped=striped_shards())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_the_ranges_are_the_bytes_of_the_shard_in_order(striped: StripedShard) -> None:
     ranges = TensorRanges.of_striped_shard(striped)
     rows = list(zip(*(column.tolist() for column in ranges), strict=True))

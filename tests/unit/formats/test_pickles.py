@@ -24,6 +24,7 @@ from rankless.formats.pickles.builtin_types import PLAIN
 from rankless.formats.pickles.unpickle import unpickle
 from tests.helpers.bounded_reads import limit_memory
 from tests.helpers.cost import limit_cost
+from tests.helpers.examples import examples
 from tests.helpers.fingerprint import fingerprint
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 from tests.helpers.value_strategies import plain_values, texts, time_values
@@ -63,7 +64,7 @@ def without_fold(tree: Any) -> Any:
 
 
 @given(trees, st.sampled_from([4, 5]))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_plain_values_come_back_as_they_were(tree: Any, protocol: int) -> None:
     raw = pickle.dumps(tree, protocol)
     assert fingerprint(read(raw)) == fingerprint(pickle.loads(raw))  # noqa: S301
@@ -177,7 +178,7 @@ def test_a_pickle_cut_short_anywhere_is_damage() -> None:
 
 
 @given(st.data())
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_any_bytes_are_read_or_refused_by_an_error_of_ours(data: st.DataObject) -> None:
     """Also those that are almost a pickle."""
     raw = bytearray(data.draw(st.sampled_from([SAMPLE, *BOMBS.values()]))[:2000])

@@ -17,6 +17,7 @@ from rankless.ondisk import header
 from rankless.ondisk.dtypes import WIDTHS
 from rankless.ondisk.header import HeaderEntry
 from rankless.state.tensors import DTYPES
+from tests.helpers.examples import examples
 
 FILE = "some/model.safetensors"
 
@@ -129,7 +130,7 @@ mutations = st.lists(
 
 
 @given(mutations, st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_changed_header_is_refused_by_name_or_means_the_same_to_the_library(places: list, two: bool) -> None:
     good = {**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]}} if two else one()
     text = bytearray(json.dumps(good).encode())

@@ -22,6 +22,7 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import FileRecord, Manifest, Provenance
 from rankless.run.scan import CheckpointInfo
 from tests.helpers.crc import crc64_by_bits
+from tests.helpers.examples import examples
 
 FILE = "run/step_7/manifest.json"
 
@@ -90,7 +91,7 @@ def test_what_is_written_comes_back(one: Manifest) -> None:
 
 
 @given(manifests)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_it_is_json_of_the_published_schema(one: Manifest) -> None:
     schema = json.loads(manifest.manifest_schema())
     jsonschema.Draft202012Validator.check_schema(schema)

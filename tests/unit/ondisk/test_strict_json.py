@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.strict_json import parse_json
+from tests.helpers.examples import examples
 
 #: Pieces of text that a value may be put together from, and some that no strict JSON has.
 _SCALARS = [
@@ -72,13 +73,13 @@ def assert_parsed_by_the_rules(raw: bytes) -> None:
 
 
 @given(texts(), st.sampled_from(["", "", " ", "   ", "\n", "\0", " x"]))
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_only_strict_json_is_parsed_whoever_wrote_it(text: str, end: str) -> None:
     assert_parsed_by_the_rules((text + end).encode())
 
 
 @given(values, st.sampled_from(["python", "ascii", "compact", "msgspec"]))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_what_usual_writers_write_is_parsed(value: Any, writer: str) -> None:
     try:
         raw = {

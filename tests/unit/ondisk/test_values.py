@@ -30,6 +30,7 @@ from rankless.ondisk import values
 from rankless.ondisk.files import TensorInfo
 from rankless.state.arrays import ArrayDecoder, ArrayEncoder
 from rankless.state.tensors import NAMES
+from tests.helpers.examples import examples
 from tests.helpers.fingerprint import fingerprint
 from tests.helpers.forged_values import FORGED_VALUES
 from tests.helpers.value_strategies import make_namespace, trees
@@ -50,13 +51,13 @@ def there_and_back(tree: dict[str, Any]) -> Any:
 
 
 @given(trees)
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 def test_every_tree_of_plain_values_comes_back_as_it_was(tree: dict[str, Any]) -> None:
     assert fingerprint(there_and_back(tree)) == fingerprint(tree)
 
 
 @given(trees)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_equal_trees_have_equal_bytes(tree: dict[str, Any]) -> None:
     assert values.dump_values(tree, ArrayEncoder()) == values.dump_values(tree, ArrayEncoder())
 
@@ -320,7 +321,7 @@ junk = st.recursive(
 
 
 @given(junk)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_forged_json_is_refused_by_name_or_is_some_value(tree: Any) -> None:
     infos = {"": TensorInfo("F32", (2,))}
     try:

@@ -24,6 +24,7 @@ from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.storage import exact_reader
 from rankless.storage.direct_io import SECTOR_BYTES
 from rankless.storage.exact_reader import ExactReaderFactory, is_cached
+from tests.helpers.examples import examples
 
 
 def noise(size: int) -> bytes:
@@ -47,7 +48,7 @@ def always_direct(most: int = 4 * 2**20) -> Iterator[mock.Mock]:
     st.integers(0, 8 * SECTOR_BYTES),
     st.sampled_from([1, 2, 9]),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_any_range_is_read(tmp_path_factory, size: int, one: int, two: int, sectors: int) -> None:
     data = noise(size)
     file = tmp_path_factory.mktemp("uncached") / "data"

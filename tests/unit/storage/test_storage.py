@@ -25,6 +25,7 @@ from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystems import is_in_memory
 from rankless.storage.memory import aligned_buffer
+from tests.helpers.examples import examples
 
 
 def at_offset(offset: int, data: bytes) -> memoryview:
@@ -67,7 +68,7 @@ def directness(request: pytest.FixtureRequest):
 
 
 @given(st.integers(0, 6 * SECTOR_BYTES), cuts, st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_ranges_written_in_any_order_are_in_the_file(tmp_path_factory, directness, size: int, cuts, random) -> None:
     data = noise(size)
     edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
@@ -83,7 +84,7 @@ def test_ranges_written_in_any_order_are_in_the_file(tmp_path_factory, directnes
 
 
 @given(st.integers(1, 6 * SECTOR_BYTES), offsets, offsets)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_range_is_read(tmp_path_factory, size: int, one, two) -> None:
     data = noise(size)
     file = tmp_path_factory.mktemp("bulk") / "data"
@@ -96,7 +97,7 @@ def test_any_range_is_read(tmp_path_factory, size: int, one, two) -> None:
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 6000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_parts_of_a_range_come_in_order_and_are_there_when_they_come(tmp_path_factory, one, two, most: int) -> None:
     data = np.random.default_rng(0).bytes(5000)
     file = tmp_path_factory.mktemp("file") / "data"
