@@ -24,6 +24,7 @@ from rankless.save.shard_writer import ShardWriter
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import ROOT, Ranks
+from tests.helpers.processes import run_code
 from tests.helpers.slow_writes import slow_down_writes
 
 
@@ -201,7 +202,7 @@ def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) 
         "rankless.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
         "os._exit(3)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 3
+    assert run_code(code, tmp_path).returncode == 3
     assert rankless.list_checkpoints(tmp_path) == []
     rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(4)})
     assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["b"]
@@ -268,9 +269,7 @@ print(sum(os.fstat(f.fileno()).st_size for f in files), threading.active_count()
 
 def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
     """The numbers of its closed files are those of others by then."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = run_code(INTERRUPTED, tmp_path, check=True)
     assert done.stdout.split() == ["0", "1"]
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 

@@ -24,11 +24,12 @@ from rankless.run.cleanup import clean_up
 from rankless.storage.http.connection import HttpResponse
 from rankless.tier.collected import CollectedParts
 from rankless.tier.folder import TierFolder
-from tests.helpers.commands import invoke, invoke_json, run_command
+from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, failure
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 from tests.helpers.small_parts import small_parts
 from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import start_run, train_run

@@ -8,9 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,9 +24,10 @@ from rankless.run.cleanup import clean_up
 from rankless.tier.collected import CollectedParts
 from rankless.tier.folder import TierFolder
 from rankless.tier.part import PartTable, encode_checked
-from tests.helpers.commands import invoke, invoke_json, run_command
+from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import ForkedProcess, run_command, start_code, start_command
 from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import start_run, train_run
 
@@ -163,8 +161,7 @@ class TestDrain:
         assert not (tmp_path / "run/.parts").exists()
 
     def test_a_living_job_is_left_alone(self, tmp_path: Path) -> None:
-        job = _start_job(tmp_path)
-        try:
+        with _start_job(tmp_path):
             before = _all_files(tmp_path)
             done = run_command(*commands(tmp_path, "drain"))
             assert done.returncode == 1
@@ -173,9 +170,6 @@ class TestDrain:
             assert "in use" in invoke(*commands(tmp_path, "ls")).stdout
             assert invoke_json(*commands(tmp_path, "verify"))["ok"]
             assert _all_files(tmp_path) == before
-        finally:
-            job.kill()
-            job.wait()
         assert invoke_json(*commands(tmp_path, "drain"))["tag"] == "b"
         assert torch.equal(rankless.open(tmp_path / "run")["model/w"], torch.ones(3000))
 
@@ -191,12 +185,10 @@ class TestDrain:
 def _kill_after_first_change(command: list[str], run: Path, seconds: float) -> None:
     """Kill a command some time after it has changed the run directory."""
     before = _all_files(run)
-    process = subprocess.Popen([sys.executable, "-m", "rankless", *command], stderr=subprocess.DEVNULL)
-    while process.poll() is None and _all_files(run) == before:
-        time.sleep(0.002)
-    time.sleep(seconds / 10)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with start_command(*command) as process:
+        while process.poll() is None and _all_files(run) == before:
+            time.sleep(0.002)
+        time.sleep(seconds / 10)
 
 
 def _all_files(folder: Path) -> list[tuple[str, int]]:
@@ -229,9 +221,8 @@ def _end_job(base: Path) -> None:
     gc.collect()  # as the end of the process: the lock is released
 
 
-def _start_job(base: Path) -> subprocess.Popen[str]:
-    job = subprocess.Popen([sys.executable, "-c", _JOB, str(base)], stdout=subprocess.PIPE, text=True)
-    assert job.stdout is not None
+def _start_job(base: Path) -> ForkedProcess:
+    job = start_code(_JOB, base)
     assert job.stdout.readline() == "saved\n"
     return job
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoChe
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run import cleanup, owned_lock
 from rankless.storage import file_lock
+from tests.helpers.processes import ForkedProcess, start_code
 
 PIN = """
 import sys, time, rankless
@@ -47,16 +46,10 @@ def pins(path: Path) -> list[Path]:
 
 
 @contextmanager
-def pinned_by_another_process(path: Path, tag: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", PIN, path, tag], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "pinned\n"
-    try:
+def pinned_by_another_process(path: Path, tag: str) -> Iterator[ForkedProcess]:
+    with start_code(PIN, path, tag) as process:
+        assert process.stdout.readline() == "pinned\n"
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def test_retention_leaves_a_pinned_checkpoint_until_the_pin_ends(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, save_step
 from tests.helpers.staging_locks import lock_staging
 
@@ -178,9 +177,7 @@ def test_ranks_with_other_policies_are_told(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def prune(*arguments: object) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-m", "rankless", "prune", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = run_command("prune", *map(str, arguments))
     return done.returncode, done.stdout, done.stderr
 
 

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +18,7 @@ from rankless import RunDirectory, api
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.storage.filesystems import Mount
+from tests.helpers.processes import run_code, start_code
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
 from tests.helpers.staging_locks import lock_staging
 
@@ -173,7 +172,7 @@ rankless.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
 
 def test_a_job_that_dies_in_its_first_save_again_and_again_leaves_one_draft(tmp_path: Path) -> None:
     for _ in range(3):
-        assert subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], check=False).returncode == 9
+        assert run_code(DIE, tmp_path).returncode == 9
         hidden = [parse_hidden_name(name) for name in sorted(list_hidden_names(tmp_path))]
         assert [name and name.state for name in hidden] == ["lock", "partial"]
     save_step(tmp_path, 0)
@@ -195,8 +194,7 @@ time.sleep(60)
 def test_a_living_save_is_left_alone_until_it_dies(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     living = leave_draft(tmp_path, rankless.list_checkpoints(tmp_path)[0].run)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(living)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with start_code(HOLD, living) as process:
         assert process.stdout.readline().strip() == "True"
         save_step(tmp_path, 2)
         assert living.exists()

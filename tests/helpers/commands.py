@@ -1,4 +1,4 @@
-"""Calls of the command line, in this process and in one of its own."""
+"""Calls of the command line in this process, and in one that must not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from typing import Any
 from typer.testing import CliRunner
 
 from rankless.cli.main import app
-
-
-def run_command(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "rankless", *command], capture_output=True, text=True, check=False)
 
 
 def assert_needs_no_torch(*command: str) -> None:

@@ -19,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 import rankless
 from rankless.errors import CorruptCheckpointError, OptimizerMismatchError
-from tests.helpers.commands import assert_needs_no_torch, run_command
+from tests.helpers.commands import assert_needs_no_torch
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 from tests.interop.accelerate.fixtures import (
     CASES,
     RANKS,

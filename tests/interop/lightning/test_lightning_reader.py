@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import rankless
 from rankless.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
-from tests.helpers.commands import assert_needs_no_torch, run_command
+from tests.helpers.commands import assert_needs_no_torch
 from tests.helpers.equality import equal_bits
 from tests.helpers.lightning_net import build_net, gather_contents
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 from tests.helpers.unsafe_pickles import UNSAFE_OBJECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")

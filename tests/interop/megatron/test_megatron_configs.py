@@ -12,10 +12,10 @@ import torch
 
 import rankless
 from rankless.errors import CorruptCheckpointError, FormatError
-from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_folders import MASTERS, MODEL, STATES, save_bridge, save_fsdp, save_nemo
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors
+from tests.helpers.processes import run_command
 
 pytest.importorskip("yaml")
 

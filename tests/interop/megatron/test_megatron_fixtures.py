@@ -13,10 +13,10 @@ import torch
 
 import rankless
 from rankless.errors import FormatError
-from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_runs import build_module, build_optimizer, gather_tensors, resume_sharded
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 from tests.interop.megatron.conftest import NAMES, Fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")

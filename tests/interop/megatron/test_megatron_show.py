@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import rankless
-from tests.helpers.commands import run_command
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import build_model
 from tests.helpers.megatron_folders import MODEL, save_bridge, save_nemo
 from tests.helpers.megatron_models import ARGS, build_tensors, save_torch_dist
+from tests.helpers.processes import run_command
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint import FileSystemReader
 import rankless
 from rankless.conversion import dcp_writer
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
-from tests.helpers.commands import run_command
 from tests.helpers.cost import limit_cost
 from tests.helpers.equality import equal_bits
 from tests.helpers.megatron_configs import CONFIGS, build_model, fuse_tensors
 from tests.helpers.megatron_models import EXPERTS, HIDDEN, LAYERS, VOCAB
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 from tests.interop.megatron.conftest import NAMES, Fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")

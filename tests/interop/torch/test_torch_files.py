@@ -31,9 +31,10 @@ from rankless.errors import (
     UnsupportedValueError,
 )
 from rankless.state.tensors import DTYPES
-from tests.helpers.commands import assert_needs_no_torch, run_command
+from tests.helpers.commands import assert_needs_no_torch
 from tests.helpers.equality import equal_bits
 from tests.helpers.fingerprint import fingerprint
+from tests.helpers.processes import run_command
 from tests.helpers.torch_files import LEGACY_OPTIONS, SAVE_OPTIONS, make_net, save_tree, write_archive
 from tests.helpers.value_strategies import devices, numpy_arrays, scalars, sizes, torch_dtypes, torch_tensors
 

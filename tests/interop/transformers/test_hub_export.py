@@ -27,8 +27,9 @@ from rankless.errors import (
     UnsafeNameError,
 )
 from rankless.state.model.hf_config import set_config_dtype
-from tests.helpers.commands import invoke, run_command
+from tests.helpers.commands import invoke
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command
 
 
 def build_model() -> Any:

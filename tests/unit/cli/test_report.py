@@ -13,7 +13,8 @@ import torch
 import rankless
 from rankless.errors import StorageError
 from rankless.report import run_report
-from tests.helpers.commands import invoke, run_command
+from tests.helpers.commands import invoke
+from tests.helpers.processes import run_command
 
 
 def read_data(page: Path) -> Any:
