@@ -1,0 +1,51 @@
+"""Products of cases: all in ``make test-all``, and as few as cover each pair, or each value, in ``make test``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+#: A choice of values: of each of some axes the index of one value.
+_Choice = frozenset[tuple[int, int]]
+
+
+def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by all combinations; ``make test`` runs enough for each pair of values of two axes."""
+    return _parametrize(axes, 2)
+
+
+def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by all combinations; ``make test`` runs enough for each value of each axis."""
+    return _parametrize(axes, 1)
+
+
+def _parametrize(axes: dict[str, Iterable[Any]], strength: int) -> pytest.MarkDecorator:
+    values = [list(axis) for axis in axes.values()]
+    covering = choose_covering([len(axis) for axis in values], strength)
+    cases = []
+    for indices in itertools.product(*(range(len(axis)) for axis in values)):
+        marks = () if indices in covering else pytest.mark.full
+        cases.append(pytest.param(*(axis[i] for axis, i in zip(values, indices, strict=True)), marks=marks))
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def choose_covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
+    """Return combinations of indices below ``sizes`` that have each choice of values of ``strength`` axes.
+
+    Greedy: next comes the first of the combinations with the most choices that the earlier ones lack.
+    """
+    combinations = {indices: _choices(indices, strength) for indices in itertools.product(*map(range, sizes))}
+    missing = set().union(*combinations.values())
+    chosen = set()
+    while missing:
+        best = max(combinations, key=lambda indices: len(combinations[indices] & missing))
+        missing -= combinations.pop(best)
+        chosen.add(best)
+    return chosen
+
+
+def _choices(indices: tuple[int, ...], strength: int) -> set[_Choice]:
+    return {frozenset(choice) for choice in itertools.combinations(enumerate(indices), strength)}

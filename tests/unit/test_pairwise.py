@@ -1,0 +1,50 @@
+"""Tests the choice of the cases of a product that ``make test`` runs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.helpers.pairwise import choose_covering, each_value, pairwise
+
+SIZES = [(2, 3, 4), (4, 4, 2), (3, 3, 3, 3), (5, 1, 2), (6, 7)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_each_pair_of_values_of_two_axes_is_covered(sizes: tuple[int, ...]) -> None:
+    covered = {
+        (a, case[a], b, case[b])
+        for case in choose_covering(sizes, 2)
+        for a, b in itertools.combinations(range(len(sizes)), 2)
+    }
+    assert len(covered) == sum(m * n for m, n in itertools.combinations(sizes, 2))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_each_value_is_covered_by_as_few_cases_as_possible(sizes: tuple[int, ...]) -> None:
+    cases = choose_covering(sizes, 1)
+    assert all({case[axis] for case in cases} == set(range(size)) for axis, size in enumerate(sizes))
+    assert len(cases) == max(sizes)
+
+
+def test_pairs_need_fewer_cases_than_the_product() -> None:
+    assert len(choose_covering((3, 3, 3, 3), 2)) < 20
+
+
+def cases_of(mark: pytest.MarkDecorator) -> list[Any]:
+    return list(mark.mark.args[1])
+
+
+def test_all_combinations_are_cases_and_those_that_are_left_out_are_marked_full() -> None:
+    cases = cases_of(pairwise(a="xy", b=[1, 2], c=[True, False]))
+    assert [case.values for case in cases] == list(itertools.product("xy", [1, 2], [True, False]))
+    day = [case.values for case in cases if not case.marks]
+    assert len(day) == 4
+    assert all(mark.name == "full" for case in cases for mark in case.marks)
+
+
+def test_two_axes_of_which_each_value_is_enough() -> None:
+    day = [case.values for case in cases_of(each_value(a="xyz", b="uv")) if not case.marks]
+    assert day == [("x", "u"), ("y", "v"), ("z", "u")]
