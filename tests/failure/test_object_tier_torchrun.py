@@ -9,8 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
+
+import pytest
 
 import rankless
 from tests.golden.reader import read
@@ -70,27 +73,44 @@ def run_job(base: Path | None, ranks: int, last: int, *, path: str = RUN, dies: 
     return job.stdout
 
 
-def test_a_killed_job_goes_on_from_memory_on_more_ranks_or_from_the_store(tmp_path: Path) -> None:
-    fake, base = FakeS3(), tmp_path / "tier"
-    base.mkdir()
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The folder with those of the hosts."""
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeS3]:
+    fake = FakeS3()
     with fake.served() as url:
         settings = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         with mock.patch.dict(os.environ, settings):
-            run_job(base, 2, 5, dies=True)
-            assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3"]  # the third of five
-            shutil.rmtree(base / "host1")  # the part on it is copied on the other host
-            assert "loaded 5 from the local tier" in run_job(base, 3, 5)
-            assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3", "s5"]
-            run_job(base, 2, 8, dies=True)
-            shutil.rmtree(base)
-            base.mkdir()
-            durable = rankless.list_checkpoints(RUN)[-1].step
-            assert f"loaded {durable} from the run directory" in run_job(base, 2, 9)
-            assert rankless.list_checkpoints(RUN)[-1].tag == "s9"
+            yield fake
+
+
+def test_a_killed_job_goes_on_from_memory_on_more_ranks(tmp_path: Path, fake: FakeS3, base: Path) -> None:
+    run_job(base, 2, 5, dies=True)
+    assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3"]  # the third of five
+    shutil.rmtree(base / "host1")  # the part on it is copied on the other host
+    assert "loaded 5 from the local tier" in run_job(base, 3, 5)
+    assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3", "s5"]
     run_job(None, 2, 5, path=str(tmp_path / "run"))
     for tag in ("s3", "s5"):
         download(fake, tag, tmp_path / "objects" / tag)
         assert read_state_files(tmp_path / "objects" / tag) == read_state_files(tmp_path / "run" / tag)
+    assert not fake.uploads
+
+
+@pytest.mark.full
+def test_a_killed_job_whose_memory_is_lost_goes_on_from_the_store(fake: FakeS3, base: Path) -> None:
+    run_job(base, 2, 8, dies=True)
+    shutil.rmtree(base)
+    base.mkdir()
+    durable = rankless.list_checkpoints(RUN)[-1].step
+    assert f"loaded {durable} from the run directory" in run_job(base, 2, 9)
+    assert rankless.list_checkpoints(RUN)[-1].tag == "s9"
     assert not fake.uploads
 
 

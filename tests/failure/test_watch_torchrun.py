@@ -52,6 +52,7 @@ STOP = """os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", f"sleep 4; kill -CONT {os.ge
             os.kill(os.getpid(), signal.SIGSTOP)"""
 
 
+@pytest.mark.full
 def test_the_others_end_with_an_error_that_names_the_killed_rank(tmp_path: Path) -> None:
     started = time.monotonic()
     status, output = run_job(tmp_path, KILL)
@@ -62,7 +63,7 @@ def test_the_others_end_with_an_error_that_names_the_killed_rank(tmp_path: Path)
     assert "finished" not in output
 
 
-@pytest.mark.parametrize("action", [STOP, "break"])
+@pytest.mark.parametrize("action", [STOP, pytest.param("break", marks=pytest.mark.full)])
 def test_a_rank_that_is_stopped_for_a_while_or_ends_early_is_no_failure(tmp_path: Path, action: str) -> None:
     status, output = run_job(tmp_path, action, work="time.sleep(0.02)")
     assert (status, output.count("finished")) == (0, 4), output
