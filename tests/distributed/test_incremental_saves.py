@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import rankless
+from tests.helpers.examples import examples
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
 from tests.helpers.simulated_hosts import simulated_host
@@ -162,7 +163,7 @@ sessions = st.builds(
 
 
 @settings(
-    max_examples=16,
+    max_examples=examples(16, least=5),
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink a failure would take very long
     suppress_health_check=[HealthCheck.function_scoped_fixture],

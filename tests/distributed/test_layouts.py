@@ -11,6 +11,7 @@ import rankless
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layout_checkpoints import assert_same_files, save_layout
 from tests.helpers.layouts import CASES, LAYOUTS, blank_run, expected_tensor, fill_run, local_tensor, named_tensors
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 
 
@@ -53,8 +54,7 @@ def load(path: str, layout: str, exchange: str) -> list[str]:
     return sorted(mine)
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
-@pytest.mark.parametrize(("layout", "n"), CASES)
+@each_value({"layout, n": CASES, "exchange": ["never", "always"]})
 def test_every_layout_loads_them(ranks: Ranks, expected: Path, layout: str, n: int, exchange: str) -> None:
     names = {name for own in ranks(n, load, str(expected), layout, exchange) for name in own}
     assert {"model/head.weight", "optimizer/layers.2.up.bias/exp_avg_sq", "model/seen"} <= names

@@ -28,6 +28,7 @@ from rankless.storage import mapped_file
 from rankless.tier import state
 from rankless.tier.folder import TierFolder
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import Ranks
 from tests.helpers.tier_runs import claim_epoch
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
@@ -68,8 +69,7 @@ def load(base: str, layout: str, ranks_per_host: int) -> tuple[dict[str, torch.T
     return gather_run(run), result.tag, result.source, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 4])
-@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(WRITERS, READERS)))
+@pairwise({"writer": WRITERS, "reader": READERS, "ranks_per_host": [1, 4]})
 def test_any_layout_loads_a_generation_of_any_other(
     ranks: Ranks, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int], ranks_per_host: int
 ) -> None:

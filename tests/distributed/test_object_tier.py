@@ -29,6 +29,7 @@ from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure, gcs_at, store_at
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.tier_runs import claim_epoch
@@ -109,8 +110,7 @@ def tags(run: Path) -> list[str]:
 
 
 class TestLoads:
-    @pytest.mark.parametrize("ranks_per_host", [1, 4])
-    @pytest.mark.parametrize(("writer", "reader"), list(itertools.product(WRITERS, READERS)))
+    @each_value({"writer": WRITERS, "reader": READERS, "ranks_per_host": [1, 4]})
     def test_any_layout_loads_a_generation_of_any_other_and_makes_it_durable(
         self,
         ranks: Ranks,
@@ -208,8 +208,7 @@ class TestDrains:
                 assert read_state_files(download(store, base / "saved", "step_4"))
                 assert not store.uploads
 
-    @pytest.mark.parametrize("kind", ["part", "complete", "create upload", "put"])
-    @pytest.mark.parametrize("stage", ["before", "after"])
+    @each_value({"kind": ["part", "complete", "create upload", "put"], "stage": ["before", "after"]})
     def test_a_drain_whose_requests_fail_is_tried_again(
         self, ranks: Ranks, fake: FakeS3, tmp_path: Path, kind: str, stage: str
     ) -> None:

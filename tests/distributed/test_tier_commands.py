@@ -26,6 +26,7 @@ from rankless.tier.folder import TierFolder
 from rankless.tier.part import PartTable, encode_checked
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import ForkedProcess, run_command, start_code, start_command
 from tests.helpers.tier_runs import claim_epoch
@@ -410,8 +411,7 @@ class TestHostileFolders:
         assert "Traceback" not in done.output
         assert list(tmp_path.rglob("*/*")) == []
 
-    @pytest.mark.parametrize("suffix", [".part", ".common", ".data"])
-    @pytest.mark.parametrize("kind", ["empty", "random", "cut", "fifo", "link", "folder"])
+    @each_value({"suffix": [".part", ".common", ".data"], "kind": ["empty", "random", "cut", "fifo", "link", "folder"]})
     def test_a_broken_file_gives_no_traceback(self, tmp_path: Path, command: str, suffix: str, kind: str) -> None:
         _end_job(tmp_path)
         (path,) = [path for path in (tmp_path / "host0").glob(f"*{suffix}") if "-00.data" not in path.name]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_s3 import AWS, GOOGLE, RGW_16, FakeS3
 from tests.helpers.object_histories import (
@@ -23,6 +21,7 @@ from tests.helpers.object_histories import (
     every_reply,
     store_with_two_checkpoints,
 )
+from tests.helpers.pairwise import each_value
 
 FAKES = {
     "aws": lambda: FakeS3(AWS),
@@ -32,8 +31,7 @@ FAKES = {
 }
 
 
-@pytest.mark.parametrize("cloud", FAKES)
-@pytest.mark.parametrize("operation", OUTCOMES)
+@each_value({"cloud": FAKES, "operation": OUTCOMES})
 def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(cloud: str, operation: str) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
@@ -41,8 +39,7 @@ def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(cl
             check_crash(start, operation, moment)
 
 
-@pytest.mark.parametrize("cloud", FAKES)
-@pytest.mark.parametrize("operation", OUTCOMES)
+@each_value({"cloud": FAKES, "operation": OUTCOMES})
 def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
@@ -50,9 +47,11 @@ def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str)
             check_lost_reply(start, operation, moment)
 
 
-@pytest.mark.parametrize("second", OPERATIONS)
-@pytest.mark.parametrize(
-    ("cloud", "first"), [*itertools.product(["aws"], OUTCOMES), ("azure", "save"), ("azure", "overwrite")]
+@each_value(
+    {
+        "cloud, first": [*itertools.product(["aws"], OUTCOMES), ("azure", "save"), ("azure", "overwrite")],
+        "second": OPERATIONS,
+    }
 )
 def test_a_save_that_is_stopped_anywhere_while_another_process_goes_on(cloud: str, first: str, second: str) -> None:
     """Among these: a writer that stops between its last upload and the pointer; two overwriters; a load during a

@@ -36,6 +36,7 @@ from tests.helpers.object_histories import (
     state,
     store_with_two_checkpoints,
 )
+from tests.helpers.pairwise import each_value
 
 #: Of how many moments one is tried: all of them take minutes.
 STEPS = {"aws": 3, "google": 9, "azure": 7}
@@ -121,8 +122,7 @@ def prepare(start: Start, base: Path) -> tuple[FakeStore, Path]:
     return fake, folder
 
 
-@pytest.mark.parametrize("cloud", FAKES)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@each_value({"cloud": FAKES, "operation": OPERATIONS})
 def test_a_job_that_dies_at_any_request_loses_nothing(cloud: str, operation: str, tmp_path: Path) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
@@ -153,8 +153,7 @@ def check_crash(start: Start, base: Path, operation: str, moment: Moment) -> Non
     end_jobs()
 
 
-@pytest.mark.parametrize("cloud", ["aws", "azure"])
-@pytest.mark.parametrize("operation", ["save", "load"])
+@each_value({"cloud": ["aws", "azure"], "operation": ["save", "load"]})
 def test_a_job_that_is_stopped_while_another_one_goes_on_publishes_no_abandoned_branch(
     cloud: str, operation: str, tmp_path: Path
 ) -> None:

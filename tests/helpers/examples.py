@@ -7,11 +7,9 @@ from hypothesis import settings
 #: The names of the profiles that ``tests/conftest.py`` loads: for ``make test``, and with ``--full``.
 DAY, ALL = "day", "all"
 
-_LEAST = 20
 
-
-def examples(count: int) -> int:
-    """Return ``count`` in ``make test-all``, and otherwise a sixth of it, but not less than 20 or all."""
+def examples(count: int, least: int = 20) -> int:
+    """Return ``count`` in ``make test-all``, and otherwise a sixth of it, but at least 20 or, of slow ones, fewer."""
     if settings.get_current_profile_name() == ALL:
         return count
-    return min(count, max(_LEAST, count // 6))
+    return min(count, max(least, count // 6))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,24 +12,26 @@ import pytest
 _Choice = frozenset[tuple[int, int]]
 
 
-def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+def pairwise(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
     """Parametrize a test by all combinations; ``make test`` runs enough for each pair of values of two axes."""
     return _parametrize(axes, 2)
 
 
-def each_value(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+def each_value(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
     """Parametrize a test by all combinations; ``make test`` runs enough for each value of each axis."""
     return _parametrize(axes, 1)
 
 
-def _parametrize(axes: dict[str, Iterable[Any]], strength: int) -> pytest.MarkDecorator:
-    values = [list(axis) for axis in axes.values()]
+def _parametrize(axes: Mapping[str, Iterable[Any]], strength: int) -> pytest.MarkDecorator:
+    """An axis ``"a, b"`` has tuples of two arguments as values."""
+    values = [[tuple(value) if "," in name else (value,) for value in axis] for name, axis in axes.items()]
     covering = choose_covering([len(axis) for axis in values], strength)
     cases = []
     for indices in itertools.product(*(range(len(axis)) for axis in values)):
         marks = () if indices in covering else pytest.mark.full
-        cases.append(pytest.param(*(axis[i] for axis, i in zip(values, indices, strict=True)), marks=marks))
-    return pytest.mark.parametrize(tuple(axes), cases)
+        chosen = (axis[index] for axis, index in zip(values, indices, strict=True))
+        cases.append(pytest.param(*itertools.chain.from_iterable(chosen), marks=marks))
+    return pytest.mark.parametrize(", ".join(axes), cases)
 
 
 def choose_covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:

@@ -22,6 +22,7 @@ from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointErr
 from rankless.ondisk.block_crcs import crc64
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
 from tests.helpers.forged_values import FORGED_VALUES
+from tests.helpers.pairwise import each_value
 from tests.helpers.sealed_checkpoints import (
     DATA,
     FILES,
@@ -341,8 +342,7 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("attack", HEADERS)
-@pytest.mark.parametrize("name", [MODEL, STATE_TENSORS])
+@each_value({"attack": HEADERS, "name": [MODEL, STATE_TENSORS]})
 def test_a_forged_header_is_refused(folder: Path, attack: str, name: str) -> None:
     table, _ = parts_of(folder / name)
     HEADERS[attack](table)
@@ -379,8 +379,7 @@ def test_an_empty_tensor_of_an_impossible_shape_is_refused(folder: Path, shape: 
 # Values
 
 
-@pytest.mark.parametrize("forged", FORGED_VALUES, ids=lambda text: text[:40] if len(text) < 400 else f"{text[:11]}…")
-@pytest.mark.parametrize("name", [STATE, RANKS])
+@each_value({"forged": FORGED_VALUES, "name": [STATE, RANKS]})
 def test_forged_values_are_refused(folder: Path, forged: str, name: str) -> None:
     raw = (folder / name).read_text()
     if name == STATE:

@@ -37,9 +37,15 @@ from tests.helpers.simulated.streams import (
 )
 from tests.simulated.conftest import DeviceRanks
 
-ORDERS = [needed_first, caller_first, copies_first, at_random(1), at_random(2), at_random(3)]
-NAMES = ["needed first", "caller first", "copies first", "random 1", "random 2", "random 3"]
-in_every_order = pytest.mark.parametrize("order", ORDERS, ids=NAMES)
+ORDERS = [
+    pytest.param(needed_first, id="needed first"),
+    pytest.param(caller_first, id="caller first"),
+    pytest.param(copies_first, id="copies first"),
+    pytest.param(at_random(1), id="random 1"),
+    pytest.param(at_random(2), id="random 2", marks=pytest.mark.full),
+    pytest.param(at_random(3), id="random 3", marks=pytest.mark.full),
+]
+in_every_order = pytest.mark.parametrize("order", ORDERS)
 staged_both_ways = pytest.mark.parametrize("staging", ["eager", "overlapped"])
 
 

@@ -26,6 +26,7 @@ from tests.helpers.layouts import (
     named_tensors,
     shard_fsdp2,
 )
+from tests.helpers.pairwise import each_value
 from tests.helpers.simulated.streams import SCHEDULER, at_random
 from tests.simulated.conftest import DeviceRanks
 
@@ -116,8 +117,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("staging", ["synchronous", "eager", "overlapped"])
-@pytest.mark.parametrize(("layout", "n"), CASES)
+@each_value({"layout, n": CASES, "staging": ["synchronous", "eager", "overlapped"]})
 def test_files_are_those_of_shards_in_memory(
     device_ranks: DeviceRanks, tmp_path: Path, expected: Path, layout: str, n: int, staging: str
 ) -> None:
@@ -145,8 +145,7 @@ def load_moved(path: str, layout: str, share_reads: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("share_reads", ["never", "always"])
-@pytest.mark.parametrize(("layout", "n"), CASES)
+@each_value({"layout, n": CASES, "share_reads": ["never", "always"]})
 def test_every_layout_loads_them(
     device_ranks: DeviceRanks, expected: Path, layout: str, n: int, share_reads: str
 ) -> None:

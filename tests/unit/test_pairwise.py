@@ -38,7 +38,7 @@ def cases_of(mark: pytest.MarkDecorator) -> list[Any]:
 
 
 def test_all_combinations_are_cases_and_those_that_are_left_out_are_marked_full() -> None:
-    cases = cases_of(pairwise(a="xy", b=[1, 2], c=[True, False]))
+    cases = cases_of(pairwise({"a": "xy", "b": [1, 2], "c": [True, False]}))
     assert [case.values for case in cases] == list(itertools.product("xy", [1, 2], [True, False]))
     day = [case.values for case in cases if not case.marks]
     assert len(day) == 4
@@ -46,5 +46,11 @@ def test_all_combinations_are_cases_and_those_that_are_left_out_are_marked_full(
 
 
 def test_two_axes_of_which_each_value_is_enough() -> None:
-    day = [case.values for case in cases_of(each_value(a="xyz", b="uv")) if not case.marks]
+    day = [case.values for case in cases_of(each_value({"a": "xyz", "b": "uv"})) if not case.marks]
     assert day == [("x", "u"), ("y", "v"), ("z", "u")]
+
+
+def test_an_axis_of_tuples_has_several_arguments() -> None:
+    mark = pairwise({"a, b": [(1, 2), (3, 4)], "c": "x"})
+    assert mark.mark.args[0] == "a, b, c"
+    assert [case.values for case in cases_of(mark)] == [(1, 2, "x"), (3, 4, "x")]

@@ -24,6 +24,7 @@ from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment, crc64
 from tests.helpers.examples import examples
+from tests.helpers.pairwise import each_value
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes
 
@@ -114,8 +115,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("on_hosts", [False, True], ids=["one host", "18 hosts"])
-@pytest.mark.parametrize(("shape", "placements"), HYBRID + OTHERS, ids=str)
+@each_value({"shape, placements": HYBRID + OTHERS, "on_hosts": [False, True]})
 def test_few_fragments_reach_rank_0(shape: tuple[int, ...], placements: tuple[Placement, ...], on_hosts: bool) -> None:
     """The order by numbers exceeds the bound for 8 neighbouring replicas on one host, and for 2-D sharding."""
     shapes = [(1440, 1024), (1000, 700), (145, 2048), (64, 3000)] * 12
