@@ -33,6 +33,9 @@ _SITE = ROOT / ".accelerator/site"
 #: The seconds that the summary and the ends of processes may take.
 _RESERVE_SECONDS = 10.0
 
+#: The most seconds in which packages are installed, and in which PyTorch is imported.
+_START_SECONDS = 120.0
+
 #: About the seconds of the longest single measurement: the last one begins that long before the end.
 _MEASUREMENT_SECONDS = 45.0
 
@@ -63,7 +66,8 @@ def main() -> int:
     deadline = time.monotonic() + options.seconds - _RESERVE_SECONDS
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((*install_packages(), str(ROOT)))}
-    found = subprocess.run([sys.executable, "-c", _LOOK], env=environment, cwd=ROOT, check=False).returncode
+    look = [sys.executable, "-c", _LOOK]
+    found = subprocess.run(look, env=environment, cwd=ROOT, check=False, timeout=_START_SECONDS).returncode
     if found not in {0, NO_ACCELERATOR}:
         return 1
     has_accelerator = found == 0
@@ -86,7 +90,7 @@ def install_packages() -> tuple[str, ...]:
     shutil.rmtree(_SITE, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
     needed = [str(wheel) for wheel in wheels if is_needed(wheel)]
-    subprocess.run([*pip, "--target", str(_SITE), *needed], check=True)
+    subprocess.run([*pip, "--target", str(_SITE), *needed], check=True, timeout=_START_SECONDS)
     return (str(_SITE),)
 
 
