@@ -26,7 +26,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage: ``passed``, ``failed``, ``out of time`` or ``not run``, and why it was not run."""
+    """What became of a stage: ``passed``, ``failed``, ``out of time`` or ``not run``, and why it did not begin."""
 
     name: str
     result: str
@@ -43,7 +43,7 @@ def run_stages(
         if stage.needs_accelerator and not has_accelerator:
             yield Outcome(stage.name, "not run", reason="there is no accelerator")
         elif left < min(_LEAST_SECONDS, stage.seconds):
-            yield Outcome(stage.name, "not run", reason="no time was left")
+            yield Outcome(stage.name, "out of time", reason="it was not begun")
         else:
             print(f"\n== {stage.name}", flush=True)
             yield run_stage(stage, environment, min(left, stage.seconds))

@@ -57,7 +57,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: P
 
 def test_no_stage_begins_when_no_time_is_left() -> None:
     (outcome,) = run_stages([stage("late", "pass")], os.environ, has_accelerator=True, deadline=time.monotonic() + 1)
-    assert (outcome.result, outcome.reason) == ("not run", "no time was left")
+    assert (outcome.result, outcome.reason) == ("out of time", "it was not begun")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_no_stage_begins_when_no_time_is_left() -> None:
         (["failed", "out of time"], True, 1),
         (["passed", "not run"], False, NO_ACCELERATOR),
         (["passed", "out of time", "not run"], False, OUT_OF_TIME),
-        (["passed", "not run"], True, OUT_OF_TIME),
+        (["not run", "out of time"], False, OUT_OF_TIME),
     ],
 )
 def test_the_exit_status_tells_what_became_of_the_stages(
