@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.py"
 STEPS = 12
 
@@ -45,6 +47,7 @@ def train(base: Path, name: str, *, kill_at: int = 0) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.full
 def test_a_killed_rank_costs_a_few_steps_and_no_bit(tmp_path: Path) -> None:
     undisturbed = {line["step"]: line for line in train(tmp_path, "undisturbed") if "step" in line}
     lines = train(tmp_path, "disturbed", kill_at=5)

@@ -36,6 +36,7 @@ from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgument
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_integer, pickle_text
 from tests.helpers.nxd_files import rank_file_name
+from tests.helpers.pairwise import each_value
 from tests.helpers.torch_files import save_tree, write_archive
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
@@ -284,8 +285,7 @@ DEEPSPEED: dict[str, tuple[Callable[[Path], Path], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("memory", [False, True])
-@pytest.mark.parametrize("kind", DEEPSPEED)
+@each_value({"memory": [True, False], "kind": DEEPSPEED})
 def test_a_checkpoint_of_deepspeed_costs_little(tmp_path: Path, kind: str, memory: bool) -> None:
     make, match = DEEPSPEED[kind]
     folder = make(tmp_path / "c")

@@ -19,6 +19,7 @@ from rankless.tier.folder import TierFolder
 from rankless.tier.generation import Common
 from rankless.tier.part import _ROW, GenerationKey, PartName, _Header, decode_checked, encode_checked
 from tests.helpers.killed_jobs import run_killed_job
+from tests.helpers.pairwise import each_value
 
 _replace = msgspec.structs.replace
 
@@ -137,9 +138,11 @@ def test_labels(folder: TierFolder, change: Callable[[Common], Common]) -> None:
     assert {found.name for found in folder.path.parent.parent.iterdir()} == {"b"}
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "link"])
-@pytest.mark.parametrize(
-    "file_of", [_data_of, _label_of, lambda folder: folder.path / _name_of(folder).name], ids=["data", "label", "table"]
+@each_value(
+    {
+        "file_of": [_data_of, _label_of, lambda folder: folder.path / _name_of(folder).name],
+        "kind": ["FIFO", "folder", "link"],
+    }
 )
 def test_things_that_are_no_files(folder: TierFolder, file_of: Callable[[TierFolder], Path], kind: str) -> None:
     path = file_of(folder)

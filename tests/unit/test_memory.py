@@ -43,7 +43,7 @@ for action in ("save", "load"):
 """
 
 
-@pytest.mark.parametrize("layout", ["plain", "strided"])
+@pytest.mark.parametrize("layout", ["plain", pytest.param("strided", marks=pytest.mark.full)])
 def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: str) -> None:
     for megabytes in (128, 512):
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / str(megabytes)), str(megabytes), layout]
