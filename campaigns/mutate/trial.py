@@ -1,0 +1,109 @@
+"""One mutant: the tests that reach it run in a copy of the tree until one fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from campaigns.mutate.mutants import Mutant
+
+#: A test that takes longer than these seconds fails, with this word in its message.
+_TEST_SECONDS = 180
+_TIMEOUT = "from pytest-timeout"
+
+#: As pytest's ``-vv`` writes them.
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", re.MULTILINE)
+_PASSED = re.compile(r"^tests/.* PASSED", re.MULTILINE)
+
+CAUGHT, TIMED_OUT, SURVIVED, UNDECIDED = "caught", "timed out", "survived", "undecided"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant. ``test`` has caught it; ``passed`` tests have not."""
+
+    status: str
+    test: str
+    passed: int
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A copy of the repository, whose files may be changed."""
+
+    root: Path
+
+    @classmethod
+    def copy(cls, source: Path, root: Path) -> Tree:
+        """Copy all files of ``source`` that git does not ignore."""
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
+        for name in done.stdout.splitlines():
+            if (source / name).is_file():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source / name, root / name)
+        return cls(root)
+
+    def try_mutant(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> Outcome:
+        """Change the file, run ``tests`` in this order for at most ``seconds``, and restore the file."""
+        file = self.root / mutant.path
+        source = file.read_text(encoding="utf-8")
+        try:
+            self._write(file, mutant.apply(source))
+            return self.run(tests, seconds)
+        finally:
+            self._write(file, source)
+
+    def run(self, tests: Sequence[str], seconds: float) -> Outcome:
+        """Run ``tests`` until the first one fails."""
+        options = ["-x", "-vv", "-rfE", "--tb=line", "-p", "campaigns.mutate.order", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, f"--timeout={_TEST_SECONDS}", *tests]
+        environment = os.environ | {"PYTHONPATH": f"{self.root / 'src'}:{self.root}"}
+        log = self.root / "mutant.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _kill_group(process)
+        return read_outcome(code, log.read_text(encoding="utf-8", errors="replace"))
+
+    @staticmethod
+    def _write(file: Path, source: str) -> None:
+        """Write the file, and remove its bytecode: of the same size and second, it would be taken for current."""
+        file.write_text(source, encoding="utf-8")
+        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            bytecode.unlink()
+
+
+def read_outcome(code: int | None, output: str) -> Outcome:
+    """Return the outcome of a run of pytest, which wrote ``output``; ``code`` is ``None`` if its time was over."""
+    passed = len(_PASSED.findall(output))
+    failures = _FAILURE.findall(output)
+    if code is None and not failures:
+        return Outcome(UNDECIDED, "", passed)
+    if code == 0:
+        return Outcome(SURVIVED, "", passed)
+    if failures:
+        return Outcome(TIMED_OUT if _TIMEOUT in output else CAUGHT, failures[0], passed)
+    return Outcome(CAUGHT, f"pytest ended with {code}", passed)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End pytest with the ranks that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
