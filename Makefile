@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all test-near near durations interop frameworks peers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all test-near near durations interop frameworks peers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -162,6 +162,13 @@ faults: .venv/installed
 fuzz: .venv/installed
 	$(BIN)/python -m campaigns.fuzz
 
+#: Which mutants are drawn.
+SEED ?= 0
+
+## mutate: change the core at random, 60 times, and look for changes that no test notices; goes on where it ended
+mutate: .venv/installed
+	$(BIN)/python -m campaigns.mutate --seed $(SEED) --check
+
 ## jobs: several jobs at one folder, which save, overwrite, remove and read as fast as they can
 jobs: .venv/installed
 	TMPDIR=/dev/shm $(BIN)/python -m campaigns.side_by_side
@@ -204,4 +211,4 @@ histories: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-colossalai .accelerator site demo_run crash_violations fuzz_violations .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-colossalai .accelerator site demo_run crash_violations fuzz_violations mutants.jsonl .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

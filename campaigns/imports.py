@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,15 @@ _IMPORT_FROM = re.compile(rf"\bfrom ((?:{'|'.join(PACKAGES)})[\w.]*) import ([\w
 _MODULE_PATH = re.compile(r"[\w.]+(:\w+)?")
 
 
+#: All nodes of a syntax tree, the module first. To walk through a tree takes as long as to parse it.
+Code = Sequence[ast.AST]
+
+
 @dataclass(frozen=True)
 class Names:
     """The modules that exist, and the names that a package imports at their first use, with their modules."""
 
-    modules: Set[str]
+    modules: Collection[str]
     lazy: Mapping[str, Mapping[str, str]]
 
     def resolve(self, dotted: str) -> Iterator[str]:
@@ -51,7 +55,7 @@ class Imports:
     """The file of each module, and the modules that it imports."""
 
     files: Mapping[str, Path]
-    direct: Mapping[str, Set[str]]
+    direct: Mapping[str, frozenset[str]]
 
     def distances(self, targets: Collection[str]) -> dict[str, int]:
         """Return the modules that import one of ``targets``, directly or not, and the length of the shortest path."""
@@ -72,20 +76,25 @@ def read_imports(root: Path = ROOT) -> Imports:
     """Return the imports of the tree at ``root``, which must be the one that Python imports."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     files = {module: _file_of(root, module) for module in graph.modules}
-    trees = {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in files.items()}
+    codes = {module: read_code(file) for module, file in files.items()}
     inits = (module for module, file in files.items() if file.name == "__init__.py")
-    names = Names(graph.modules, {module: found for module in inits if (found := list_typed_imports(trees[module]))})
-    direct: dict[str, Set[str]] = {}
-    for module, tree in trees.items():
-        found = set(graph.find_modules_directly_imported_by(module))
+    names = Names(graph.modules, {module: lazy for module in inits if (lazy := list_typed_imports(codes[module]))})
+    direct: dict[str, frozenset[str]] = {}
+    for module, code in codes.items():
+        imported = set(graph.find_modules_directly_imported_by(module))
         if module not in names.lazy:
-            found.update(list_late_imports(tree, names, texts=not module.startswith("rankless")))
+            imported.update(list_late_imports(code, names, texts=not module.startswith("rankless")))
         if is_test(module):
-            conftests = [tree for name, tree in trees.items() if _is_conftest_of(name, module)]
-            found.update(list_fixture_imports(tree, conftests, names))
-            found.update(list_page_imports(tree, root, names))
-        direct[module] = {parent for name in found for parent in _list_parents(name)} - {module}
+            conftests = [conftest for name, conftest in codes.items() if _is_conftest_of(name, module)]
+            imported.update(list_fixture_imports(code, conftests, names))
+            imported.update(list_page_imports(code, root, names))
+        direct[module] = frozenset(parent for name in imported for parent in _list_parents(name)) - {module}
     return Imports(files, direct)
+
+
+def read_code(file: Path) -> Code:
+    """Return the nodes of a source file."""
+    return tuple(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def is_test(module: str) -> bool:
@@ -93,27 +102,27 @@ def is_test(module: str) -> bool:
     return module.startswith("tests.") and module.rpartition(".")[2].startswith("test_")
 
 
-def list_typed_imports(tree: ast.Module) -> dict[str, str]:
+def list_typed_imports(code: Code) -> dict[str, str]:
     """Return the names that a package imports under ``TYPE_CHECKING``, which it imports at their first use.
 
     They are mapped to their modules. The result is empty for a package without ``__getattr__``.
     """
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in code):
         return {}
-    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+    blocks = [node.body for node in code if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.asname or alias.name: str(node.module) for node in imports for alias in node.names}
 
 
-def list_late_imports(tree: ast.Module, names: Names, *, texts: bool) -> Iterator[str]:
+def list_late_imports(code: Code, names: Names, *, texts: bool) -> Iterator[str]:
     """Yield the modules that are imported by attributes, and by strings that are no docstrings.
 
     With ``texts``, a module may be named anywhere in a string, which may be a script. Otherwise it must be the whole
     string, because messages name functions too.
     """
-    bound = dict(_list_bindings(tree))
-    ignored = set(map(id, _list_docstrings(tree)))
-    for node in ast.walk(tree):
+    bound = dict(_list_bindings(code))
+    docstrings = {id(node.value) for node in code if isinstance(node, ast.Expr)}
+    for node in code:
         if isinstance(node, ast.ImportFrom) and node.module in names.lazy:
             for alias in node.names:
                 yield from names.resolve(f"{node.module}.{alias.name}")
@@ -121,7 +130,7 @@ def list_late_imports(tree: ast.Module, names: Names, *, texts: bool) -> Iterato
             head, _, tail = _read_dotted(node).partition(".")
             if head in bound:
                 yield from names.resolve(f"{bound[head]}.{tail}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             if texts:
                 yield from _list_text_imports(node.value, names)
             elif _MODULE_PATH.fullmatch(node.value) and node.value.partition(".")[0] in PACKAGES:
@@ -130,16 +139,16 @@ def list_late_imports(tree: ast.Module, names: Names, *, texts: bool) -> Iterato
             yield from _list_commands(node.args if isinstance(node, ast.Call) else node.elts, names)
 
 
-def list_fixture_imports(test: ast.Module, conftests: Collection[ast.Module], names: Names) -> Iterator[str]:
+def list_fixture_imports(test: Code, conftests: Collection[Code], names: Names) -> Iterator[str]:
     """Yield the modules of the names that the fixtures use which ``test`` requests.
 
     Fixtures of every test (``autouse``) do not count: all tests would reach what these need for a few.
     """
-    requested = {node.arg for node in ast.walk(test) if isinstance(node, ast.arg)}
-    requested |= {str(node.value) for node in ast.walk(test) if isinstance(node, ast.Constant)}
+    requested = {node.arg for node in test if isinstance(node, ast.arg)}
+    requested |= {str(node.value) for node in test if isinstance(node, ast.Constant)}
     for conftest in conftests:
         bound = dict(_list_bindings(conftest))
-        fixtures = {node.name: node for node in conftest.body if isinstance(node, ast.FunctionDef)}
+        fixtures = {node.name: node for node in conftest if isinstance(node, ast.FunctionDef)}
         queue = [name for name in fixtures if name in requested]
         for name in queue:
             arguments = {node.arg for node in ast.walk(fixtures[name]) if isinstance(node, ast.arg)}
@@ -152,7 +161,7 @@ def list_fixture_imports(test: ast.Module, conftests: Collection[ast.Module], na
                     yield from names.resolve(bound[node.id])
 
 
-def list_page_imports(test: ast.Module, root: Path, names: Names) -> Iterator[str]:
+def list_page_imports(test: Code, root: Path, names: Names) -> Iterator[str]:
     """Yield the modules that the pages name which ``test`` reads, because it may run their code."""
     for path in list_named_paths(test):
         page, folder = root / f"{path.removesuffix('.md')}.md", root / path
@@ -160,9 +169,9 @@ def list_page_imports(test: ast.Module, root: Path, names: Names) -> Iterator[st
             yield from _list_text_imports(file.read_text(encoding="utf-8"), names)
 
 
-def list_named_paths(tree: ast.Module) -> set[str]:
-    """Return the strings of ``tree`` that may be paths in the repository."""
-    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+def list_named_paths(code: Code) -> set[str]:
+    """Return the strings of ``code`` that may be paths in the repository."""
+    strings = (node.value for node in code if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return {text.strip("/") for text in strings if re.fullmatch(r"[\w./-]*\w/?", text)}
 
 
@@ -182,9 +191,9 @@ def _list_commands(arguments: Collection[ast.expr], names: Names) -> Iterator[st
             yield from names.resolve(f"{name}.__main__")
 
 
-def _list_bindings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _list_bindings(code: Code) -> Iterator[tuple[str, str]]:
     """Yield the names that imports bind, and what they stand for."""
-    for node in ast.walk(tree):
+    for node in code:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.partition(".")[0]
@@ -192,12 +201,6 @@ def _list_bindings(tree: ast.Module) -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
-
-
-def _list_docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            yield node.value
 
 
 def _read_dotted(node: ast.expr) -> str:

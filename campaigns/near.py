@@ -6,13 +6,12 @@ A test reaches a module that it imports, directly or not, and a file or a folder
 from __future__ import annotations
 
 import argparse
-import ast
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-from campaigns.imports import ROOT, Imports, is_test, list_named_paths, read_imports
+from campaigns.imports import ROOT, Code, Imports, is_test, list_named_paths, read_code, read_imports
 
 #: They need packages that their own commands install.
 _APART = ("tests.frameworks.", "tests.peers.", "tests.browser.")
@@ -21,7 +20,9 @@ _APART = ("tests.frameworks.", "tests.peers.", "tests.browser.")
 def main() -> int:
     """Print one file a line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base", default="HEAD", help="what has changed since this commit, and since the branch left main")
+    parser.add_argument(
+        "--base", default="HEAD", help="what has changed since this commit, and since the branch left main"
+    )
     base = parser.parse_args().base
     for file in select_tests(list_changes(base), read_imports(), ROOT):
         print(file)
@@ -52,11 +53,11 @@ def select_tests(changed: Collection[str], imports: Imports, root: Path) -> list
         if is_test(module) and not module.startswith(_APART)
         if module in reached
         or folders.intersection(PurePosixPath(path).parents)
-        or names_path(ast.parse(imports.files[module].read_text(encoding="utf-8")), changed)
+        or names_path(read_code(imports.files[module]), changed)
     )
 
 
-def names_path(test: ast.Module, changed: Collection[str]) -> bool:
+def names_path(test: Code, changed: Collection[str]) -> bool:
     """Return whether ``test`` names one of the paths, a folder above it, or a page of the top folder without suffix."""
     named = list_named_paths(test)
     for path in map(PurePosixPath, changed):

@@ -1,14 +1,16 @@
 """``python -m campaigns.mutate``: changes the source at random, and reports what no test has noticed.
 
-For each mutant, the tests that reach its module run in a copy of the tree until one fails: unit tests first, the nearest
-in the graph of imports, then the others, the shortest first. Results are lines of JSON in ``--results``; the same command
-goes on where it ended. A mutant whose tests were not done in ``--seconds`` is undecided, and is tried again.
+For each mutant, the tests that reach its module run in a copy of the tree until one fails: the nearest in the graph of
+imports and in names first, unit tests before others, short ones before long ones. Results are lines of JSON in
+``--results``; the same command continues them. A mutant whose tests were not done in ``--seconds`` is undecided, and is
+tried again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -21,8 +23,8 @@ from campaigns.imports import ROOT, Imports, is_test, read_imports
 from campaigns.mutate.mutants import Mutant, draw_mutants
 from campaigns.mutate.trial import CAUGHT, SURVIVED, UNDECIDED, Outcome, Tree
 
-#: The tests of ``make test``.
-_FOLDERS = ("accelerator", "distributed", "docs", "failure", "golden", "hostile", "packaging", "simulated", "unit")
+#: The folders of ``make test``, and what is added to the distance of their tests from a module: slow tests come later.
+_PENALTIES = {"unit": 0, "distributed": 2, "failure": 3, "golden": 3, "hostile": 4, "docs": 6, "packaging": 6}
 
 
 def main() -> int:
@@ -64,13 +66,19 @@ def _parse_options() -> argparse.Namespace:
 def order_tests(path: str, imports: Imports, durations: Mapping[str, float]) -> list[str]:
     """Return the files of tests that reach the module at ``path``, those first that probably catch its mutants."""
     target = next(module for module, file in imports.files.items() if file == ROOT / path)
-    keys: dict[str, tuple[bool, int, float]] = {}
+    keys: dict[str, tuple[int, float, str]] = {}
     for module, distance in imports.distances([target]).items():
-        if is_test(module) and module.split(".")[1] in _FOLDERS:
+        folder = module.split(".")[1] if is_test(module) else ""
+        if folder in _PENALTIES:
             file = str(imports.files[module].relative_to(ROOT))
-            is_unit = file.startswith("tests/unit/")
-            keys[file] = (not is_unit, distance if is_unit else 0, durations.get(file, 0.0))
-    return sorted(keys, key=lambda file: (keys[file], file))
+            shared = len(_list_words(file) & _list_words(path))
+            keys[file] = (distance + _PENALTIES[folder] - 2 * shared, durations.get(file, 0.0), file)
+    return sorted(keys, key=lambda file: keys[file])
+
+
+def _list_words(path: str) -> set[str]:
+    """Return the words of a path: ``tests/unit/tier/test_part.py`` probably tests ``tier/part.py``."""
+    return set(re.findall("[a-z]+", path)) - {"src", "rankless", "tests", "test", "unit", "py"}
 
 
 def _read_durations() -> dict[str, float]:

@@ -128,6 +128,12 @@ def _change(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
             yield from (("arguments", new) for new in _swap_arguments(node, arguments))
         case ast.IfExp(test, body, orelse):
             yield "not added", _in_parentheses(ast.IfExp(ast.UnaryOp(ast.Not(), test), body, orelse))
+        case ast.stmt():
+            yield from _change_statement(node)
+
+
+def _change_statement(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    match node:
         case ast.Return(value) if value is not None and not isinstance(value, ast.Constant):
             yield "return value", "return None"
         case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Delete() | ast.Continue() | ast.Break():
