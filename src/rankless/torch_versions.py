@@ -1,32 +1,17 @@
 """The differences between the supported versions of torch: 2.7 and newer.
 
-Only this module depends on the version of torch. Each entry says from which version on it is not needed, and may be
-removed as soon as ``pyproject.toml`` requires that version.
+Only this module and ``dcp_versions`` depend on the version of torch. Each entry says from which version on it is not
+needed, and may be removed as soon as ``pyproject.toml`` requires that version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["DCP_VERSION", "SerializationFormat", "clone_store", "fsdp_param_groups"]
-
-#: The version in the metadata of DCP folders. Not needed from torch 2.9 on; 2.7 and 2.8 write none, and ignore it.
-DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
-
-if TYPE_CHECKING or hasattr(filesystem, "SerializationFormat"):
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-else:
-
-    class SerializationFormat(Enum):
-        """torch's formats of the records in DCP's files. Not needed from torch 2.8 on."""
-
-        TORCH_SAVE = "torch_save"
-        SAFETENSORS = "safetensors"
+__all__ = ["clone_store", "fsdp_param_groups"]
 
 
 def fsdp_param_groups(fsdp_state: Any) -> Sequence[Any]:

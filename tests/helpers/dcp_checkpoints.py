@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from rankless.dcp_versions import DCP_VERSION
 from rankless.engine.plan.ranges import IndexBox
-from rankless.torch_versions import DCP_VERSION
 from tests.helpers.boxes import box_slices
 
 

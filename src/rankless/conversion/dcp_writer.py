@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import skip_data
 
+from rankless.dcp_versions import DCP_VERSION
 from rankless.engine.plan.ranges import IndexBox
 from rankless.errors import InvalidArgumentError
 from rankless.formats.dcp.folder import METADATA
 from rankless.ondisk.files import split_by_size
 from rankless.storage.posix import new_file, write_small
-from rankless.torch_versions import DCP_VERSION
 
 #: The maximum bytes of one chunk: torch reads a whole chunk to get any part of it.
 _CHUNK = 64 * 2**20

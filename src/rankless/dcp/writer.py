@@ -28,13 +28,13 @@ from rankless.dcp.write_results import (
     hash_chunks,
     metadata_indices,
 )
+from rankless.dcp_versions import DCP_VERSION, SerializationFormat
 from rankless.engine.comm.vote import RankFailure
 from rankless.engine.io.device_streams import synchronize_devices
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.formats.dcp import checksums
 from rankless.storage.object_path import is_supported, parse_location
 from rankless.storage.reader_pool import ReaderPool
-from rankless.torch_versions import DCP_VERSION, SerializationFormat
 
 
 class FileSystemWriter(StorageWriter, BlockingAsyncStager):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import rankless.dcp as ours
+from rankless.dcp_versions import DCP_VERSION, SerializationFormat
 from rankless.errors import InvalidArgumentError
 from rankless.formats.dcp import checksums
-from rankless.torch_versions import DCP_VERSION, SerializationFormat
 from tests.helpers.torch_limits import HAS_DCP_VERSION
 
 #: What torch's have and ours do not, and why.

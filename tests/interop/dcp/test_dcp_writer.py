@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 import rankless
 from rankless.conversion import dcp_writer
+from rankless.dcp_versions import DCP_VERSION
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
-from rankless.torch_versions import DCP_VERSION
 from tests.helpers import dcp_matrix
 from tests.helpers.commands import run_command as command
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training
