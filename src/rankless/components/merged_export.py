@@ -16,8 +16,8 @@ from rankless.components.api import load_component, save_model
 from rankless.components.component_view import ComponentView
 from rankless.components.content import MODEL
 from rankless.errors import InvalidArgumentError
+from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import NativeReader
-from rankless.formats.peft import read_adapter_files
 from rankless.formats.reader import Reader
 from rankless.ondisk.files import SHARD_SIZE, is_adapter_group, parse_size
 from rankless.run.lookup import open_latest

@@ -22,8 +22,8 @@ from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.session import RankGroup, require_equal
 from rankless.engine.plan.spec import digest_bytes
 from rankless.errors import InvalidArgumentError
+from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import MODEL, NativeReader
-from rankless.formats.peft import read_adapter_files
 from rankless.formats.reader import Reader
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.warning import warn_caller

@@ -13,10 +13,10 @@ from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
+from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.contained_paths import check_contained
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
-from rankless.formats.peft import read_adapter_files
 from rankless.formats.reader import Reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values

@@ -13,10 +13,9 @@ from rankless.errors import FormatError
 from rankless.formats.composite_reader import CompositeReader
 from rankless.formats.contained_paths import check_contained
 from rankless.formats.huggingface import MODEL, HuggingFaceReader
-from rankless.formats.native import NativeReader
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from rankless.formats.torch_file import TorchFileReader
-from rankless.ondisk.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group, is_adapter_group
+from rankless.ondisk.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.store import store_of
 
@@ -91,16 +90,10 @@ class PeftReader:
         return all(reader.is_current() for reader in self._readers.values())
 
 
-def read_adapter_files(reader: Reader) -> dict[str, bytes]:
-    """Return the configurations of adapters and of their base models, by their paths in a checkpoint of rankless.
-
-    Raises ``CorruptCheckpointError`` if one does not match its checksum. PEFT's own folders have no checksums.
-    """
-    if isinstance(reader, NativeReader):
-        names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
-        return {name: reader.read_small_file(name) for name in names}
+def read_foreign_adapter_files(reader: Reader) -> dict[str, bytes]:
+    """Return what ``read_adapter_files`` returns for a checkpoint of another system."""
     if isinstance(reader, CompositeReader):
-        return {name: data for part in reader.readers for name, data in read_adapter_files(part).items()}
+        return {name: data for part in reader.readers for name, data in read_foreign_adapter_files(part).items()}
     if isinstance(reader, PeftReader):
         folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in reader.groups}
         for folder in folders.values():

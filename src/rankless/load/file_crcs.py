@@ -10,8 +10,6 @@ import msgspec
 from rankless.engine.integrity.file_checksums import find_corrupt_ranges
 from rankless.engine.integrity.read_crcs import Piece, ReadCrcs, tile_range
 from rankless.engine.io.sources import paths_of
-from rankless.formats.dcp.folder import is_dcp
-from rankless.formats.file_checksums import find_file_checksums
 from rankless.load.read_plan import ReadPlan
 from rankless.observe.spans import traced
 from rankless.ondisk.range_checksums import RangeChecksum
@@ -41,6 +39,9 @@ def find_read_crcs(plan: ReadPlan) -> ReadCrcs:
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
     distributed checkpoints, of which there may be very many.
     """
+    from rankless.formats.dcp.folder import is_dcp  # noqa: PLC0415 - native checkpoints have CRCs of their own
+    from rankless.formats.file_checksums import find_file_checksums  # noqa: PLC0415
+
     own = [plan.files[number] for number in sorted(plan.find_read_files())]
     paths = {path for path in paths_of(own) if not isinstance(path, ObjectPath)}
     plain = {folder for folder in {path.parent for path in paths} if not is_dcp(folder)}

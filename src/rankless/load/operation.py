@@ -32,9 +32,9 @@ from rankless.errors import (
     RankMismatchError,
     StorageError,
 )
+from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.detect import open_reader
 from rankless.formats.native import NativeReader
-from rankless.formats.peft import read_adapter_files
 from rankless.formats.reader import CheckpointValues, Reader, check_read
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.formats.training_step import find_step

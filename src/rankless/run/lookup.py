@@ -35,11 +35,14 @@ def latest_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def describe_ignored_files(path: Path) -> str | None:
-    """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none."""
-    if isinstance(path, ObjectPath) or not is_checkpoint(path) or not is_run_directory(path):
+    """Return a warning about other checkpoint files in a run directory, or ``None`` if there are none.
+
+    Hidden files are left out: they are the run's own.
+    """
+    if isinstance(path, ObjectPath):
         return None
-    ignored = [file.name for file in posix.list_files(path) if is_checkpoint(file)]
-    if not ignored:
+    ignored = [file.name for file in posix.list_files(path) if not file.name.startswith(".") and is_checkpoint(file)]
+    if not ignored or not is_checkpoint(path) or not is_run_directory(path):
         return None
     names = ", ".join(ignored)
     return f"{path} contains rankless checkpoints: {names} next to them is ignored; to read it, pass its path"

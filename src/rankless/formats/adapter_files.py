@@ -1,0 +1,20 @@
+"""The small files of PEFT's adapters that a checkpoint has beside tensors."""
+
+from __future__ import annotations
+
+from rankless.formats.native import NativeReader
+from rankless.formats.reader import Reader
+from rankless.ondisk.files import is_adapter_group
+
+
+def read_adapter_files(reader: Reader) -> dict[str, bytes]:
+    """Return the configurations of adapters and of their base models, by their paths in a checkpoint of rankless.
+
+    Raises ``CorruptCheckpointError`` if one does not match its checksum. PEFT's own folders have no checksums.
+    """
+    if isinstance(reader, NativeReader):
+        names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
+        return {name: reader.read_small_file(name) for name in names}
+    from rankless.formats.peft import read_foreign_adapter_files  # noqa: PLC0415 - imports the readers of torch files
+
+    return read_foreign_adapter_files(reader)
