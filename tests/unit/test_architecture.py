@@ -1,10 +1,12 @@
 """Tests rules that import-linter cannot check: who opens files, what small processes import, and what tests share."""
 
 import ast
+import json
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,19 +85,105 @@ def test_importing_rankless_imports_nothing_else() -> None:
     )
 
 
-def test_a_save_imports_no_code_of_loads_and_no_reader_of_another_format() -> None:
-    code = """
-import sys, tempfile, torch, rankless
-rankless.save_checkpoint(tempfile.mkdtemp(), "a", {"w": torch.zeros(1)})
-print(*(name for name in sys.modules if name.startswith("rankless.")))
+#: Saves and loads a model and a stepped optimizer in a process of its own, and prints the modules of rankless after
+#: each, and the modules and functions of rankless that the second save and the second load run, on all threads.
+_SAVE_AND_LOAD = """
+import json, sys, tempfile, threading
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(4)).sum().backward()
+optimizer.step()
+before = set(sys.modules)
+import rankless
+run = tempfile.mkdtemp()
+
+def save(tag):
+    rankless.save_checkpoint(run, tag, model, optimizer)
+
+def load(tag):
+    rankless.load_checkpoint(run, tag, model, optimizer)
+
+def imported():
+    return sorted(set(sys.modules) - before)
+
+def count(call):
+    codes = set()
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("rankless"):
+            codes.add(frame.f_code)
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    call("b")
+    sys.setprofile(None)
+    threading.setprofile(None)
+    functions = {(code.co_filename, code.co_qualname) for code in codes if not code.co_name.startswith("<")}
+    return len({file for file, _ in functions}), len(functions)
+
+save("a")
+saved = imported()
+load("a")
+print(json.dumps({"save": saved, "load": imported(), "ran": [count(save), count(load)]}))
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    names = {name.removeprefix("rankless.") for name in done.stdout.split()}
+
+
+@pytest.fixture(scope="module")
+def first_use() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", _SAVE_AND_LOAD], check=True, capture_output=True, text=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def modules_of_rankless(imported: list[str]) -> set[str]:
+    return {name.removeprefix("rankless.") for name in imported if name.startswith("rankless.")}
+
+
+def test_a_save_imports_no_code_of_loads_and_no_reader_of_another_format(first_use: dict[str, Any]) -> None:
+    names = modules_of_rankless(first_use["save"])
     formats = {name for name in names if name.startswith("formats.")}
     assert formats == {"formats.native", "formats.reader", "formats.safetensors"}
     assert {name for name in names if name.startswith("load.")} == {"load.result"}
     assert not {name for name in names if name.startswith(("components", "conversion", "compat", "cli", "dcp"))}
-    assert len(names) <= 177
+
+
+def test_a_load_of_a_native_checkpoint_imports_no_reader_of_another_format(first_use: dict[str, Any]) -> None:
+    names = modules_of_rankless(first_use["load"])
+    assert {name for name in names if name.startswith("formats.")} == {
+        "formats.adapter_files",
+        "formats.detect",
+        "formats.native",
+        "formats.reader",
+        "formats.remapped_reader",
+        "formats.safetensors",
+        "formats.training_step",
+    }
+    assert not {name for name in names if name.startswith(("components", "conversion", "compat", "cli", "dcp"))}
+
+
+def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None:
+    """These bounds only fall. Each module costs the first save or load of a process about a millisecond."""
+    saved, loaded = first_use["save"], first_use["load"]
+    assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
+    assert len(modules_of_rankless(saved)) <= 177
+    assert len(modules_of_rankless(loaded)) <= 215
+
+
+def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, Any]) -> None:
+    """These bounds only fall: they are what a reader of a save or a load has to know."""
+    (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
+    assert save_modules <= 111
+    assert save_functions <= 546
+    assert load_modules <= 103
+    assert load_functions <= 462
+
+
+def test_importing_rankless_imports_no_other_module_of_it() -> None:
+    """The public names are imported when first used. CPython imports 29 other modules; versions differ a little."""
+    code = "import sys; before = set(sys.modules); import rankless; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names = done.stdout.split()
+    assert {name for name in names if name.startswith("rankless")} == {"rankless"}
+    assert len(names) <= 40
 
 
 def test_every_format_in_the_registry_exists() -> None:
