@@ -131,7 +131,7 @@ class _Run:
             self._optimizer,
             keep=keep,
             async_save=staging is not None,
-            staging=staging,
+            staging=staging or "eager",
             rng=False,
         )
         return saved.wait

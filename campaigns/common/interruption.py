@@ -33,7 +33,7 @@ MAX_SECONDS = 90.0
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {
     "new": {},
     "overwrite": {"overwrite": True},
-    "retention": {"num_kept_ckpts": 1},
+    "retention": {"keep": 1},
     "two renames": {"overwrite": True},
 }
 

@@ -42,7 +42,7 @@ class Save:
             training.optimizer,
             user_content=training.build_user_content(self.step),
             per_rank_content={"step": self.step},
-            num_kept_ckpts=self.keep,
+            keep=self.keep,
             overwrite=self.overwrite,
             async_save=self.asynchronous,
             max_shard_size=MAX_SHARD_SIZE,

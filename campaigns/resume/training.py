@@ -95,7 +95,7 @@ def train_model(plan: TrainingConfig, attempt: int, stop: rankless.Preemption) -
 
 def _save_checkpoint(plan: TrainingConfig, step: int, training: dict[str, Any]) -> None:
     content = {"step": step}
-    options: dict[str, Any] = {"async_save": True, "num_kept_ckpts": 2, "step": step}
+    options: dict[str, Any] = {"async_save": True, "keep": 2, "step": step}
     rankless.save_checkpoint(plan.run, f"step_{step}", **training, user_content=content, **options)
 
 

@@ -42,7 +42,7 @@ def check_state(tensors: dict[str, torch.Tensor], step: int) -> None:
 
 def save_keeping_one(run: rankless.RunDirectory, step: int) -> None:
     """Save under a new name, and remove the previous one."""
-    run.save(f"{dist.get_rank()}_{step}", build_state(step), user_content=step, num_kept_ckpts=1)
+    run.save(f"{dist.get_rank()}_{step}", build_state(step), user_content=step, keep=1)
 
 
 def overwrite_tag(run: rankless.RunDirectory, step: int) -> None:
@@ -55,7 +55,7 @@ def overwrite_keeping_one(run: rankless.RunDirectory, step: int) -> None:
     if step % 2:
         save_keeping_one(run, step)
     else:
-        run.save("last", build_state(step), user_content=step, overwrite=True, num_kept_ckpts=1)
+        run.save("last", build_state(step), user_content=step, overwrite=True, keep=1)
 
 
 def save_under_shared_tag(run: rankless.RunDirectory, step: int) -> None:

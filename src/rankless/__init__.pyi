@@ -73,6 +73,8 @@ from rankless.observe.events import Progress as Progress
 from rankless.observe.events import Saved as Saved
 from rankless.observe.events import SavedLocally as SavedLocally
 from rankless.observe.events import SaveFailed as SaveFailed
+from rankless.options import LoadOptions as LoadOptions
+from rankless.options import SaveOptions as SaveOptions
 from rankless.run.retention import KeepBest as KeepBest
 from rankless.run.retention import KeepEvery as KeepEvery
 from rankless.run.retention import KeepLast as KeepLast

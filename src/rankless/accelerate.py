@@ -17,9 +17,9 @@ from accelerate.utils import DistributedType
 from rankless.api import finalize, restore, save_checkpoint
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.ondisk.validation import check_choice
+from rankless.options import FROZEN
 from rankless.run.catalog import list_checkpoints
 from rankless.run.retention import KeepLast
-from rankless.save.request import FROZEN
 from rankless.storage.object_path import ObjectPath, parse_location
 
 #: Accelerate's name of a checkpoint, and of the folder of checkpoints in the project.

@@ -12,11 +12,14 @@ import signal
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
+
+import torch.distributed as dist
 
 from rankless.data.preemption import Preemption, preemption
 from rankless.engine.comm.call_check import CallDescription
@@ -25,25 +28,21 @@ from rankless.formats.native import is_native
 from rankless.load.result import RestoreResult
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_tag
+from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import TagArgument
-from rankless.run_directory import RestoreOptions, RunDirectory, RunSettings, SaveOptions
+from rankless.run_directory import RunDirectory
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
 from rankless.state.optimizer.step_counter import OptimizerStepCounter
 from rankless.state.restore import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.stateful import check_stateful_object
+from rankless.tier.options import LocalTier
 
 _log = logging.getLogger("rankless")
-
-#: The arguments that are settings of the run directory; all others are options of each save.
-_SETTINGS = frozenset(RunSettings.__annotations__)
-
-
-class CheckpointerOptions(RunSettings, SaveOptions, total=False):
-    """The optional arguments of a :class:`Checkpointer`. :func:`rankless.save_checkpoint` documents each of them."""
 
 
 class Checkpointer:
@@ -62,21 +61,25 @@ class Checkpointer:
     :meth:`step`: if an optimizer has stepped since, the last step is not saved, with a warning.
 
     Args:
-        path: The run directory, on a file system that all ranks share.
+        path: The run directory, on a file system that all ranks share, or its URL in an object store.
         model: A module, or a dict of modules.
         optimizer: A ``torch.optim.Optimizer``, or a dict of them.
         scheduler: An object with ``state_dict`` and ``load_state_dict``, or a dict of them.
-        dataloader: As in :func:`rankless.save_checkpoint`.
+        dataloader: As in :meth:`rankless.RunDirectory.save`.
         stateful: Further objects with ``state_dict`` and ``load_state_dict``, by name. :meth:`register` adds others.
         save_every: :meth:`step` saves each step that is a multiple of this number. By default it saves none of them:
             then checkpoints come from :meth:`save`, from signals, and from the end of the ``with`` block.
         signals: The signals at which :meth:`step` saves and returns ``True`` on all ranks. Without any, no signal
             handler is installed.
-        options: Settings of the run directory and of each save, with the names and the meaning that they have in
-            :func:`rankless.save_checkpoint`: ``keep``, ``async_save``, ``staging``, ``max_shard_size``,
-            ``incremental``, ``keep_full_every``, ``frozen``, ``process_group``, ``timeout``, ``on_event``,
-            ``staging_check``, ``replica_check``, ``rng``, ``state_dict_hooks``, ``adapter_only``, ``files``,
-            ``stats``.
+        keep: The number of checkpoints to keep, or a retention policy, as in :meth:`rankless.RunDirectory.save`.
+        async_save: Return from a save as soon as the training state may change again, and write in the background.
+        process_group: The ranks that save and load together. By default the default process group, or this process
+            alone if there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+        local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
+        options: Options of each save that few need: see :class:`rankless.SaveOptions`. Its ``on_event`` is called with
+            the events of loads, too.
+        more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -93,14 +96,24 @@ class Checkpointer:
         stateful: Mapping[str, Any] | None = None,
         save_every: int | None = None,
         signals: Collection[int] = (signal.SIGTERM,),
-        **options: Unpack[CheckpointerOptions],
+        keep: Retention | int | None = None,
+        async_save: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        local: LocalTier | str | PathLike[str] | None = None,
+        options: SaveOptions | None = None,
+        **more: Unpack[SaveKeywords],
     ) -> None:
-        if unknown := ", ".join(sorted(options.keys() - CheckpointerOptions.__annotations__.keys())):
-            raise InvalidArgumentError(f"Checkpointer has no argument {unknown}")
         save_every = None if save_every is None else _check_step("save_every", save_every, smallest=1)
-        settings: Any = {name: value for name, value in options.items() if name in _SETTINGS}
-        self._directory = RunDirectory(path, **settings)
-        self._options: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
+        self._directory = RunDirectory(
+            path,
+            keep=keep,
+            async_save=async_save,
+            process_group=process_group,
+            timeout=timeout,
+            local=local,
+            options=with_keywords(SaveOptions(), options, more, Checkpointer),
+        )
         self._components = {
             name: given
             for name, given in (
@@ -116,7 +129,7 @@ class Checkpointer:
             self.register(name, candidate)
         self._save_every = save_every
         self._signals = (signals,) if isinstance(signals, int) else tuple(signals)
-        self._process_group, self._timeout = options.get("process_group"), options.get("timeout")
+        self._process_group, self._timeout = process_group, timeout
         self._stop: Preemption | None = None
         self._has_begun = self._is_stopping = self._is_prepared = False
         #: The steps of the optimizers, and how many of them belong to the last completed step.
@@ -158,7 +171,12 @@ class Checkpointer:
         self._registered[name] = check_stateful_object(stateful_object, f"stateful object {name!r}")
 
     def resume(
-        self, tag: TagArgument = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]
+        self,
+        tag: TagArgument = None,
+        *,
+        new_ok: Collection[str] = (),
+        options: LoadOptions | None = None,
+        **more: Unpack[LoadKeywords],
     ) -> int:
         """Load the latest checkpoint, if there is one, into the objects of the training.
 
@@ -168,7 +186,8 @@ class Checkpointer:
             tag: The checkpoint to load, as in :func:`rankless.restore`; the latest by default.
             new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
                 lack because they are new. They keep their state, with a warning.
-            options: The other arguments of :func:`rankless.restore`, such as ``strict={"model": False}``.
+            options: Options that few need: see :class:`rankless.LoadOptions`.
+            more: Fields of :class:`rankless.LoadOptions`, such as ``strict={"model": False}``; they have precedence.
 
         Returns:
             The last step that was completed, or 0 if the run directory has no checkpoint. The next step is one more.
@@ -179,11 +198,16 @@ class Checkpointer:
             NoCheckpointError: None of the checkpoints can be read, or there is none with this tag; and all other errors
                 of :func:`rankless.restore`.
         """
-        arguments: dict[str, Any] = {**self._components, "stateful": self._registered or None, **options}
-        arguments["allow_missing"] = {*_as_names(options.get("allow_missing", ())), *self._find_components(new_ok)}
+        chosen = with_keywords(LoadOptions(), options, more, Checkpointer.resume)
+        missing = {*_as_names(chosen.allow_missing), *self._find_components(new_ok)}
         self._begin(resumes=True)
         try:
-            self.restored = self._directory.restore(tag, **arguments)
+            self.restored = self._directory.restore(
+                tag,
+                **self._components,
+                stateful=self._registered or None,
+                options=replace(chosen, allow_missing=missing),
+            )
         except EmptyRunError as error:
             level = logging.DEBUG if self._directory.rank else logging.INFO
             _log.log(level, "training begins at step 1: %s", error)
@@ -206,8 +230,8 @@ class Checkpointer:
         Args:
             step: The number of the step; it must increase from call to call.
             metrics: Numbers by name, or tensors of one element, which are read only if the step is saved.
-            user_content: See :func:`rankless.save_checkpoint`; used if the step is saved.
-            per_rank_content: See :func:`rankless.save_checkpoint`; used if the step is saved.
+            user_content: See :meth:`rankless.RunDirectory.save`; used if the step is saved.
+            per_rank_content: See :meth:`rankless.RunDirectory.save`; used if the step is saved.
 
         Returns:
             Whether to leave the training loop: on all ranks at the same step, after a signal.
@@ -216,7 +240,7 @@ class Checkpointer:
             InvalidArgumentError: ``step`` is no integer above that of the call before, or a metric is no number.
             StateError: The run directory has checkpoints, and :meth:`resume` was not called.
             RankMismatchError: The ranks have different ``save_every`` or ``signals``.
-            Exception: The errors of :func:`rankless.save_checkpoint` and of :meth:`rankless.Preemption.requested`.
+            Exception: The errors of :meth:`rankless.RunDirectory.save` and of :meth:`rankless.Preemption.requested`.
         """
         self._begin(resumes=False)
         step = _check_step("step", step, smallest=0)
@@ -247,7 +271,7 @@ class Checkpointer:
     def _prepare_staging(self) -> None:
         """Let the memory of the first save be prepared, unless only adapters are saved, which need little."""
         self._is_prepared = True
-        if not self._options.get("adapter_only"):
+        if not self._directory.options.adapter_only:
             model, optimizer = self._components.get("model"), self._components.get("optimizer")
             self._directory.prepare_staging(partial(estimate_staged_bytes, model, optimizer))
 
@@ -259,11 +283,11 @@ class Checkpointer:
             overwrite: Whether to replace a checkpoint of this name.
 
         Returns:
-            The handle of the save, as of :func:`rankless.save_checkpoint`.
+            The handle of the save, as of :meth:`rankless.RunDirectory.save`.
 
         Raises:
             TagExistsError: There is a checkpoint of this name; and all other errors of
-                :func:`rankless.save_checkpoint`.
+                :meth:`rankless.RunDirectory.save`.
         """
         return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
 
@@ -277,7 +301,6 @@ class Checkpointer:
             overwrite=overwrite,
             forced=forced,
             **pending,
-            **self._options,
         )
         if tag == f"step_{self._last}":
             self._saved, self._handle = self._last, handle
@@ -350,8 +373,7 @@ class Checkpointer:
     def _watch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError("a Checkpointer handles signals only in the main thread: pass signals=()")
-        timeout = {} if self._timeout is None else {"timeout": self._timeout}
-        self._stop = preemption(*self._signals, process_group=self._process_group, **timeout)
+        self._stop = preemption(*self._signals, process_group=self._process_group, timeout=self._timeout)
         weakref.finalize(self, self._stop.close).atexit = False
 
     def _is_stop_requested(self) -> bool:

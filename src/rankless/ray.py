@@ -26,9 +26,9 @@ from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.native import RANKS, STATE
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
+from rankless.options import LoadKeywords, LoadOptions
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import Best, TagArgument, check_tag_argument, resolve_tag
-from rankless.run_directory import RestoreOptions
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
 from rankless.storage import posix
@@ -75,7 +75,12 @@ class RayCheckpointer(Checkpointer):
         self._is_async = bool(options.get("async_save"))
 
     def resume(
-        self, tag: TagArgument = None, *, new_ok: Collection[str] = (), **options: Unpack[RestoreOptions]
+        self,
+        tag: TagArgument = None,
+        *,
+        new_ok: Collection[str] = (),
+        options: LoadOptions | None = None,
+        **more: Unpack[LoadKeywords],
     ) -> int:
         """Load the latest checkpoint of the run, if there is one, into the objects of the training.
 
@@ -85,7 +90,8 @@ class RayCheckpointer(Checkpointer):
         Args:
             tag: The checkpoint to load; the latest by default. There must be none of a later step.
             new_ok: See :meth:`rankless.Checkpointer.resume`.
-            options: The other arguments of :func:`rankless.restore`, except ``on_corruption``.
+            options: See :class:`rankless.LoadOptions`; its ``on_corruption`` is ignored.
+            more: Fields of :class:`rankless.LoadOptions`, except ``on_corruption``.
 
         Returns:
             The last step that was completed, or 0 if there is no checkpoint. The next step is one more.
@@ -97,7 +103,7 @@ class RayCheckpointer(Checkpointer):
             InvalidArgumentError: ``on_corruption`` was passed, or there are checkpoints of later steps than ``tag``;
                 and all other errors of :meth:`rankless.Checkpointer.resume`.
         """
-        if "on_corruption" in options:
+        if "on_corruption" in more:
             raise InvalidArgumentError("resume has no argument on_corruption under Ray: there is no fallback")
         unreported, selected = self._find_unreported(), check_tag_argument(tag)
         if selected is not None:
@@ -105,8 +111,8 @@ class RayCheckpointer(Checkpointer):
         reports = (
             selected is None and not self._has_begun
         )  # else they are of this process, which has passed them to Ray
-        options["on_corruption"] = "raise"
-        step = super().resume(tag, new_ok=new_ok, **options)
+        more["on_corruption"] = "raise"
+        step = super().resume(tag, new_ok=new_ok, options=options, **more)
         for name, metrics in unreported if reports else ():
             self._report(self.path / name, metrics)
         return step

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch.distributed as dist
 
@@ -22,8 +22,8 @@ from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.reporter import with_progress_bar
 from rankless.observe.spans import span, traced
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.files import SHARD_SIZE
-from rankless.ondisk.validation import check_choice, check_keys, check_timeout
+from rankless.ondisk.validation import check_keys, check_timeout
+from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import list_checkpoints
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention, as_policy
@@ -34,7 +34,7 @@ from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import copy_metrics
-from rankless.save.request import FROZEN, FULL_EVERY, STAGING, BackgroundOptions, SaveRequest, check_sharing
+from rankless.save.request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -51,50 +51,6 @@ if TYPE_CHECKING:
     from rankless.tier.state import TierState
 
 
-class RestoreOptions(TypedDict, total=False):
-    """The optional arguments of a load. :func:`rankless.restore` documents each of them."""
-
-    dataloader: Any
-    stateful: Mapping[str, Any] | None
-    strict: bool | Mapping[str, bool]
-    allow_missing: Collection[str]
-    verify: bool
-    rng: bool | None
-    cast_dtype: bool
-    share_reads: str
-    on_corruption: str
-    keys: Mapping[str, str] | None
-    on_event: OnEvent | None
-
-
-class RunSettings(TypedDict, total=False):
-    """The optional arguments of a :class:`RunDirectory`, which documents each of them."""
-
-    keep: Retention | int | None
-    async_save: bool
-    staging: str
-    max_shard_size: int | str
-    incremental: bool
-    keep_full_every: int
-    frozen: str
-    process_group: dist.ProcessGroup | None
-    timeout: float
-    on_event: OnEvent | None
-    local: LocalTier | str | PathLike[str] | None
-
-
-class SaveOptions(TypedDict, total=False):
-    """Further optional arguments of a save. :func:`rankless.save_checkpoint` documents each of them."""
-
-    staging_check: str
-    replica_check: str
-    rng: bool
-    state_dict_hooks: bool
-    adapter_only: bool
-    files: Mapping[str, bytes] | None
-    stats: bool
-
-
 class RunDirectory:
     """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
 
@@ -102,21 +58,17 @@ class RunDirectory:
     ``RunDirectory`` is a context manager; at the end of the ``with`` block it waits for its background saves.
 
     Args:
-        path: The run directory, on a file system that all ranks share.
+        path: The run directory, on a file system that all ranks share, or its URL in an object store. It is created by
+            the first save.
         keep: The number of checkpoints to keep, or a retention policy (see :mod:`rankless.run.retention`). A save
             removes only checkpoints of its own run: the run that was loaded from, or a new one.
         async_save: The default of ``async_save`` in :meth:`save`.
-        staging: The default of ``staging`` in :meth:`save`.
-        max_shard_size: The maximum size of the tensors in one file, as a number of bytes or as text such as
-            ``"1GB"``.
-        incremental: The default of ``incremental`` in :meth:`save`.
-        keep_full_every: The default of ``keep_full_every`` in :meth:`save`.
-        frozen: The default of ``frozen`` in :meth:`save`.
         process_group: The ranks that save and load together. By default the default process group, or this process
             alone if there is none.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
-        on_event: A function that is called with each event (see :mod:`rankless.observe.events`).
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
+        options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
+        more: Fields of :class:`rankless.SaveOptions`, which documents them; they have precedence over ``options``.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -128,15 +80,11 @@ class RunDirectory:
         *,
         keep: Retention | int | None = None,
         async_save: bool = False,
-        staging: str = "eager",
-        max_shard_size: int | str = SHARD_SIZE,
-        incremental: bool = True,
-        keep_full_every: int = FULL_EVERY,
-        frozen: str = "together",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
-        on_event: OnEvent | None = None,
         local: LocalTier | str | PathLike[str] | None = None,
+        options: SaveOptions | None = None,
+        **more: Unpack[SaveKeywords],
     ) -> None:
         self.path = parse_location(path)
         self._local = as_local_tier(local)
@@ -147,18 +95,19 @@ class RunDirectory:
         self.corrupt: set[CorruptRecord] = set()
         #: The checkpoint with which the next save may share files.
         self.base = Base()
-        self._max_shard_size, self._keep = max_shard_size, as_policy(None, keep)
+        #: The options of a save that passes none.
+        self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
+        self.options.check()
+        self._keep, self._async_save = as_policy(keep), async_save
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
-        check_choice("staging", staging, STAGING)
-        self._async_save, self._staging = async_save, staging
-        check_choice("frozen", frozen, FROZEN)
-        check_sharing(incremental, keep_full_every)
-        self._incremental, self._keep_full_every, self._frozen = incremental, keep_full_every, frozen
-        self._on_event = on_event or ignore_event
         self._plans = SavePlanCache()
         #: Whether the newest save asked for statistics: what drains it later lets them be computed.
         self._measures_newest = False
         self._ranks: RankGroup | None = None
+
+    @property
+    def _on_event(self) -> OnEvent:
+        return self.options.on_event or ignore_event
 
     def _find_tier(self, local: LocalTier | None) -> TierState | None:
         if local is None:
@@ -180,32 +129,66 @@ class RunDirectory:
         per_rank_content: Any = None,
         step: float | None = None,
         metrics: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        num_kept_ckpts: int | None = None,
         keep: Retention | int | None = None,
+        overwrite: bool = False,
         async_save: bool | None = None,
-        staging: str | None = None,
-        staging_check: str = "sampled",
-        replica_check: str = "sampled",
-        incremental: bool | None = None,
-        keep_full_every: int | None = None,
-        frozen: str | None = None,
-        rng: bool = True,
-        state_dict_hooks: bool = True,
-        adapter_only: bool = False,
-        files: Mapping[str, bytes] | None = None,
-        stats: bool = False,
         forced: bool = False,
-        on_event: OnEvent | None = None,
+        options: SaveOptions | None = None,
+        **more: Unpack[SaveKeywords],
     ) -> SaveHandle[CheckpointInfo]:
         """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
 
-        The arguments, the result and the errors are those of :func:`rankless.save_checkpoint`. An argument that is
-        ``None`` gets the value that was passed to the constructor. A ``forced`` save needs no metric for the retention
-        policy.
+        Args:
+            tag: The checkpoint's name: one path component, such as ``"step_1000"``.
+            model: A module in any layout (plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel, compiled) or a state dict.
+                Pass a list for the parts of one model, such as pipeline stages. Pass a dict for separate models; each
+                gets a directory of its own, such as ``model/generator``.
+            optimizer: A ``torch.optim.Optimizer`` (also a ``ZeroRedundancyOptimizer``), the state dict of one, or a
+                list or dict of them. It is not stepped, and its states keep their own dtypes.
+            scheduler: An object with ``state_dict`` and ``load_state_dict``, or a state dict. Saved from rank 0.
+            user_content: A tree of plain values, tensors and arrays. Saved from rank 0.
+            dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's
+                ``StatefulDataLoader``. Each rank's state is saved.
+            stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` whose state is the same on all
+                ranks, such as ``{"scaler": scaler}``.
+            per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that
+                rank.
+            step: The training step, stored in the manifest and used by retention policies.
+            metrics: Numbers or tensors of one element by name, stored in the manifest and used by retention policies.
+                Values that are not finite are stored as null.
+            keep: The number of newest checkpoints of this run to keep, or a policy such as
+                ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``; by default that of the constructor, or else
+                nothing is removed. Others are removed after this one is committed, and only checkpoints of the same
+                run. A process continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed
+                or copied checkpoints are never removed.
+            overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``.
+            async_save: Return as soon as the training state may change again, and write in the background. The next
+                save to the same path, :func:`rankless.finalize` and the end of the process wait for the background
+                save. By default as in the constructor.
+            forced: Save even if the retention policy needs a metric that was not passed.
+            options: Options that few need, in place of those of the constructor: see :class:`rankless.SaveOptions`.
+            more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
+
+        Returns:
+            A handle of the save. The checkpoint is complete and durable when this function returns, or, with
+            ``async_save``, when the handle's ``wait()`` returns. With a local tier, that holds for the checkpoints that
+            are drained; all others are complete in the tier then.
+
+        Every rank raises the same error. Existing checkpoints are left unchanged then.
+
+        Raises:
+            TagExistsError: A checkpoint with this tag exists. A corrupt one that an earlier load in this process had to
+                skip is hidden instead, and does not raise.
+            UnsupportedValueError: Some values cannot be stored; the message names each by its path.
+            InvalidArgumentError: An argument or an option is invalid, or there is no argument of this name.
+            StateError: The objects contradict each other, or cannot be stored in the way that an option demands.
+            ReplicaMismatchError: Ranks hold different values of one tensor.
+            RankMismatchError: Ranks were called with different arguments, or do not share a file system.
+            RankTimeoutError: A rank did not arrive in time.
+            StorageError: The file system or the object store reported an error.
         """
         began = time.perf_counter()
-        frozen = self._frozen if frozen is None else frozen
+        chosen = with_keywords(self.options, options, more, RunDirectory.save)
         training = TrainingObjects(
             model,
             optimizer,
@@ -214,38 +197,29 @@ class RunDirectory:
             per_rank_content,
             stateful,
             dataloader,
-            rng,
-            state_dict_hooks=state_dict_hooks,
-            frozen_apart=frozen == "apart",
-            adapters=ONLY_ADAPTERS if adapter_only else WITH_ADAPTERS,
-            files={} if files is None else files,
+            chosen.rng,
+            state_dict_hooks=chosen.state_dict_hooks,
+            frozen_apart=chosen.frozen == "apart",
+            adapters=ONLY_ADAPTERS if chosen.adapter_only else WITH_ADAPTERS,
+            files={} if chosen.files is None else chosen.files,
         )
-        uses_default = num_kept_ckpts is None and keep is None
-        policy = self._keep if uses_default else as_policy(num_kept_ckpts, keep)
         request = SaveRequest(
             path=self.path,
             tag=tag,
             training=training,
-            max_shard_size=self._max_shard_size,
+            options=chosen,
             step=step,
             metrics=copy_metrics({} if metrics is None else metrics),
             overwrite=overwrite,
-            keep=policy,
+            keep=self._keep if keep is None else as_policy(keep),
             async_save=self._async_save if async_save is None else async_save,
-            staging=BackgroundOptions(self._staging if staging is None else staging, staging_check),
-            replica_check=replica_check,
-            incremental=self._incremental if incremental is None else incremental,
-            keep_full_every=self._keep_full_every if keep_full_every is None else keep_full_every,
-            frozen=frozen,
-            stats=stats,
             forced=forced,
-            on_event=on_event or self._on_event,
             began=began,
         )
         with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
-            self._measures_newest = request.stats is True
-            request = replace(request, on_event=self._with_statistics(request.on_event, request.stats))
+            self._measures_newest = chosen.stats is True
+            request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
             if request.async_save:
                 return self._run_save(request)
             with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
@@ -315,14 +289,21 @@ class RunDirectory:
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
-        **options: Unpack[RestoreOptions],
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        options: LoadOptions | None = None,
+        **more: Unpack[LoadKeywords],
     ) -> Any:
         """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
 
-        The arguments and errors are those of :func:`rankless.load_checkpoint`.
+        The arguments and errors are those of :meth:`restore`.
         """
-        restored = self.restore(tag, model, optimizer, scheduler, **options)
-        if restored.per_rank_content is not None and _is_resume_call(optimizer, options.get("dataloader")):
+        chosen = with_keywords(LoadOptions(), options, more, RunDirectory.load)
+        restored = self.restore(
+            tag, model, optimizer, scheduler, dataloader=dataloader, stateful=stateful, options=chosen
+        )
+        if restored.per_rank_content is not None and _is_resume_call(optimizer, dataloader):
             warn_caller(
                 f"the checkpoint {restored.tag!r} has per_rank_content, which only restore() returns: call that instead"
             )
@@ -337,45 +318,42 @@ class RunDirectory:
         *,
         dataloader: Any = None,
         stateful: Mapping[str, Any] | None = None,
-        strict: bool | Mapping[str, bool] = True,
-        allow_missing: Collection[str] = (),
-        verify: bool = True,
-        rng: bool | None = None,
-        cast_dtype: bool = False,
-        share_reads: str = "auto",
-        on_corruption: str = "fall_back",
-        keys: Mapping[str, str] | None = None,
-        on_event: OnEvent | None = None,
+        options: LoadOptions | None = None,
+        **more: Unpack[LoadKeywords],
     ) -> RestoreResult:
         """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
 
-        The arguments, the result and the errors are those of :func:`rankless.restore`.
+        The arguments, the result and the errors are those of :func:`rankless.restore`. :class:`rankless.LoadOptions`
+        documents ``options``, and its fields are the further keyword arguments.
         """
+        chosen = with_keywords(LoadOptions(), options, more, RunDirectory.restore)
         # Imported here, as a job that only saves needs none of it, and no reader of another format.
         from rankless.load.request import LoadRequest  # noqa: PLC0415
         from rankless.state.restore import RestorePolicy, as_components  # noqa: PLC0415
 
-        check_keys(keys)
+        check_keys(chosen.keys)
         selected = check_tag_argument(tag)
         policy = RestorePolicy(
-            strict=strict if isinstance(strict, bool) else True,
-            lenient=_lenient_components(strict),
-            cast_dtype=cast_dtype,
-            rng=optimizer is not None if rng is None else rng,
+            strict=chosen.strict if isinstance(chosen.strict, bool) else True,
+            lenient=_lenient_components(chosen.strict),
+            cast_dtype=chosen.cast_dtype,
+            rng=optimizer is not None if chosen.rng is None else chosen.rng,
             per_rank_content=_is_resume_call(optimizer, dataloader),
             # Components that were not requested explicitly may be missing, but a warning says so.
-            allow_missing=as_components(allow_missing) | {"per_rank_content"} | ({"rng"} if rng is None else set()),
+            allow_missing=as_components(chosen.allow_missing)
+            | {"per_rank_content"}
+            | ({"rng"} if chosen.rng is None else set()),
         )
         request = LoadRequest(
             path=self.path,
             tag=selected,
             training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
             policy=policy,
-            verify=verify,
-            share_reads=share_reads,
-            on_corruption=on_corruption,
-            keys=keys or {},
-            on_event=on_event or self._on_event,
+            verify=chosen.verify,
+            share_reads=chosen.share_reads,
+            on_corruption=chosen.on_corruption,
+            keys=chosen.keys or {},
+            on_event=chosen.on_event or self._on_event,
         )
         with span("load", "call", str(selected or "")):
             return self._run_load(request)

@@ -26,9 +26,9 @@ from rankless.api import finalize, has_checkpoint, restore, save_checkpoint
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.native import NativeReader, is_native
 from rankless.ondisk.validation import check_choice, check_tag
+from rankless.options import FROZEN
 from rankless.run.lookup import resolve_checkpoint_path
 from rankless.run.retention import KeepLast, KeepTags, Retention
-from rankless.save.request import FROZEN
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
 from rankless.storage.posix import is_file, list_names, local_path, make_directory, path_exists, read_small, write_small

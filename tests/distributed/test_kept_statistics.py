@@ -78,7 +78,7 @@ class TestObjectStore:
     def test_retention_removes_them_too(self, fake: FakeS3) -> None:
         with fake.served() as url:
             save(run_path(url), "plain", "a")
-            save(run_path(url), "plain", "b", num_kept_ckpts=1)
+            save(run_path(url), "plain", "b", keep=1)
             assert ["/b." in key for key in kept_objects(fake)] == [True]
 
     def test_of_a_checkpoint_that_is_removed_meanwhile_nothing_is_left(self, fake: FakeS3) -> None:
@@ -97,7 +97,7 @@ class TestObjectStore:
             with mock.patch.object(checkpoint_statistics, "measure_checkpoint", measure_slowly):
                 rankless.save_checkpoint(run, "a", {"w": torch.ones(3)}, stats=True)
                 assert was_read.wait(20)
-                rankless.save_checkpoint(run, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
+                rankless.save_checkpoint(run, "b", {"w": torch.ones(3)}, keep=1)
                 may_go_on.set()
                 rankless.finalize()
             assert [info.tag for info in rankless.list_checkpoints(run)] == ["b"]

@@ -88,7 +88,7 @@ def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
         rankless.load_checkpoint(tmp_path, model={"w": torch.ones(1)})
     monkeypatch.setattr("rankless.save.checkpoint_save.expired_checkpoints", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="could not be removed") as more:
-        rankless.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, num_kept_ckpts=1)
+        rankless.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, keep=1)
     assert {warning.filename for warning in [*caught, *more]} == {__file__}
     warned = {str(warning.message) for warning in [*caught, *more]}
     assert warned == {record.message for record in caplog.records if record.levelno == logging.WARNING}

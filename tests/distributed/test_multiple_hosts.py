@@ -130,7 +130,7 @@ def save_whole(path: str, options: dict[str, Any], ranks_per_host: int, as_one: 
 OPTIONS = [
     pytest.param({}, id="synchronous"),
     pytest.param({"async_save": True}, id="asynchronous"),
-    pytest.param({"async_save": True, "staging": "overlapped", "num_kept_ckpts": 1}, id="overlapped"),
+    pytest.param({"async_save": True, "staging": "overlapped", "keep": 1}, id="overlapped"),
     pytest.param({"overwrite": True}, id="overwrite"),
     pytest.param({"max_shard_size": "300KB"}, id="many files"),
 ]
@@ -299,7 +299,7 @@ def save_often(path: str, ranks_per_host: int, async_save: bool) -> int:
     hosts: AbstractContextManager[None] = on_hosts(ranks_per_host) if ranks_per_host else nullcontext()
     with hosts:
         for save in range(12):
-            rankless.save_checkpoint(path, f"s{save}", state, async_save=async_save, num_kept_ckpts=1)
+            rankless.save_checkpoint(path, f"s{save}", state, async_save=async_save, keep=1)
             if save % 8 == 3:
                 rankless.finalize()
                 counts.append(count_keys())

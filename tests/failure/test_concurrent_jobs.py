@@ -72,7 +72,7 @@ def saver_and_loaders(path: str) -> int:
         run, step = RunDirectory(path, process_group=own), 0
         while not done.exists():
             step += 1
-            run.save(f"step_{step % 2}", {"w": torch.full((999,), float(step))}, overwrite=True, num_kept_ckpts=1)
+            run.save(f"step_{step % 2}", {"w": torch.full((999,), float(step))}, overwrite=True, keep=1)
             dist.barrier() if step == 1 else time.sleep(0.03)
         return step
     dist.barrier()
@@ -295,7 +295,7 @@ def test_a_job_that_has_loaded_from_a_run_continues_it(tmp_path: Path, by: str) 
     where = (tmp_path, "a") if by == "the run" else (tmp_path / "a", None)
     with mock.patch.object(api, "_defaults", api._DefaultDirectories()):  # as a process that begins
         rankless.load_checkpoint(*where, model={"w": torch.zeros(1)})
-        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, num_kept_ckpts=1, max_shard_size="1GB")
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)}, keep=1, max_shard_size="1GB")
     assert tags(tmp_path) == ["of another run", "b"]
 
 

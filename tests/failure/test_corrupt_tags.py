@@ -102,7 +102,7 @@ def restart_on_ranks(run: str) -> None:
     model = weights(0.0)
     content = rankless.load_checkpoint(run, model=model)
     step = content["step"] + 1
-    rankless.save_checkpoint(run, f"step_{step}", model, user_content={"step": step}, num_kept_ckpts=9)
+    rankless.save_checkpoint(run, f"step_{step}", model, user_content={"step": step}, keep=9)
 
 
 def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path) -> None:
@@ -208,12 +208,12 @@ def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
 def test_it_is_a_leftover_that_prune_removes_and_that_retention_does(tmp_path: Path) -> None:
     train(tmp_path, 3)
     corrupt_model_of_step(tmp_path, 2)
-    train(tmp_path, 4, num_kept_ckpts=3)
+    train(tmp_path, 4, keep=3)
     assert hidden(tmp_path) == [("step_2", "corrupt")]  # step_1 is older, and kept
     listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--all", "--json"]).output)
     assert [entry["tag"] for entry in listed["leftovers"]] == ["step_2"]
     assert "corrupt" in CliRunner().invoke(app, ["ls", str(tmp_path), "--all"]).output
-    train(tmp_path, 5, num_kept_ckpts=3)
+    train(tmp_path, 5, keep=3)
     assert not hidden(tmp_path)
     corrupt_model_of_step(tmp_path, 4)
     train(tmp_path, 6)

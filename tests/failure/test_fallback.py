@@ -129,7 +129,7 @@ def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_succe
             if how == "overwritten":
                 rankless.save_checkpoint(tmp_path, "step_1", {"w": tensor}, overwrite=True)
             else:
-                rankless.save_checkpoint(tmp_path, "step_2", {"w": tensor}, num_kept_ckpts=1)
+                rankless.save_checkpoint(tmp_path, "step_2", {"w": tensor}, keep=1)
         return run(*arguments, **options)
 
     changed: list[int] = []

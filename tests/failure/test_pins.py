@@ -57,11 +57,11 @@ def test_retention_leaves_a_pinned_checkpoint_until_the_pin_ends(tmp_path: Path)
     with rankless.pin(tmp_path) as checkpoint:
         assert (checkpoint.tag, checkpoint.step) == ("s1", 1)
         for step in (2, 3):
-            save(tmp_path, step, num_kept_ckpts=1)
+            save(tmp_path, step, keep=1)
         assert tags(tmp_path) == ["s1", "s3"]
         assert torch.equal(checkpoint["model/w"], torch.ones(4))
     assert not pins(tmp_path)
-    save(tmp_path, 4, num_kept_ckpts=1)
+    save(tmp_path, 4, keep=1)
     assert tags(tmp_path) == ["s4"]
 
 
@@ -78,12 +78,12 @@ def test_prune_leaves_a_pinned_checkpoint(tmp_path: Path) -> None:
 def test_a_pin_of_another_process_ends_with_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pinned_by_another_process(tmp_path, "s1") as process:
-        save(tmp_path, 2, num_kept_ckpts=1)
+        save(tmp_path, 2, keep=1)
         assert tags(tmp_path) == ["s1", "s2"]
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert len(pins(tmp_path)) == 1
-        save(tmp_path, 3, num_kept_ckpts=1)
+        save(tmp_path, 3, keep=1)
     assert tags(tmp_path) == ["s3"]
     assert not pins(tmp_path)
 
@@ -93,7 +93,7 @@ def test_one_of_two_pins_suffices(tmp_path: Path) -> None:
     with rankless.pin(tmp_path, "s1"):
         with rankless.pin(tmp_path / "s1"):
             assert len(pins(tmp_path)) == 2
-        save(tmp_path, 2, num_kept_ckpts=1)
+        save(tmp_path, 2, keep=1)
     assert tags(tmp_path) == ["s1", "s2"]
 
 
@@ -101,7 +101,7 @@ def test_a_pin_of_one_checkpoint_does_not_keep_others(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     with rankless.pin(tmp_path, "s2"):
-        save(tmp_path, 3, num_kept_ckpts=1)
+        save(tmp_path, 3, keep=1)
     assert tags(tmp_path) == ["s2", "s3"]
 
 
@@ -118,7 +118,7 @@ def test_a_removal_that_has_begun_is_undone(tmp_path: Path) -> None:
         rename(source, target)
 
     with mock.patch.object(cleanup, "rename_path", pin_and_rename):
-        save(tmp_path, 2, num_kept_ckpts=1)
+        save(tmp_path, 2, keep=1)
     assert stack
     assert tags(tmp_path) == ["s1", "s2"]
     stack.pop().__exit__(None, None, None)
@@ -135,7 +135,7 @@ def test_a_removal_that_cannot_look_for_pins_is_undone(tmp_path: Path) -> None:
         return None
 
     with mock.patch.object(cleanup, "find_protection", fail_after_rename), pytest.warns(UserWarning, match="removed"):
-        save(tmp_path, 2, num_kept_ckpts=1)
+        save(tmp_path, 2, keep=1)
     assert tags(tmp_path) == ["s1", "s2"]
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_was_removed_is_not_pinned(tmp_path: Path) -> None:
 
     def remove_and_look(path: Path, identity: str) -> bool:
         for _ in remaining:
-            save(tmp_path, 2, num_kept_ckpts=1)
+            save(tmp_path, 2, keep=1)
             (tmp_path / "s1").rename(tmp_path / "moved")
         return bool(holds(path, identity))
 
@@ -188,7 +188,7 @@ def test_a_forked_process_does_not_end_the_pin(tmp_path: Path) -> None:
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
-        save(tmp_path, 2, num_kept_ckpts=1)
+        save(tmp_path, 2, keep=1)
         assert tags(tmp_path) == ["s1", "s2"]
 
 
@@ -216,7 +216,7 @@ def test_a_pin_that_proves_nothing_lasts_a_day(tmp_path: Path, obstacle: str, ho
         "no locks": mock.patch.object(file_lock, "_try_lock", return_value=False),
     }
     with patches[obstacle]:
-        save(tmp_path, 2, num_kept_ckpts=1)
+        save(tmp_path, 2, keep=1)
     assert tags(tmp_path) == (["s1", "s2"] if kept else ["s2"])
 
 

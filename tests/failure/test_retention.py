@@ -26,7 +26,7 @@ from tests.helpers.staging_locks import lock_staging
 
 def test_the_newest_so_many_are_kept(tmp_path: Path) -> None:
     for step in range(5):
-        save_step(tmp_path, step, num_kept_ckpts=2)
+        save_step(tmp_path, step, keep=2)
     assert list_tags(tmp_path) == ["step_3", "step_4"]
     assert not list_hidden_names(tmp_path)
 
@@ -53,9 +53,8 @@ def test_the_best_may_be_the_highest_and_the_young_are_kept(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_kept_ckpts": 0},
-        {"num_kept_ckpts": -1},
-        {"num_kept_ckpts": 2, "keep": KeepLast(2)},
+        {"keep": 0},
+        {"keep": -1},
         {"keep": "five"},
         {"keep": KeepEvery(10), "step": None},
         {"keep": KeepLast(1) | KeepBest("loss"), "metrics": {"other": 1.0}},
@@ -128,17 +127,17 @@ def test_damaged_ones_do_not_count_and_other_runs_are_left_alone(tmp_path: Path)
     other = tmp_path / "other"
     save_step(other, 7)
     (other / "step_7").rename(tmp_path / "elsewhere")
-    save_step(tmp_path, 3, num_kept_ckpts=2)
+    save_step(tmp_path, 3, keep=2)
     assert set(list_tags(tmp_path)) == {"step_2", "step_1", "step_3", "elsewhere"}
 
 
 def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
-    save_step(tmp_path, 0, num_kept_ckpts=1)
+    save_step(tmp_path, 0, keep=1)
     with (
         mock.patch("rankless.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
-        save_step(tmp_path, 1, num_kept_ckpts=1)
+        save_step(tmp_path, 1, keep=1)
     assert list_tags(tmp_path) == ["step_0"]
 
 
@@ -148,7 +147,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
         mock.patch("rankless.run.cleanup.remove_tree", side_effect=StorageError(13, "not yours")),
         pytest.warns(UserWarning, match="is saved, but an old one could not be removed"),
     ):
-        save_step(tmp_path, 1, num_kept_ckpts=1)
+        save_step(tmp_path, 1, keep=1)
     assert list_tags(tmp_path) == ["step_1"]
     assert [parse_hidden_name(name).state for name in list_hidden_names(tmp_path)] == ["removed"]
     save_step(tmp_path, 2)
@@ -168,7 +167,7 @@ def test_ranks_agree_on_what_is_kept(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def unlike_policies(path: str) -> None:
-    rankless.save_checkpoint(path, "s", {"w": torch.ones(1)}, num_kept_ckpts=1 + dist.get_rank())
+    rankless.save_checkpoint(path, "s", {"w": torch.ones(1)}, keep=1 + dist.get_rank())
 
 
 def test_ranks_with_other_policies_are_told(ranks: Ranks, tmp_path: Path) -> None:

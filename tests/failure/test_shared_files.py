@@ -374,7 +374,7 @@ def test_two_jobs_in_one_run_directory_share_their_own_files(tmp_path: Path) -> 
     for number in range(3):
         for name, checkpointer in (("a", first), ("b", second)):
             train(models[name])
-            checkpointer.save(f"{name}{number}", models[name], num_kept_ckpts=1)
+            checkpointer.save(f"{name}{number}", models[name], keep=1)
             assert_holds(tmp_path, f"{name}{number}", models[name])
 
 

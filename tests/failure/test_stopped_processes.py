@@ -116,7 +116,7 @@ def test_what_others_have_given_up_is_not_committed(ranks: Ranks, tmp_path: Path
 
 def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_path: Path) -> None:
     def save(value: float) -> None:
-        rankless.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, num_kept_ckpts=1)
+        rankless.RunDirectory(tmp_path).save("last", {"w": torch.full((4,), value)}, overwrite=True, keep=1)
 
     move = ShardWriter.write
 
@@ -164,6 +164,6 @@ def test_the_latest_is_what_was_begun_last_not_what_was_committed_last(tmp_path:
 
     rankless.save_checkpoint(tmp_path, "first", {"w": torch.zeros(4)})
     with mock.patch.object(ShardWriter, "write", stopped):
-        rankless.save_checkpoint(tmp_path, "old", {"w": torch.zeros(4)}, num_kept_ckpts=1)
+        rankless.save_checkpoint(tmp_path, "old", {"w": torch.zeros(4)}, keep=1)
     assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["old", "new"]
     assert rankless.restore(tmp_path).tag == "new"

@@ -201,9 +201,9 @@ def test_a_training_does_not_begin_in_the_run_of_another_one(tmp_path: Path) -> 
             rankless.Checkpointer(path, model=nn.Linear(2, 2)).resume()
 
 
-@pytest.mark.parametrize("option", ["bogus", "step", "overwrite", "num_kept_ckpts", "user_content"])
+@pytest.mark.parametrize("option", ["bogus", "step", "overwrite", "user_content"])
 def test_an_unknown_argument_is_refused_at_once(tmp_path: Path, option: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"no argument {option}"):
+    with pytest.raises(InvalidArgumentError, match=f"no argument '{option}'"):
         rankless.Checkpointer(tmp_path, **{option: 1})
 
 

@@ -83,15 +83,15 @@ def test_a_client_of_a_file_server_lists_the_directory_before_it_trusts_a_name(t
 
 
 def test_the_checkpoint_of_an_iteration_is_pinned_until_the_next(tmp_path: Path) -> None:
-    save(tmp_path, 1, num_kept_ckpts=1)
+    save(tmp_path, 1, keep=1)
     seen = []
     for checkpoint in rankless.iterate_pinned(tmp_path, timeout=0.3, poll_seconds=0.01):
         seen.append(checkpoint.tag)
         if len(seen) < 3:
-            save(tmp_path, len(seen) + 1, num_kept_ckpts=1)
+            save(tmp_path, len(seen) + 1, keep=1)
         assert torch.equal(checkpoint["model/w"], torch.ones(2))
     assert seen == ["s1", "s2", "s3"]
-    save(tmp_path, 4, num_kept_ckpts=1)
+    save(tmp_path, 4, keep=1)
     assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["s4"]
 
 
@@ -110,16 +110,16 @@ def test_a_checkpoint_that_retention_has_removed_is_left_out(tmp_path: Path) -> 
 
 
 def test_every_checkpoint_can_be_evaluated_though_the_training_is_faster_and_keeps_one(tmp_path: Path) -> None:
-    save(tmp_path, 1, num_kept_ckpts=1)
+    save(tmp_path, 1, keep=1)
     seen = []
     for checkpoint in rankless.iterate_pinned(tmp_path, every=True, timeout=1.0, poll_seconds=0.01):
         seen.append(checkpoint.tag)
         for step in range(2, 6) if len(seen) == 1 else ():
-            save(tmp_path, step, num_kept_ckpts=1)
+            save(tmp_path, step, keep=1)
             wait_until_pinned(tmp_path, f"s{step}")
         assert torch.equal(checkpoint["model/w"], torch.ones(2))
     assert seen == ["s1", "s2", "s3", "s4", "s5"]
-    save(tmp_path, 6, num_kept_ckpts=1)
+    save(tmp_path, 6, keep=1)
     assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["s6"]
     assert not list(tmp_path.glob(".*.pin"))
 

@@ -79,7 +79,7 @@ class TestKept:
         assert not (tmp_path.parent / "out" / NAME).exists()
         shutil.rmtree(tmp_path.parent / "out")
         assert rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(3)}) is None
-        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, keep=1)
         assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".journal")] == ["b"]
 
 
@@ -209,7 +209,7 @@ class TestMeanwhile:
         self, tmp_path: Path, slow: threading.Event, recwarn: pytest.WarningsRecorder
     ) -> None:
         path = save(tmp_path, "a")
-        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, num_kept_ckpts=1)
+        rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, keep=1)
         slow.set()
         rankless.finalize()
         assert not path.exists()

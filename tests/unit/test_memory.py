@@ -66,7 +66,7 @@ def resident():
 for number in range(100):
     optimizer.step()
     rankless.save_checkpoint(sys.argv[1], f"s{number}", model, optimizer, user_content={"losses": [0.5] * 1000},
-                             async_save=True, staging=("eager", "overlapped")[number % 2], num_kept_ckpts=1)
+                             async_save=True, staging=("eager", "overlapped")[number % 2], keep=1)
     if number == 20:
         before = resident()
 rankless.finalize()

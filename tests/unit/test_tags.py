@@ -144,7 +144,7 @@ def test_an_alias_whose_file_is_corrupt_is_an_error_for_who_uses_it(run: Path) -
             open_by(run, "production")
         assert rankless.list_aliases(run) == {"old": "a"}
     with pytest.warns(UserWarning, match=r"an old one could not be removed: .*production\.alias is corrupt"):
-        save(run, "g", num_kept_ckpts=1)
+        save(run, "g", keep=1)
     assert len(rankless.list_checkpoints(run)) == len(LOSSES) + 2
     rankless.set_alias(run, "production", "c")
     assert open_by(run, "production") == "c"
@@ -164,7 +164,7 @@ def test_an_alias_that_is_no_regular_file_is_not_read(run: Path, kind: str) -> N
     assert rankless.list_aliases(run) == {}
     assert invoke("ls", run).exit_code == 0
     with pytest.warns(UserWarning, match="an old one could not be removed"):
-        save(run, "g", num_kept_ckpts=1)
+        save(run, "g", keep=1)
 
 
 def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path) -> None:
@@ -205,12 +205,12 @@ def test_a_corrupt_checkpoint_gets_no_alias(run: Path) -> None:
 
 def test_retention_leaves_what_has_an_alias(run: Path) -> None:
     rankless.set_alias(run, "production", "b")
-    save(run, "g", num_kept_ckpts=1)
-    save(run, "h", num_kept_ckpts=1)
+    save(run, "g", keep=1)
+    save(run, "h", keep=1)
     assert [info.tag for info in rankless.list_checkpoints(run)] == ["b", "h"]
     assert "kept b: it has an alias" in invoke("prune", run, "--keep", "1").stdout
     rankless.remove_alias(run, "production")
-    save(run, "i", num_kept_ckpts=1)
+    save(run, "i", keep=1)
     assert [info.tag for info in rankless.list_checkpoints(run)] == ["i"]
 
 

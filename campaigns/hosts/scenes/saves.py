@@ -31,7 +31,7 @@ SAVES: tuple[dict[str, Any], ...] = (
     {},
     {"async_save": True},
     {"overwrite": True},
-    {"async_save": True, "num_kept_ckpts": 3},
+    {"async_save": True, "keep": 3},
 )
 _SAVES_WITHOUT_REMOVAL = SAVES[:2]
 

@@ -18,10 +18,10 @@ from rankless.lightning.checkpoint_dict import ResumedCheckpoint
 from rankless.lightning.removal import remove_checkpoint
 from rankless.load.result import RestoreResult
 from rankless.ondisk.validation import check_choice
+from rankless.options import FROZEN
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.scan import CheckpointInfo
 from rankless.save.handle import SaveHandle
-from rankless.save.request import FROZEN
 from rankless.storage.atomic_rename import rename_path
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.storage.posix import local_path, path_exists

@@ -183,19 +183,16 @@ class KeepTags(Retention):
         return f"KeepTags({', '.join(map(repr, sorted(self.tags)))})"
 
 
-def as_policy(num_kept_ckpts: object, keep: object) -> Retention | None:
-    """Return the policy for the arguments of a save, or ``None`` if all checkpoints are kept.
+def as_policy(keep: object) -> Retention | None:
+    """Return the policy for the argument ``keep``, or ``None`` if all checkpoints are kept.
 
-    Raises ``InvalidArgumentError`` if both are passed, or one is neither a number nor a policy.
+    Raises ``InvalidArgumentError`` if it is neither a number nor a policy.
     """
-    if num_kept_ckpts is not None and keep is not None:
-        raise InvalidArgumentError("pass num_kept_ckpts or keep, not both")
-    policy = num_kept_ckpts if keep is None else keep
-    if policy is None or isinstance(policy, Retention):
-        return policy
-    if isinstance(policy, int) and not isinstance(policy, bool):
-        return KeepLast(policy)
-    raise InvalidArgumentError(f"keep must be a number or a policy such as KeepLast(5); got {policy!r}")
+    if keep is None or isinstance(keep, Retention):
+        return keep
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return KeepLast(keep)
+    raise InvalidArgumentError(f"keep must be a number or a policy such as KeepLast(5); got {keep!r}")
 
 
 def _is_multiple(step: float, steps: float) -> bool:

@@ -84,7 +84,7 @@ class CheckpointSave(TrainingSave):
         self._next_base = base
         self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
         self._base = base.checkpoint
-        is_incremental = request.incremental is True  # other values are refused in the vote
+        is_incremental = request.options.incremental is True  # other values are refused in the vote
         self._incremental = IncrementalSave(self._session, self._base if is_incremental else None, cache.sharing)
         self._versions: TensorVersions = {}
         #: On rank 0, whether the new checkpoint replaces a corrupt one.
@@ -96,7 +96,7 @@ class CheckpointSave(TrainingSave):
         """Plan, check that replicas are equal, and create the staging directory and its files."""
         candidates = self._open_staging(agreement)
         if candidates.numbers():
-            trusts_versions = self._is_overlapped and self._request.staging.check != "full"
+            trusts_versions = self._is_overlapped and self._request.options.staging_check != "full"
             omitted = self._incremental.find_unchanged(candidates, self._versions if trusts_versions else {})
             self._plan = omit_ranges(self._plan, omitted)
 
@@ -185,7 +185,7 @@ class CheckpointSave(TrainingSave):
             self._clean_up()
             base, samples = self._base, [rank.samples for rank in prepared]
             is_shared = base is not None and {rank.base for rank in prepared} == {base.id}
-            if base is None or not is_shared or base.is_full_due(identity.sequence, request.keep_full_every):
+            if base is None or not is_shared or base.is_full_due(identity.sequence, request.options.keep_full_every):
                 samples = []
             candidates = self._create_files(samples)
             return _encode(_OpenedSave(identity, self._may_remove_old(), candidates))
@@ -222,7 +222,7 @@ class CheckpointSave(TrainingSave):
         cache = self._cache
         if agreement.global_spec is not None:
             cache.key = b""
-            limit = parse_size(self._request.max_shard_size)
+            limit = parse_size(self._request.options.max_shard_size)
             cache.plan = plan_save(agreement.global_spec, self._session.rank, limit, agreement.host_of)
             cache.key, cache.saves = agreement.key, 0
             hosts = list(enumerate(agreement.host_of))

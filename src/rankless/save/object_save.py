@@ -92,7 +92,7 @@ class ObjectSave(TrainingSave):
         cache, session = self._cache, self._session
         if agreement.global_spec is not None:
             cache.key = b""
-            limit = parse_size(self._request.max_shard_size)
+            limit = parse_size(self._request.options.max_shard_size)
             # Each rank is a host of its own: a part has one sender.
             cache.plan = plan_save(agreement.global_spec, session.rank, limit, range(session.size), upload_parts.GRAIN)
             cache.key, cache.saves = agreement.key, 0

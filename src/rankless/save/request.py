@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from rankless.formats.native import is_native
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk import manifest
 from rankless.ondisk.files import parse_size
-from rankless.ondisk.validation import check_choice, check_number, check_tag
+from rankless.ondisk.validation import check_number, check_tag
 from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
+from rankless.options import SaveOptions
 from rankless.run.catalog import cached_checkpoints
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.retention import Retention
@@ -25,73 +25,31 @@ from rankless.state.training import TrainingObjects
 from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
 
-#: When the state is copied: before the call returns, or, if only optimizer steps change it, before the next step.
-STAGING = ("eager", "overlapped")
-
-#: How much of the deferred copies is checked for changes made while they were copied.
-STAGING_CHECK = ("sampled", "full")
-
-#: Which files hold frozen parameters: the same as other tensors, or files of their own.
-FROZEN = ("together", "apart")
-
-#: Of how many checkpoints of a run directory one shares no files with others, by default.
-FULL_EVERY = 32
-
-#: How much of the replicas on several ranks is compared in each save.
-REPLICA_CHECK = ("sampled", "full")
-
-
-def check_sharing(incremental: object, keep_full_every: object) -> None:
-    """Raise ``InvalidArgumentError`` if an argument that decides what checkpoints share is invalid."""
-    if not isinstance(incremental, bool):
-        raise InvalidArgumentError(f"incremental must be True or False; got {incremental!r:.80}")
-    if not isinstance(keep_full_every, Integral) or isinstance(keep_full_every, bool) or keep_full_every < 1:
-        raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {keep_full_every!r:.80}")
-
-
 #: Names of files and folders of a checkpoint, and the most bytes of a file that the caller adds.
 _RESERVED_FILES = frozenset({manifest.NAME, SHARED_FILE, RANKS_FILE, "model", "optimizer", "adapter"})
 _MAX_FILE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class BackgroundOptions:
-    """The options of an asynchronous save: see :data:`STAGING` and :data:`STAGING_CHECK`."""
-
-    staging: str
-    check: str
-
-    def __str__(self) -> str:
-        return f"{self.staging}, {self.check} check"
-
-
-@dataclass(frozen=True)
 class SaveRequest:
     """A request to save a training state as the checkpoint ``path/tag``.
 
-    ``max_shard_size``: the maximum size of the tensors in one file. ``staging``: how an asynchronous save copies; it
-    is checked in synchronous saves, too. ``stats``: statistics are computed after the save, and kept with it.
-    ``forced``: save even if the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may
-    continue. ``corrupt``: checkpoints whose tags the save may take. ``known_tags``: the tags of the run directory if
-    they are known without reading it. ``local``: the options of the local tier, as text. ``began``: the start of the
-    call, in ``time.perf_counter`` seconds.
+    ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
+    the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may continue. ``corrupt``:
+    checkpoints whose tags the save may take. ``known_tags``: the tags of the run directory if they are known without
+    reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of this save, which calls
+    that of the options. ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
     tag: str
     training: TrainingObjects
-    max_shard_size: int | str
+    options: SaveOptions
     step: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     overwrite: bool = False
     keep: Retention | None = None
     async_save: bool = False
-    staging: BackgroundOptions = BackgroundOptions(STAGING[0], STAGING_CHECK[0])
-    replica_check: str = "sampled"
-    incremental: bool = True
-    keep_full_every: int = FULL_EVERY
-    frozen: str = FROZEN[0]
-    stats: bool = False
     forced: bool = False
     runs: frozenset[str] = frozenset()
     corrupt: frozenset[CorruptRecord] = frozenset()
@@ -100,27 +58,24 @@ class SaveRequest:
     on_event: OnEvent = ignore_event
     began: float = field(default_factory=time.perf_counter)
 
-    @property
-    def background(self) -> BackgroundOptions | None:
-        """The options of an asynchronous save; ``None`` if the save is synchronous."""
-        return self.staging if self.async_save else None
-
     def describe_call(self) -> CallDescription:
         """Return the arguments that must be equal on all ranks."""
+        options = self.options
+        background = f"{options.staging}, {options.staging_check} check"
         arguments = {
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
             "what is saved": ", ".join(self.training.component_names()) or "nothing",
-            "max_shard_size": str(self.max_shard_size),
+            "max_shard_size": str(options.max_shard_size),
             "overwrite": str(self.overwrite),
             "state_dict_hooks": str(self.training.state_dict_hooks),
             "what is kept": repr(self.keep),
-            "async_save and staging": str(self.background or "synchronous"),
-            "replica_check": repr(self.replica_check),
-            "incremental": str(self.incremental),
-            "keep_full_every": str(self.keep_full_every),
-            "frozen": repr(self.frozen),
-            "stats": str(self.stats),
+            "async_save and staging": background if self.async_save else "synchronous",
+            "replica_check": repr(options.replica_check),
+            "incremental": str(options.incremental),
+            "keep_full_every": str(options.keep_full_every),
+            "frozen": repr(options.frozen),
+            "stats": str(options.stats),
             "the local tier": self.local,
             "files": ", ".join(sorted(map(repr, self.training.files))),
         }
@@ -129,16 +84,9 @@ class SaveRequest:
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid."""
         check_tag(self.tag)
-        parse_size(self.max_shard_size)
+        self.options.check()
         self.manifest_numbers()
-        check_choice("staging", self.staging.staging, STAGING)
-        check_choice("staging_check", self.staging.check, STAGING_CHECK)
-        check_choice("replica_check", self.replica_check, REPLICA_CHECK)
-        check_choice("frozen", self.frozen, FROZEN)
-        check_sharing(self.incremental, self.keep_full_every)
         _check_files(self.training.files)
-        if not isinstance(self.stats, bool):
-            raise InvalidArgumentError(f"stats must be True or False; got {self.stats!r:.80}")
         if self.keep is not None and not self.forced:
             self.keep.check_requirements(self.step, self.metrics)
 
@@ -170,7 +118,7 @@ class SaveRequest:
 
     def packing_key(self) -> bytes:
         """Return an encoding of the arguments that determine how tensors are packed into files."""
-        return str(parse_size(self.max_shard_size)).encode()
+        return str(parse_size(self.options.max_shard_size)).encode()
 
     def manifest_numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
         """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""

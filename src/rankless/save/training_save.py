@@ -105,15 +105,14 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     @property
     def _is_overlapped(self) -> bool:
-        return self._request.background is not None and self._request.background.staging == "overlapped"
+        return self._request.async_save and self._request.options.staging == "overlapped"
 
     def _deferred_copies(self) -> DeferredCopies:
-        options = self._request.background
-        if options is None or not self._is_overlapped:
+        if not self._is_overlapped:
             return DeferredCopies()
         keys = step_only_tensors(self._captured, self._request.training.optimizer)
         numbers = frozenset(number for number, key in enumerate(self._plan.tensors) if key in keys)
-        sampled = ALL_CHUNKS if options.check == "full" else SAMPLED_CHUNKS
+        sampled = ALL_CHUNKS if self._request.options.staging_check == "full" else SAMPLED_CHUNKS
         return DeferredCopies(numbers, sampled, self._cache.saves, is_overlapped=True)
 
     def stage_tensors(self, arena: Arena) -> None:
@@ -144,7 +143,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         self._request.on_event(event)
 
     def _hash_replicas(self) -> bytes:
-        save = 0 if self._request.replica_check == "full" else self._cache.saves
+        save = 0 if self._request.options.replica_check == "full" else self._cache.saves
         digests, seconds = self._writer.hash_replicas(save)
         if self._plan.replicas:
             self._reporter.record_replica_check(seconds)

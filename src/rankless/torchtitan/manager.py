@@ -24,8 +24,8 @@ from rankless.errors import InvalidArgumentError, TagExistsError
 from rankless.formats.dcp.folder import is_dcp
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_choice, check_timeout
+from rankless.options import STAGING
 from rankless.save.handle import SaveHandle
-from rankless.save.request import STAGING
 from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.torchtitan.data_loader import DataLoaderStates

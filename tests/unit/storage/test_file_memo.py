@@ -131,5 +131,5 @@ def test_what_a_caller_does_to_a_list_does_not_change_the_next(tmp_path: Path) -
 def test_a_memo_that_is_full_changes_nothing_but_the_time_it_takes(tmp_path: Path) -> None:
     with mock.patch.object(scan, "_MEMO", FileMemo(2)):
         for step in range(6):
-            save(tmp_path, f"step_{step}", float(step), num_kept_ckpts=4)
+            save(tmp_path, f"step_{step}", float(step), keep=4)
     assert steps(tmp_path) == {f"step_{step}": step for step in range(2, 6)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from rankless import api
 from rankless.compat.deepspeed.engine_state import EngineState
@@ -18,7 +19,7 @@ from rankless.compat.deepspeed.engine_values import (
 )
 from rankless.compat.deepspeed.partitions import open_engine
 from rankless.engine.comm.session import RankGroup
-from rankless.observe.events import OnEvent
+from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import TagArgument
@@ -27,49 +28,22 @@ from rankless.save.handle import SaveHandle
 _T = TypeVar("_T")
 
 
-class EngineSaveOptions(TypedDict, total=False):
-    """The optional arguments of a save. :func:`rankless.save_checkpoint` documents each of them."""
-
-    metrics: Mapping[str, Any] | None
-    keep: Retention | int | None
-    overwrite: bool
-    async_save: bool
-    replica_check: str
-    incremental: bool
-    keep_full_every: int
-    frozen: str
-    max_shard_size: int | str
-    dataloader: Any
-    stateful: Mapping[str, Any] | None
-    per_rank_content: Any
-    rng: bool
-    files: Mapping[str, bytes] | None
-    on_event: OnEvent | None
-
-
-class EngineLoadOptions(TypedDict, total=False):
-    """The optional arguments of a load. :func:`rankless.restore` documents each of them."""
-
-    dataloader: Any
-    stateful: Mapping[str, Any] | None
-    strict: bool | Mapping[str, bool]
-    verify: bool
-    on_corruption: str
-    share_reads: str
-    rng: bool | None
-    cast_dtype: bool
-    keys: Mapping[str, str] | None
-    on_event: OnEvent | None
-
-
 def save_checkpoint(
     engine: Any,
     path: str | PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
     *,
+    dataloader: Any = None,
+    stateful: Mapping[str, Any] | None = None,
+    per_rank_content: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    keep: Retention | int | None = None,
+    overwrite: bool = False,
+    async_save: bool = False,
     timeout: float = 600.0,
-    **options: Unpack[EngineSaveOptions],
+    options: SaveOptions | None = None,
+    **more: Unpack[SaveKeywords],
 ) -> SaveHandle[CheckpointInfo]:
     """Save the state of an engine as the checkpoint ``path/tag``. Every rank must call it, between steps.
 
@@ -81,9 +55,17 @@ def save_checkpoint(
         path: The run directory, on a file system that all ranks share, or in an object store.
         tag: The name of the checkpoint; ``global_stepN`` by default.
         client_state: A tree of plain values and tensors, which :func:`load_checkpoint` returns. Saved from rank 0.
+        dataloader: As in :meth:`rankless.RunDirectory.save`.
+        stateful: As in :meth:`rankless.RunDirectory.save`.
+        per_rank_content: As in :meth:`rankless.RunDirectory.save`.
+        metrics: As in :meth:`rankless.RunDirectory.save`.
+        keep: As in :meth:`rankless.RunDirectory.save`.
+        overwrite: As in :meth:`rankless.RunDirectory.save`.
+        async_save: As in :meth:`rankless.RunDirectory.save`.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
-        options: Arguments of :func:`rankless.save_checkpoint`, such as ``async_save`` and ``keep``. Random states are
-            saved with ``rng=True`` only, as each rank has its own.
+        options: Options that few need: see :class:`rankless.SaveOptions`.
+        more: Fields of :class:`rankless.SaveOptions`. Without ``options``, random states are saved with ``rng=True``
+            only, as each rank has its own.
 
     Returns:
         The handle of the save, as of :func:`rankless.save_checkpoint`.
@@ -94,6 +76,7 @@ def save_checkpoint(
         InvalidArgumentError: ``engine`` is no engine, or ``client_state`` no dict or with a key of the engine's values.
         Exception: All errors of :func:`rankless.save_checkpoint`.
     """
+    chosen = with_keywords(SaveOptions(rng=False), options, more, save_checkpoint)
 
     def open_and_check() -> tuple[EngineState, EngineContent]:
         state = open_engine(engine)
@@ -102,7 +85,6 @@ def save_checkpoint(
 
     opened, content = _run_on_all(open_and_check, timeout)
     with opened as state:
-        given: Any = {"rng": False, **options}
         return api.save_checkpoint(
             path,
             f"global_step{engine.global_steps}" if tag is None else tag,
@@ -110,9 +92,16 @@ def save_checkpoint(
             state.optimizer,
             content.scheduler,
             content.user_content,
+            dataloader=dataloader,
+            stateful=stateful,
+            per_rank_content=per_rank_content,
             step=engine.global_steps,
+            metrics=metrics,
+            keep=keep,
+            overwrite=overwrite,
+            async_save=async_save,
             timeout=timeout,
-            **given,
+            options=chosen,
         )
 
 
@@ -124,8 +113,11 @@ def load_checkpoint(
     load_module_only: bool = False,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
+    dataloader: Any = None,
+    stateful: Mapping[str, Any] | None = None,
     timeout: float = 600.0,
-    **options: Unpack[EngineLoadOptions],
+    options: LoadOptions | None = None,
+    **more: Unpack[LoadKeywords],
 ) -> tuple[Path, dict[str, Any]]:
     """Load a checkpoint into an engine, on any number of ranks and with any stage of ZeRO. Every rank must call it.
 
@@ -136,8 +128,13 @@ def load_checkpoint(
         load_module_only: Load only the weights: no optimizer states, scheduler and counters.
         load_optimizer_states: Whether to load the states of the optimizer.
         load_lr_scheduler_states: Whether to load the state of the scheduler, if the engine has one.
+        dataloader: As in :func:`rankless.restore`.
+        stateful: As in :func:`rankless.restore`.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
-        options: Arguments of :func:`rankless.restore`, such as ``cast_dtype`` and ``strict``.
+        options: Options that few need: see :class:`rankless.LoadOptions`. Its ``allow_missing`` is ignored: of the
+            components only the scheduler may be missing.
+        more: Fields of :class:`rankless.LoadOptions`, such as ``cast_dtype`` and ``strict``, except ``allow_missing``.
+            Without ``options``, random states are restored with ``rng=True`` only.
 
     Returns:
         The path of the checkpoint, and its client state, as the engine's ``load_checkpoint`` does.
@@ -148,7 +145,9 @@ def load_checkpoint(
         MismatchError: The checkpoint does not match the engine, or lacks the state of its scheduler or loss scaler.
         Exception: All other errors of :func:`rankless.restore`.
     """
-    given: Any = {"rng": False, **options}
+    chosen = replace(
+        with_keywords(LoadOptions(rng=False), options, more, load_checkpoint), allow_missing=("scheduler",)
+    )
     with _run_on_all(lambda: open_engine(engine), timeout) as state:
         with_optimizer = load_optimizer_states and not load_module_only
         scheduler = None if load_module_only or not load_lr_scheduler_states else engine.lr_scheduler
@@ -158,9 +157,10 @@ def load_checkpoint(
             state.model,
             state.optimizer if with_optimizer else None,
             as_component(scheduler),
-            allow_missing=("scheduler",),
+            dataloader=dataloader,
+            stateful=stateful,
             timeout=timeout,
-            **given,
+            options=chosen,
         )
         state.update_weights()
         client_state = separate_client_state(result.user_content)

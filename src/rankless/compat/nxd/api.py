@@ -17,7 +17,7 @@ from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import is_native
 from rankless.formats.registry import LAYOUT
-from rankless.run_directory import RestoreOptions
+from rankless.options import LoadKeywords
 from rankless.storage.posix import local_path
 
 #: The value of ``num_kept_ckpts`` that keeps all checkpoints, besides ``None``.
@@ -65,7 +65,7 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
         optimizer,
         scheduler,
         user_content,
-        num_kept_ckpts=kept,
+        keep=kept,
         async_save=async_save,
         overwrite=True,
     )
@@ -95,7 +95,7 @@ def load_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
     """
     del num_workers, use_zero1_dcp
     folder = _single_path(path, checkpoint_dir_str)
-    options: RestoreOptions = {"strict": strict, "cast_dtype": True}
+    options: LoadKeywords = {"strict": strict, "cast_dtype": True}
     checkpoint = None if tag is None else folder / str(tag)
     if checkpoint is None and not api.has_checkpoint(folder) and step_dirs.is_nxd_run(folder):
         checkpoint = step_dirs.newest_tag(folder)
