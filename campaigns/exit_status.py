@@ -70,7 +70,7 @@ ENDINGS = (
     Ending("failed asynchronous save", f"break_writing(); {_SAVE_ASYNC}", succeeds=False),
     Ending(
         "failed asynchronous save of a model",
-        'break_writing(); rankless.save_model(state, path + "/model.pt", use_async=True)',
+        'break_writing(); rankless.save_model(state, path + "/model.pt", async_save=True)',
         succeeds=False,
     ),
     Ending(

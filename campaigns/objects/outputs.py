@@ -33,8 +33,8 @@ from tests.helpers.training import Run, gather_run, train_run
 #: The numbers of ranks of the jobs, one after the other.
 _SIZES = (1, 2, 3)
 
-#: Small parts, so that small files have several, and the size of the shards of a folder in GB.
-_PART, _SHARD_GB = 1024, 0.000001
+#: Bytes: of small parts, so that small files have several, and of the tensors in a file of a folder.
+_PART, _SHARD = 1024, 1
 
 #: The steps of the training whose state is written last.
 _STEPS = 3
@@ -105,7 +105,7 @@ def _save_files(run: Run, path: Path, failures: Counter[str]) -> None:
     model, optimizer, whole = run.model, run.optimizer, {"model": run.model}
     for name in ("model.safetensors", "model.pt"):
         _repeat(failures, rankless.save_model, model, path / name)
-    shards = {"shard": True, "size_per_shard": _SHARD_GB}
+    shards = {"shard": True, "max_shard_size": _SHARD}
     _repeat(failures, rankless.save_model, model, path / "folder", use_safetensors=False, **shards)
     _repeat(failures, rankless.save_optimizer, optimizer, path / "optimizer", shard=True, **whole)
     _repeat(failures, rankless.save_optimizer, optimizer, path / "optimizer.pt", **whole)

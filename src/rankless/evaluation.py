@@ -35,7 +35,7 @@ def pin(path: str | PathLike[str], tag: TagArgument = None) -> Iterator[Checkpoi
     ``overwrite=True`` under this tag replaces it nevertheless. If the process dies, the pin ends by itself.
 
     Args:
-        path: A run directory, or a checkpoint in one.
+        path: A run directory, or a checkpoint in one, on a file system or in an object store.
         tag: As in :func:`rankless.open`.
 
     Yields:

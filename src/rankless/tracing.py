@@ -23,7 +23,7 @@ from rankless.storage.atomic_rename import replace_output
 _log = logging.getLogger("rankless")
 
 
-def trace(path: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
+def trace(output: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
     """Record what rankless does inside a ``with`` block, and write it as a trace that Perfetto opens.
 
     Every phase of a save or a load is a span: when it began and ended, on which rank and in which thread. Each rank
@@ -34,7 +34,7 @@ def trace(path: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
     Traces may overlap: each has all that happens until it ends. A forked process has no trace.
 
     Args:
-        path: The file. If there are several ranks, ``save.json`` becomes ``save.rank3.json`` on rank 3. A file of this
+        output: The file to write. If there are several ranks, ``save.json`` becomes ``save.rank3.json`` on rank 3. A file of this
             name is replaced. Its folder must exist.
         max_spans: The most spans that are kept. If there are more, the oldest are dropped, and the trace says how many.
             A save has about 30, and each takes some hundred bytes of memory.
@@ -43,13 +43,13 @@ def trace(path: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
         The trace, a context manager. It can be used once.
 
     Raises:
-        InvalidArgumentError: ``path`` is not in a folder of a file system, or ``max_spans`` is not positive. At the end
+        InvalidArgumentError: ``output`` is not in a folder of a file system, or ``max_spans`` is not positive. At the end
             of the block: something else than a file is there.
         StorageError: The file cannot be written, at the end of the block.
     """
     if max_spans < 1:
         raise InvalidArgumentError(f"max_spans must be at least 1, got {max_spans}")
-    located = posix.local_path(path)
+    located = posix.local_path(output)
     if not posix.is_directory(located.parent):
         raise InvalidArgumentError(f"the folder of the trace {located} does not exist: create it first")
     return Trace(located, max_spans)
@@ -119,7 +119,7 @@ class Trace:
         self._written.set_result(self.path)
 
 
-def merge_traces(path: str | PathLike[str], traces: Iterable[str | PathLike[str]]) -> None:
+def merge_traces(output: str | PathLike[str], traces: Iterable[str | PathLike[str]]) -> None:
     """Write several traces into one file, in which each rank is a process.
 
     Traces of ``torch.profiler`` may be among them: times are of the same clock. Their processes and devices get new
@@ -127,17 +127,17 @@ def merge_traces(path: str | PathLike[str], traces: Iterable[str | PathLike[str]
     synchronized, and nothing corrects that.
 
     Args:
-        path: The file to write. A file of this name is replaced.
+        output: The file to write. A file of this name is replaced.
         traces: The files of traces, of all ranks of one job.
 
     Raises:
-        InvalidArgumentError: There are no files, one is not a trace, or something else than a file is at ``path``.
+        InvalidArgumentError: There are no files, one is not a trace, or something else than a file is at ``output``.
         StorageError: A file cannot be read or written.
     """
     files = {str(name): posix.read_small(posix.local_path(name)) for name in traces}
     if not files:
         raise InvalidArgumentError("there are no traces to merge: pass the files that the ranks have written")
-    replace_output(posix.local_path(path), merge_files(files))
+    replace_output(posix.local_path(output), merge_files(files))
 
 
 def _find_ranks() -> tuple[int, int]:

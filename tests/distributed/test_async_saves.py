@@ -107,7 +107,7 @@ def test_saves_of_different_paths_use_the_same_memory_and_finalize_frees_it(tmp_
     for number in range(8):
         saved = rankless.save_checkpoint(tmp_path / str(number), "s", {"w": torch.ones(2**20)}, async_save=True)
         saved.wait()
-        rankless.save_model({"w": torch.ones(2**18)}, tmp_path / f"{number}.safetensors", use_async=True).wait()
+        rankless.save_model({"w": torch.ones(2**18)}, tmp_path / f"{number}.safetensors", async_save=True).wait()
     (idle,) = memory._idle
     assert 2**22 <= len(idle) < 2**22 + 2**20
     with slow_down_writes(0.3):

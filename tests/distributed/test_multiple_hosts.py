@@ -206,7 +206,7 @@ def test_the_files_are_those_of_one_host(ranks: Ranks, tmp_path: Path) -> None:
 def save_component(path: str, shard: bool, use_safetensors: bool) -> bool:
     state = build_state(3.0)
     with on_hosts(1):
-        rankless.save_model(state, path, shard=shard, size_per_shard=0.3, use_safetensors=use_safetensors)
+        rankless.save_model(state, path, shard=shard, max_shard_size=314572, use_safetensors=use_safetensors)
     expected = whole_state(state)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     rankless.load_model(loaded, path)

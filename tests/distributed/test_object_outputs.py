@@ -85,18 +85,18 @@ def model_of(value: float) -> torch.nn.Module:
         ("model.safetensors", {}),
         ("model.pt", {}),
         ("folder", {"shard": True}),
-        ("folder", {"shard": True, "size_per_shard": 0.004}),
-        ("folder", {"shard": True, "size_per_shard": 0.004, "use_safetensors": False}),
+        ("folder", {"shard": True, "max_shard_size": 4194}),
+        ("folder", {"shard": True, "max_shard_size": 4194, "use_safetensors": False}),
     ],
 )
-@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
 def test_a_model_is_saved_as_on_a_disk_and_loaded(
-    fake: FakeS3, tmp_path: Path, temporary: Path, name: str, options: dict[str, object], use_async: bool
+    fake: FakeS3, tmp_path: Path, temporary: Path, name: str, options: dict[str, object], async_save: bool
 ) -> None:
     model = model_of(0.0)
     rankless.save_model(model, tmp_path / name, **options)  # type: ignore[arg-type]
     path = bucket(fake) / name
-    assert rankless.save_model(model, path, use_async=use_async, **options).wait() == path  # type: ignore[arg-type]
+    assert rankless.save_model(model, path, async_save=async_save, **options).wait() == path  # type: ignore[arg-type]
     assert contents(path) == contents(tmp_path / name)
     assert not fake.uploads
     assert not [*temporary.rglob("*.partial*")]
@@ -109,7 +109,7 @@ def test_a_model_is_saved_as_on_a_disk_and_loaded(
 def test_a_model_replaces_another_and_other_objects_stay(fake: FakeS3, tmp_path: Path) -> None:
     path = bucket(fake) / "folder"
     path.store.replace_small(path / "README.md", b"mine")
-    rankless.save_model(model_of(0.0), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(0.0), path, shard=True, max_shard_size=4194)
     assert len(contents(path)) > 3
     rankless.save_model(model_of(1.0), path, shard=True)
     assert contents(path).keys() == {"README.md", "model.safetensors"}
@@ -160,7 +160,7 @@ def test_a_bucket_is_no_file(fake: FakeS3, tmp_path: Path) -> None:
 def save_shards(path: ObjectPath, value: float) -> bool:
     """Save a model in three shards. Return whether the save has reported success."""
     try:
-        rankless.save_model(model_of(value), path, shard=True, size_per_shard=0.004)
+        rankless.save_model(model_of(value), path, shard=True, max_shard_size=4194)
     except (RankMismatchError, StorageError):
         return False
     return True
@@ -321,7 +321,7 @@ def test_an_output_that_fails_leaves_nothing(fake: FakeS3, tmp_path: Path, tempo
 
 def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> None:
     path = bucket(fake) / "folder"
-    rankless.save_model(model_of(1.0), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(1.0), path, shard=True, max_shard_size=4194)
     shards = sorted(key for key in fake.objects if key.endswith(".safetensors"))
     loaded = model_of(0.0)
     for kind in ("create upload", "complete"):
@@ -333,7 +333,7 @@ def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> Non
 
         fake.on_request = lose
         with pytest.raises(StorageError):
-            rankless.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+            rankless.save_model(model_of(2.0), path, shard=True, max_shard_size=4194)
         fake.on_request = do_nothing
         assert not fake.uploads
         if kind == "create upload":  # nothing was replaced yet
@@ -341,7 +341,7 @@ def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> Non
             assert all(map(torch.equal, loaded.state_dict().values(), model_of(1.0).state_dict().values()))
     with pytest.raises(rankless.RanklessError):
         rankless.load_model(loaded, path)
-    rankless.save_model(model_of(2.0), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(2.0), path, shard=True, max_shard_size=4194)
     loaded = model_of(0.0)
     rankless.load_model(loaded, path)
     assert all(map(torch.equal, loaded.state_dict().values(), model_of(2.0).state_dict().values()))
@@ -476,7 +476,7 @@ def test_ranks_that_save_to_different_servers_are_told(ranks: Ranks, is_new: boo
 
 
 def save_small_shards(store: Any, value: float) -> None:
-    rankless.save_model(model_of(value), store.path(f"{BUCKET}/out/folder"), shard=True, size_per_shard=0.004)
+    rankless.save_model(model_of(value), store.path(f"{BUCKET}/out/folder"), shard=True, max_shard_size=4194)
 
 
 def save_to_own_server(*urls: str) -> None:
@@ -513,8 +513,8 @@ def save_and_convert(path: Path, folder: Path, part_bytes: int) -> None:
 
 def save_components(run: Run, path: Path) -> None:
     for name in ("model.safetensors", "model.pt"):
-        rankless.save_model(run.model, path / name, use_async=name == "model.pt").wait()
-    rankless.save_model(run.model, path / "folder", shard=True, size_per_shard=0.005, use_safetensors=False)
+        rankless.save_model(run.model, path / name, async_save=name == "model.pt").wait()
+    rankless.save_model(run.model, path / "folder", shard=True, max_shard_size=5242, use_safetensors=False)
     rankless.save_optimizer(run.optimizer, path / "optimizer", shard=True, model=run.model)
     rankless.save_optimizer(run.optimizer, path / "optimizer.pt", model=run.model)
     rankless.save_lr_scheduler(run.scheduler, path / "scheduler.pt")

@@ -61,7 +61,7 @@ def load_other_tag(path: str) -> None:
 
 
 def async_on_one(path: str) -> None:
-    rankless.save_model(MODEL, f"{path}/model.safetensors", use_async=rank() == 1)
+    rankless.save_model(MODEL, f"{path}/model.safetensors", async_save=rank() == 1)
 
 
 def bad_tag_on_one(path: str) -> None:
@@ -91,7 +91,7 @@ DISAGREEMENTS = [
     (other_shard_size, RankMismatchError, ("max_shard_size", "1000", "1001")),
     (save_or_load, RankMismatchError, ("the call", "save", "load")),
     (load_other_tag, RankMismatchError, ("the tag", "'step_0'", "'step_1'")),
-    (async_on_one, RankMismatchError, ("use_async", "False", "True")),
+    (async_on_one, RankMismatchError, ("async_save", "False", "True")),
     (bad_tag_on_one, InvalidArgumentError, ("rank 1 of 2", "'a/b'")),
     (unstorable_on_one, UnsupportedValueError, ("rank 1 of 2", "content.x[1]: builtins.object")),
     (broken_scheduler_on_one, RankFailedError, ("rank 1 of 2", "KeyError", "lost")),

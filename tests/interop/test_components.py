@@ -49,13 +49,13 @@ def save(layout: str, folder: str, prefix: str | None = None) -> None:
     run = layouts.fill_run(layouts.LAYOUTS[layout][0]())
     for name in ("m.safetensors", "m.pt"):
         rankless.save_model(run.model, f"{folder}/{name}", prefix=prefix)
-    rankless.save_model(run.model, f"{folder}/sharded", shard=True, size_per_shard=0.001, prefix=prefix)
+    rankless.save_model(run.model, f"{folder}/sharded", shard=True, max_shard_size=1048, prefix=prefix)
     rankless.save_model(
-        run.model, f"{folder}/bins", shard=True, size_per_shard=0.001, use_safetensors=False, prefix=prefix
+        run.model, f"{folder}/bins", shard=True, max_shard_size=1048, use_safetensors=False, prefix=prefix
     )
     rankless.save_optimizer(run.optimizer, f"{folder}/o.safetensors", model=run.model, prefix=prefix)
     rankless.save_optimizer(
-        run.optimizer, f"{folder}/sharded", shard=True, size_per_shard=0.001, model=run.model, prefix=prefix
+        run.optimizer, f"{folder}/sharded", shard=True, max_shard_size=1048, model=run.model, prefix=prefix
     )
 
 
@@ -242,13 +242,13 @@ def test_a_path_of_the_wrong_kind_is_said_so(tmp_path: Path) -> None:
         rankless.load_model(model, tmp_path / "o.safetensors")
     with pytest.raises(NoCheckpointError):
         rankless.load_model(model, tmp_path / "nothing")
-    with pytest.raises(InvalidArgumentError, match="MiB"):
-        rankless.save_model(model, tmp_path / "s", shard=True, size_per_shard=0)
+    with pytest.raises(InvalidArgumentError, match="a size must be a positive number of bytes"):
+        rankless.save_model(model, tmp_path / "s", shard=True, max_shard_size=0)
 
 
 def test_saving_again_replaces_the_parts_own_files_and_leaves_the_rest(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    rankless.save_model(model, tmp_path / "m", shard=True, size_per_shard=0.005)
+    rankless.save_model(model, tmp_path / "m", shard=True, max_shard_size=5242)
     rankless.save_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m", shard=True)
     (tmp_path / "m/notes").mkdir()
     (tmp_path / "m/notes/text").write_text("mine")
@@ -287,7 +287,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
     with pytest.raises(StorageError):
         rankless.save_lr_scheduler(scheduler, tmp_path / "s")
-    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, use_async=True)
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True, async_save=True)
     with pytest.raises(StorageError):
         rankless.finalize()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -377,13 +377,13 @@ def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
 def test_in_the_background_all_may_change_at_once_and_a_failure_is_raised(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     expected = copy.deepcopy(model.state_dict())
-    handle = rankless.save_model(model, tmp_path / "m.safetensors", use_async=True)
+    handle = rankless.save_model(model, tmp_path / "m.safetensors", async_save=True)
     with torch.no_grad():
         model.weight.zero_()
     assert handle.wait() == tmp_path / "m.safetensors"
     assert equal(load_file(tmp_path / "m.safetensors"), expected)
     (tmp_path / "inside").mkdir()
-    rankless.save_model(model, tmp_path / "inside/m.pt", use_async=True)
+    rankless.save_model(model, tmp_path / "inside/m.pt", async_save=True)
     rankless.finalize()
     assert equal(torch.load(tmp_path / "inside/m.pt"), model.state_dict())
 
@@ -403,7 +403,7 @@ def test_a_load_waits_for_the_save_that_is_under_way(
         publish(*arguments)
 
     monkeypatch.setattr(ComponentOutput, "publish", slow)
-    rankless.save_model(new, tmp_path / "link", shard=True, use_async=True)
+    rankless.save_model(new, tmp_path / "link", shard=True, async_save=True)
     actual = nn.Linear(2, 2)
     if booster:
         Booster().load_model(actual, tmp_path / "link")

@@ -525,6 +525,6 @@ def test_the_commands(saved: Path, tmp_path: Path) -> None:
     again = command("rankless.lightning.consolidate_checkpoint", saved)
     assert again.returncode == 2
     assert "Traceback" not in again.stderr
-    done = command("rankless", "consolidate", saved, "--output_file", tmp_path / "m.pt", "--model-only")
+    done = command("rankless", "consolidate", saved, "--output", tmp_path / "m.pt", "--model-only")
     assert done.returncode == 0, done.stderr
     assert "embed.weight" in torch.load(tmp_path / "m.pt", weights_only=True)

@@ -82,7 +82,7 @@ class TestTagsOfCommands:
         assert [item["path"] for item in verified] == [str(run / "step_2")]
         call("convert", run, tmp_path / "out", "--to", "hf", "--tag", "step_1")
         assert rankless.open(tmp_path / "out")["model/w"] == 1
-        call("consolidate", run, "--tag", "step_2", "--output_file", tmp_path / "two.safetensors")
+        call("consolidate", run, "--tag", "step_2", "--output", tmp_path / "two.safetensors")
         assert rankless.open(tmp_path / "two.safetensors")["model/w"] == 2
 
     def test_diff_compares_the_same_tag_of_two_runs(self, run: Path, tmp_path: Path) -> None:

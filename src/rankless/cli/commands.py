@@ -52,7 +52,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "consolidate": CommandSpec(
         "rankless.cli.convert",
         "Merge a sharded checkpoint into one file.",
-        "rankless consolidate logs/epoch=0-step=3.ckpt --output_file all.ckpt",
+        "rankless consolidate logs/epoch=0-step=3.ckpt --output all.ckpt",
     ),
     "nxd-convert-zero-checkpoints": CommandSpec(
         "rankless.compat.nxd.cli",
@@ -63,7 +63,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "export": CommandSpec(
         "rankless.cli.export",
         "Write a model folder for the Hugging Face Hub.",
-        "rankless export runs/a --to my-model --tokenizer assets/tokenizer --dtype bfloat16",
+        "rankless export runs/a --output my-model --tokenizer assets/tokenizer --dtype bfloat16",
     ),
     "alias": CommandSpec(
         "rankless.cli.alias", "Give a checkpoint a further name.", "rankless alias runs/a production step_1000"

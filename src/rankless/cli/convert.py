@@ -27,7 +27,7 @@ _FORMATS_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "to
 _Source = Annotated[
     str,
     typer.Argument(
-        metavar="SRC",
+        metavar="CHECKPOINT",
         help="A checkpoint of any format, or a run's folder for its latest one.",
         autocompletion=complete_checkpoints,
     ),
@@ -37,8 +37,8 @@ _Only = Annotated[bool, typer.Option("--model-only", help="Convert only the mode
 
 
 def convert(  # noqa: PLR0917 - the options of a command
-    src: _Source,
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The output path; must not exist.")],
+    checkpoint: _Source,
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The output path; must not exist.")],
     to: Annotated[
         str, typer.Option(metavar="FORMAT", help="One of " + ", ".join(FORMATS) + ".", autocompletion=complete_formats)
     ],
@@ -106,10 +106,10 @@ def convert(  # noqa: PLR0917 - the options of a command
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a checkpoint of any format in another format, one buffer at a time. SRC is only read."""
+    """Write a checkpoint of any format in another format, one buffer at a time. CHECKPOINT is only read."""
     if merge:
         _check_merge(to, [include, exclude, rename, dtype, key, layout])
-        _merge_adapters(resolve_path(src, tag), parse_location(dst), max_shard_size, as_json=as_json)
+        _merge_adapters(resolve_path(checkpoint, tag), parse_location(output), max_shard_size, as_json=as_json)
         return
     options: dict[str, Any] = {"include": include, "exclude": exclude, "dtype": dtype, "model_only": model_only}
     options |= {"rename": _parse_pairs(rename, "--rename"), "keys": _parse_keys(key), "verify": verify}
@@ -127,14 +127,19 @@ def convert(  # noqa: PLR0917 - the options of a command
     options |= {name: value for name, value in format_options.items() if value is not None}  # other formats refuse them
     options["layout"] = layout
     options |= {"to": to, "max_shard_size": max_shard_size}
-    _run_conversion(resolve_path(src, tag), parse_location(dst), options, as_json=as_json)
+    _run_conversion(resolve_path(checkpoint, tag), parse_location(output), options, as_json=as_json)
 
 
 def consolidate(
     checkpoint: _Source,
-    output_file: Annotated[
+    output: Annotated[
         str | None,
-        typer.Option("--output_file", help="The output; its suffix selects the format: .ckpt, .pt, .safetensors."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The output; its suffix selects the format: .ckpt, .pt, .safetensors.",
+        ),
     ] = None,
     tag: Tag = None,
     model_only: _Only = False,
@@ -145,7 +150,7 @@ def consolidate(
     It is a Lightning .ckpt, a file of torch.save (.pt, .pth, .bin), or .safetensors.
     """
     src = resolve_path(checkpoint, tag)
-    dst = parse_location(output_file) if output_file else src.with_name(src.name + ".consolidated")
+    dst = parse_location(output) if output else src.with_name(src.name + ".consolidated")
     to = _FORMATS_BY_SUFFIX.get(dst.suffix, "lightning")
     _run_conversion(src, dst, {"to": to, "model_only": model_only or to == "safetensors"}, as_json=as_json)
 

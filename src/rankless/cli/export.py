@@ -19,7 +19,9 @@ def export(  # noqa: PLR0917 - the options of a command
             metavar="RUN", help="A run's folder, or a checkpoint of any format.", autocompletion=complete_checkpoints
         ),
     ],
-    to: Annotated[str, typer.Option(metavar="FOLDER", help="The output folder; must not exist.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write; must not exist.")
+    ],
     tag: Tag = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model, if the checkpoint has several.")] = None,
     config: Annotated[
@@ -51,7 +53,7 @@ def export(  # noqa: PLR0917 - the options of a command
     with show_conversion(src) as show_event:
         path = export_model(
             src,
-            to,
+            output,
             model=model,
             config=config,
             tokenizer=tokenizer,

@@ -21,6 +21,7 @@ from rankless.load.fallback import load_with_fallback
 from rankless.load.request import LoadRequest
 from rankless.load.result import RestoreResult
 from rankless.observe.spans import span
+from rankless.ondisk.files import SHARD_SIZE, parse_size
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
@@ -31,22 +32,18 @@ from rankless.storage.object_path import ObjectPath, parse_location
 #: The pending saves of all calls.
 saves = PendingSaves()
 
-#: The default maximum size of the tensors in one file of a folder, in MiB.
-_MIB_PER_FILE = 1024
 
-
-def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users know
+def save_model(
     model: Any,
-    checkpoint: str | PathLike[str],
-    shard: bool = False,
-    gather_dtensor: bool = True,
-    prefix: str | None = None,
-    size_per_shard: float = _MIB_PER_FILE,
-    use_safetensors: bool = True,
-    use_async: bool = False,
+    path: str | PathLike[str],
     *,
+    shard: bool = False,
+    prefix: str | None = None,
+    max_shard_size: int | str = SHARD_SIZE,
+    use_safetensors: bool = True,
+    async_save: bool = False,
     state_dict_hooks: bool = True,
-    adapter: bool = False,
+    adapter_only: bool = False,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
@@ -56,20 +53,21 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
 
     Args:
         model: a module in any layout, or a state dict; a list holds the modules of one model.
-        checkpoint: the path. An existing file is replaced. In an existing folder the model's files are replaced, and
-            all other files are kept. In an object store, the files of a folder are replaced one after another.
+        path: the file or folder, or its URL in an object store. An existing file is replaced. In an existing folder the
+            model's files are replaced, and all other files are kept. In an object store, the files of a folder are
+            replaced one after another.
         shard: ``False``: one file. Its extension decides: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for a file
             of ``torch.save``. ``True``: a folder in the Hugging Face layout, which ``from_pretrained`` opens.
-        gather_dtensor: has no effect; accepted for compatibility.
         prefix: is put before the names of parameters and buffers, as by ``state_dict(prefix=)``.
-        size_per_shard: the maximum size of the tensors in one file of a folder, in MiB.
+        max_shard_size: the maximum size of the tensors in one file of a folder, as a number of bytes or as text such as
+            ``"500MB"``.
         use_safetensors: write safetensors files for folders and for files without an extension; if false, files of
             ``torch.save``.
-        use_async: return as soon as the model may change, and write in the background.
-        state_dict_hooks: as in :func:`rankless.save_checkpoint`.
-        adapter: save only the PEFT adapters of the model, into a folder that ``PeftModel.from_pretrained`` opens:
+        async_save: return as soon as the model may change, and write in the background.
+        state_dict_hooks: as in :class:`rankless.SaveOptions`.
+        adapter_only: save only the PEFT adapters of the model, into a folder that ``PeftModel.from_pretrained`` opens:
             ``adapter_model.safetensors`` and ``adapter_config.json``, of adapters that are not called ``default`` in a
-            folder with their name. ``shard``, ``size_per_shard`` and ``use_safetensors`` have no effect then.
+            folder with their name. ``shard``, ``max_shard_size`` and ``use_safetensors`` have no effect then.
         process_group: the ranks that save together.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
@@ -77,29 +75,28 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
         A handle. Its ``wait()`` returns the path when the save is complete.
 
     Raises:
-        InvalidArgumentError: the path is of the wrong kind, or the size is not a positive number; or, with
-            ``adapter``, the model has no PEFT adapters, or a prefix was passed.
-        StateError: with ``adapter``, PEFT computes what it stores from tensors that are sharded.
+        InvalidArgumentError: the path is of the wrong kind, or the size cannot be parsed; or, with
+            ``adapter_only``, the model has no PEFT adapters, or a prefix was passed.
+        StateError: with ``adapter_only``, PEFT computes what it stores from tensors that are sharded.
         UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: as
-            in :func:`rankless.save_checkpoint`. All ranks raise it, and existing files are left unchanged.
+            in :meth:`rankless.RunDirectory.save`. All ranks raise it, and existing files are left unchanged.
     """
-    del gather_dtensor
-    if adapter and prefix:
+    if adapter_only and prefix:
         raise InvalidArgumentError("PEFT gives the names of adapters their prefix: leave out prefix")
-    destination = Destination.for_path(parse_location(checkpoint), folder=shard or adapter)
+    destination = Destination.for_path(parse_location(path), folder=shard or adapter_only)
     file_format = (
         adapter_file_format()
-        if adapter
-        else model_file_format(destination, size_per_shard, use_safetensors=use_safetensors, model=model)
+        if adapter_only
+        else model_file_format(destination, parse_size(max_shard_size), use_safetensors=use_safetensors, model=model)
     )
-    adapters = ONLY_ADAPTERS if adapter else NO_ADAPTERS
+    adapters = ONLY_ADAPTERS if adapter_only else NO_ADAPTERS
     request = ComponentRequest(
         destination,
         TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks, adapters=adapters),
         file_format.layout,
         file_format.text,
         prefix or "",
-        use_async,
+        async_save,
     )
     return saves.save(request, process_group, timeout)
 
@@ -107,7 +104,7 @@ def save_model(  # noqa: PLR0917 - the positional order that ColossalAI's users 
 def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
     """Save a model in the Hugging Face layout in place of a folder, of which no file is kept. Every rank calls it."""
     destination = Destination(folder.resolve(), folder=True, keeps_others=False)
-    file_format = model_file_format(destination, _MIB_PER_FILE, use_safetensors=True, model=model)
+    file_format = model_file_format(destination, parse_size(SHARD_SIZE), use_safetensors=True, model=model)
     training = TrainingObjects(model, rng=False, adapters=NO_ADAPTERS)
     request = ComponentRequest(destination, training, file_format.layout, file_format.text)
     saves.save(request, None, timeout)
@@ -115,10 +112,10 @@ def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
 
 def load_model(
     model: Any,
-    checkpoint: str | PathLike[str],
+    path: str | PathLike[str],
+    *,
     strict: bool = True,
     prefix: str | None = None,
-    *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> RestoreResult:
@@ -128,7 +125,7 @@ def load_model(
 
     Args:
         model: a module in any layout, or a state dict whose tensors are filled; a list holds the modules of one model.
-        checkpoint: a file or a folder: safetensors or torch, Hugging Face, ColossalAI, or a rankless checkpoint.
+        path: a file or a folder: safetensors or torch, Hugging Face, ColossalAI, or a rankless checkpoint.
         strict: names must match. With ``False`` matching names are loaded, and all others are reported.
         prefix: is removed from the names in the checkpoint; only names that begin with it are loaded.
         process_group: the ranks that load together.
@@ -141,22 +138,21 @@ def load_model(
     """
     return load_component(
         TrainingObjects(model),
-        checkpoint,
+        path,
         ComponentView("model", prefix or ""),
         (process_group, timeout),
         strict=strict,
     )
 
 
-def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's users know
+def save_optimizer(
     optimizer: Any,
-    checkpoint: str | PathLike[str],
-    shard: bool = False,
-    gather_dtensor: bool = True,
-    prefix: str | None = None,
-    size_per_shard: float = _MIB_PER_FILE,
-    use_async: bool = False,
+    path: str | PathLike[str],
     *,
+    shard: bool = False,
+    prefix: str | None = None,
+    max_shard_size: int | str = SHARD_SIZE,
+    async_save: bool = False,
     model: Any = None,
     state_dict_hooks: bool = True,
     process_group: dist.ProcessGroup | None = None,
@@ -169,34 +165,32 @@ def save_optimizer(  # noqa: PLR0917 - the positional order that ColossalAI's us
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or a state dict of one.
-        checkpoint: the path of a file or, with ``shard``, of a folder, which may be that of the model.
+        path: the path of a file or, with ``shard``, of a folder, which may be that of the model.
         shard: whether to write a folder.
-        gather_dtensor: has no effect; accepted for compatibility.
         prefix: is put before the names of parameters.
-        size_per_shard: the maximum size of the tensors in one file of a folder, in MiB.
-        use_async: return as soon as the optimizer may change, and write in the background.
+        max_shard_size: the maximum size of the tensors in one file of a folder, as a number of bytes or as text such as
+            ``"500MB"``.
+        async_save: return as soon as the optimizer may change, and write in the background.
         model: the model that it trains, which names the parameters. Without it, parameters have the names that torch
             keeps if the optimizer was made with ``named_parameters()``, otherwise their positions. It is an error if
             ranks hold different parameters at one position.
         state_dict_hooks: whether names are as the model's ``state_dict`` hooks change them: see
-            :func:`rankless.save_checkpoint`.
+            :class:`rankless.SaveOptions`.
         process_group: the ranks that save together.
         timeout: how many seconds ranks wait for each other before all of them fail.
     """
-    del gather_dtensor
-    destination = Destination.for_path(parse_location(checkpoint), folder=shard)
-    file_format = optimizer_file_format(destination, size_per_shard)
+    destination = Destination.for_path(parse_location(path), folder=shard)
+    file_format = optimizer_file_format(destination, parse_size(max_shard_size))
     training = TrainingObjects(optimizer=optimizer, naming_model=model, rng=False, state_dict_hooks=state_dict_hooks)
-    request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "", use_async)
+    request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "", async_save)
     return saves.save(request, process_group, timeout)
 
 
 def load_optimizer(
     optimizer: Any,
-    checkpoint: str | PathLike[str],
-    prefix: str | None = None,
-    size_per_shard: float = _MIB_PER_FILE,
+    path: str | PathLike[str],
     *,
+    prefix: str | None = None,
     model: Any = None,
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
@@ -208,9 +202,8 @@ def load_optimizer(
 
     Args:
         optimizer: a ``torch.optim.Optimizer``. If it has never stepped, its state is created without a step.
-        checkpoint: a file or a folder.
+        path: a file or a folder, of any format, or its URL.
         prefix: is removed from the names of parameters in the checkpoint.
-        size_per_shard: has no effect; accepted for compatibility.
         model: the model that it trains; see :func:`save_optimizer`.
         strict: parameters and groups must be those that were saved. With ``False`` parameters that are in both get
             their state; all others are left unchanged and reported.
@@ -222,16 +215,15 @@ def load_optimizer(
             changed.
         NoCheckpointError, MismatchError, CorruptCheckpointError: as in :func:`load_model`.
     """
-    del size_per_shard
     training = TrainingObjects(optimizer=optimizer, naming_model=model)
     return load_component(
-        training, checkpoint, ComponentView("optimizer", prefix or ""), (process_group, timeout), strict=strict
+        training, path, ComponentView("optimizer", prefix or ""), (process_group, timeout), strict=strict
     )
 
 
 def save_lr_scheduler(
-    lr_scheduler: Any,
-    checkpoint: str | PathLike[str],
+    scheduler: Any,
+    path: str | PathLike[str],
     *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
@@ -241,13 +233,13 @@ def save_lr_scheduler(
     With the extension ``.pt``, ``.pth`` or ``.bin`` it is a file of ``torch.save``, which plain torch can load.
     Otherwise it is JSON with the scheduler's class and a CRC.
     """
-    as_torch = parse_location(checkpoint).suffix in TORCH
-    save_scheduler_state(lr_scheduler, checkpoint, (process_group, timeout), as_torch=as_torch)
+    as_torch = parse_location(path).suffix in TORCH
+    save_scheduler_state(scheduler, path, (process_group, timeout), as_torch=as_torch)
 
 
 def load_lr_scheduler(
-    lr_scheduler: Any,
-    checkpoint: str | PathLike[str],
+    scheduler: Any,
+    path: str | PathLike[str],
     *,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
@@ -256,9 +248,7 @@ def load_lr_scheduler(
 
     Raises ``MismatchError`` if the state is that of another scheduler class; nothing is changed then.
     """
-    schedulers.read_scheduler(
-        lr_scheduler, parse_location(checkpoint), saves.rank_group(process_group).open_session(timeout)
-    )
+    schedulers.read_scheduler(scheduler, parse_location(path), saves.rank_group(process_group).open_session(timeout))
 
 
 def wait_for_path(checkpoint: str | PathLike[str]) -> Path:

@@ -28,7 +28,7 @@ class PendingSaves:
         path = request.destination.path
         with span("save", "call", path.name), background_saves.path_turn(path, group):
             save = _make_save(request, self.rank_group(group), timeout)
-            return background_saves.run_save(save, path, group, asynchronous=request.use_async)
+            return background_saves.run_save(save, path, group, asynchronous=request.async_save)
 
     def rank_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
         """Return the ranks of a process group: the previous object if it is the same group."""

@@ -15,13 +15,10 @@ from rankless.components.file_layouts import (
     torch_file,
     torch_folder,
 )
-from rankless.errors import InvalidArgumentError
 from rankless.state.model.hf_layout import stored_layout
 
 #: Extensions of torch.save files.
 TORCH = frozenset({".pt", ".pth", ".bin"})
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -32,15 +29,12 @@ class FileFormat:
     text: str
 
 
-def model_file_format(
-    destination: Destination, size_per_shard: float, *, use_safetensors: bool, model: Any
-) -> FileFormat:
+def model_file_format(destination: Destination, limit: int, *, use_safetensors: bool, model: Any) -> FileFormat:
     """Return the format of a model's files. In folders, a transformers model is stored as transformers does.
 
-    Raises ``InvalidArgumentError`` if the size is not a positive number.
+    ``limit``: the most bytes of tensors in one file of a folder.
     """
     if destination.folder:
-        limit = shard_bytes(size_per_shard)
         kind = "safetensors" if use_safetensors else "torch"
         layout = safetensors_folder if use_safetensors else torch_folder
         first = model[0] if isinstance(model, list | tuple) and model else model
@@ -56,19 +50,11 @@ def adapter_file_format() -> FileFormat:
     return FileFormat(adapter_folder, "a folder of PEFT")
 
 
-def optimizer_file_format(destination: Destination, size_per_shard: float) -> FileFormat:
-    """Return the format of an optimizer's files. Raises ``InvalidArgumentError`` for an invalid size."""
+def optimizer_file_format(destination: Destination, limit: int) -> FileFormat:
+    """Return the format of an optimizer's files. See :func:`model_file_format`."""
     if destination.folder:
-        limit = shard_bytes(size_per_shard)
         return FileFormat(lambda content: safetensors_folder(content, limit), f"a folder of files of {limit} bytes")
     return _single_file_format(destination, use_safetensors=True)
-
-
-def shard_bytes(size_per_shard: float) -> int:
-    """Convert MiB to bytes. Raises ``InvalidArgumentError`` if the size is not a positive number."""
-    if not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
-        raise InvalidArgumentError(f"size_per_shard must be a number of MiB above 0; got {size_per_shard!r}")
-    return max(1, int(size_per_shard * _MIB))
 
 
 def _single_file_format(destination: Destination, *, use_safetensors: bool) -> FileFormat:

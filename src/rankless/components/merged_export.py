@@ -19,7 +19,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
-from rankless.ondisk.files import SHARD_SIZE, is_adapter_group, parse_size
+from rankless.ondisk.files import SHARD_SIZE, is_adapter_group
 from rankless.run.lookup import open_latest
 from rankless.run.staging_dir import check_destination
 from rankless.state.model.peft_adapters import BASE
@@ -28,14 +28,12 @@ from rankless.state.training import TrainingObjects
 from rankless.storage import posix
 from rankless.storage.object_path import parse_location
 
-_MIB = 2**20
-
 #: How many seconds ranks would wait for each other; there is only one.
 _TIMEOUT = 600.0
 
 
 def merge_adapters(
-    src: str | PathLike[str], dst: str | PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
+    path: str | PathLike[str], output: str | PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
 ) -> Path:
     """Merge the PEFT adapter of a checkpoint into its model, and write a folder that ``from_pretrained`` opens.
 
@@ -43,9 +41,9 @@ def merge_adapters(
     the weights. One process does all of it, on the CPU, and its memory holds the whole model.
 
     Args:
-        src: a checkpoint of a PEFT model around a model of transformers, with the base model and one adapter; or a
+        path: a checkpoint of a PEFT model around a model of transformers, with the base model and one adapter; or a
             run's folder for its latest checkpoint.
-        dst: the output path; must not exist.
+        output: the output path; must not exist.
         max_shard_size: the maximum bytes of tensors in one file.
 
     Returns:
@@ -54,15 +52,15 @@ def merge_adapters(
     Raises:
         InvalidArgumentError: the checkpoint has no base model, no adapter or several of them; or the adapter is of a
             kind that cannot be merged; or a package is missing; or several processes call it together.
-        TagExistsError: ``dst`` exists.
+        TagExistsError: ``output`` exists.
         CorruptCheckpointError: bytes of the checkpoint do not match their checksums.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
-    final = parse_location(dst)
+    final = parse_location(output)
     check_destination(final)
     _check_packages()
-    reader, group = _find_adapter(open_latest(parse_location(src)))
+    reader, group = _find_adapter(open_latest(parse_location(path)))
     base, adapter = _build_model(reader, group)
     model = _load_model(base, adapter, reader, group)
     if adapter.peft_type.value != "LORA":
@@ -72,7 +70,7 @@ def merge_adapters(
         merged = model.merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError) as error:
         raise InvalidArgumentError(f"PEFT cannot merge the adapter of {reader.path} into its model: {error}") from error
-    save_model(merged, final, shard=True, size_per_shard=parse_size(max_shard_size) / _MIB)
+    save_model(merged, final, shard=True, max_shard_size=max_shard_size)
     return final
 
 

@@ -24,7 +24,7 @@ class ComponentRequest:
     """The arguments of a save of one component.
 
     ``training`` has the component. ``layout`` lays it out in files, and ``format_text`` describes that layout.
-    ``prefix`` is put before names. ``use_async``: the call returns when the component is copied.
+    ``prefix`` is put before names. ``async_save``: the call returns when the component is copied.
     """
 
     destination: Destination
@@ -32,7 +32,7 @@ class ComponentRequest:
     layout: Layout
     format_text: str
     prefix: str = ""
-    use_async: bool = False
+    async_save: bool = False
 
     @property
     def kind(self) -> str:
@@ -48,7 +48,7 @@ class ComponentRequest:
             "the prefix": repr(self.prefix),
             "the format of the files": self.format_text,
             "state_dict_hooks": str(self.training.state_dict_hooks),
-            "use_async": str(bool(self.use_async)),
+            "async_save": str(bool(self.async_save)),
             "the source of parameter names": "a model" if self.training.naming_model is not None else "nothing",
         }
         if self.kind == OPTIMIZER and self.training.naming_model is None:

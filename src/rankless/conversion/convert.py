@@ -24,8 +24,8 @@ from rankless.storage.object_path import parse_location
 
 
 def convert(
-    src: str | PathLike[str],
-    dst: str | PathLike[str],
+    path: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     to: str,
     include: str | Sequence[str] | None = None,
@@ -44,12 +44,12 @@ def convert(
 ) -> Path:
     """Write a checkpoint of any format in another format. It needs a few buffers of memory, whatever the size.
 
-    Every rank of the process group calls it, and the ranks share the work. ``dst`` appears in one step, when it is
-    complete and verified. ``src`` is only read.
+    Every rank of the process group calls it, and the ranks share the work. ``output`` appears in one step, when it is
+    complete and verified. ``path`` is only read.
 
     Args:
-        src: a checkpoint of any format that rankless reads, or a run's folder for its latest checkpoint.
-        dst: the output path; must not exist.
+        path: a checkpoint of any format that rankless reads, or a run's folder for its latest checkpoint.
+        output: the output path; must not exist.
         to: ``"native"`` (rankless's), ``"hf"`` (a Hugging Face model folder), ``"safetensors"`` (one such file),
             ``"torch"`` (one file of ``torch.save``: state dicts by name, or the model's alone), ``"dcp"`` (a folder of
             ``torch.distributed.checkpoint``), ``"lightning"`` (one ``.ckpt`` file), ``"lightning-folder"`` (as its FSDP
@@ -85,8 +85,8 @@ def convert(
         The path of the output.
 
     Raises:
-        InvalidArgumentError: an argument is not valid, or ``dst`` is inside ``src``.
-        TagExistsError: ``dst`` exists.
+        InvalidArgumentError: an argument is not valid, or ``output`` is inside ``path``.
+        TagExistsError: ``output`` exists.
         CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
     """
     check_keys(keys)
@@ -106,8 +106,8 @@ def convert(
     )
     key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
     request = ConversionRequest(
-        parse_location(src),
-        parse_location(dst),
+        parse_location(path),
+        parse_location(output),
         to,
         tensor_filter,
         key_map,
@@ -116,8 +116,8 @@ def convert(
     )
     if to == NXD:
         options = {**format_options, LAYOUT: None if layout is None else str(layout)}
-        path: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
-        return path
+        written: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
+        return written
     if format_options and to != MEGATRON:
         raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")
     return Conversion(request, RankGroup(process_group).open_session(timeout), on_event or ignore_event).run(

@@ -40,8 +40,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def export_model(
-    src: str | PathLike[str],
-    folder: str | PathLike[str],
+    path: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     tag: TagArgument = None,
     model: str | None = None,
@@ -63,8 +63,8 @@ def export_model(
     when it is complete and verified.
 
     Args:
-        src: A checkpoint of any format, or a run directory.
-        folder: The output path; must not exist.
+        path: A checkpoint of any format, or a run directory.
+        output: The folder to write; must not exist.
         tag: The checkpoint of the run: its tag or an alias, :func:`rankless.best`, or :data:`rankless.LATEST`, which is
             the default.
         model: The name of the model, if the checkpoint has several: ``"gen"``.
@@ -87,13 +87,13 @@ def export_model(
     Raises:
         InvalidArgumentError: An argument is not valid.
         NoCheckpointError: There is no checkpoint.
-        TagExistsError: ``folder`` exists.
+        TagExistsError: ``output`` exists.
         CorruptCheckpointError: The source does not match its checksums, or the output is not what was written.
     """
     options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
 
     def plan() -> _PlannedExport:
-        return options.plan(parse_location(src), parse_location(folder), parse_size(max_shard_size))
+        return options.plan(parse_location(path), parse_location(output), parse_size(max_shard_size))
 
     def compare(posted: list[bytes]) -> bytes:
         return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()

@@ -21,7 +21,7 @@ class PeftTarget(NativeTarget):
         if not source.selected.infos:
             raise InvalidArgumentError(
                 f"{source.reader.path} contains no adapters in PEFT's format: load it into its PEFT model, and save "
-                "that with rankless.save_model(adapter=True)"
+                "that with rankless.save_model(adapter_only=True)"
             )
         super().__init__(source, staging, final)
 

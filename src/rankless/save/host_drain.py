@@ -68,7 +68,7 @@ class DrainResult:
 
 
 def drain(
-    run: str | PathLike[str], local: LocalTier | str | PathLike[str], *, on_event: OnEvent | None = None
+    path: str | PathLike[str], local: LocalTier | str | PathLike[str], *, on_event: OnEvent | None = None
 ) -> DrainResult:
     """Write the newest checkpoint in the local tier of this host into the run directory, after its job has ended.
 
@@ -76,7 +76,7 @@ def drain(
     job: the last call writes the checkpoint. It may be called again, and on several hosts at a time.
 
     Args:
-        run: The run directory.
+        path: The run directory.
         local: The folder of the local tier on this host, or the :class:`rankless.LocalTier` of the job.
         on_event: A function that is called with each event.
 
@@ -90,10 +90,10 @@ def drain(
         StorageError: The file system, or the object store, reported an error.
         InvalidArgumentError: The folder is that of another run.
     """
-    path, tier = parse_location(run), as_local_tier(local)
+    run, tier = parse_location(path), as_local_tier(local)
     if tier is None:
-        raise InvalidArgumentError(f"there is no local tier for {path}: pass local=")
-    folder = TierFolder.find(tier.path, path)
+        raise InvalidArgumentError(f"there is no local tier for {run}: pass local=")
+    folder = TierFolder.find(tier.path, run)
     try:
         with wrap_os_errors("lock", folder.path):
             lock = FileLock(folder.path / _LOCK)
@@ -104,7 +104,7 @@ def drain(
     try:
         if folder.living_writers():
             raise StateError(f"a process of the job that uses {folder.path} is alive, and drains it by itself")
-        return _HostDrain(path, folder, on_event or ignore_event).run()
+        return _HostDrain(run, folder, on_event or ignore_event).run()
     finally:
         lock.remove()
 

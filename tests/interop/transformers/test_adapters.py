@@ -34,7 +34,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 def test_it_writes_what_peft_writes(tmp_path: Path, kind: str) -> None:
     model = make_peft(kind)
     model.save_pretrained(tmp_path / "theirs")
-    rankless.save_model(model, tmp_path / "ours", adapter=True)
+    rankless.save_model(model, tmp_path / "ours", adapter_only=True)
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {WEIGHTS, CONFIG}
     assert same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
     assert config_of(tmp_path / "ours") == config_of(tmp_path / "theirs")
@@ -49,7 +49,7 @@ def test_it_writes_what_peft_writes(tmp_path: Path, kind: str) -> None:
 def test_it_loads_what_either_writes(tmp_path: Path, kind: str, writer: str) -> None:
     model, other = make_peft(kind), make_peft(kind, seed=1)
     if writer == "rankless":
-        rankless.save_model(model, tmp_path, adapter=True)
+        rankless.save_model(model, tmp_path, adapter_only=True)
     else:
         model.save_pretrained(tmp_path, safe_serialization=writer == "peft")
     result = rankless.load_model(other, tmp_path)
@@ -74,7 +74,7 @@ def test_a_model_of_another_size_of_vocabulary_has_its_embeddings_saved(tmp_path
     base.resize_token_embeddings(40)
     model = randomize(peft.get_peft_model(base, lora()), 0)
     model.save_pretrained(tmp_path / "theirs")
-    rankless.save_model(model, tmp_path / "ours", adapter=True)
+    rankless.save_model(model, tmp_path / "ours", adapter_only=True)
     assert same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
     assert "base_model.model.lm_head.weight" in load_file(tmp_path / "ours" / WEIGHTS)
     assert config_of(tmp_path / "ours")["base_model_name_or_path"] == str(tmp_path / "base")
@@ -92,7 +92,7 @@ def several(seed: int = 0) -> peft.PeftModel:
 def test_several_adapters_have_folders_of_their_own(tmp_path: Path) -> None:
     model = several()
     model.save_pretrained(tmp_path / "theirs")
-    rankless.save_model(model, tmp_path / "ours", adapter=True)
+    rankless.save_model(model, tmp_path / "ours", adapter_only=True)
     for folder in (".", "other"):
         ours, theirs = tmp_path / "ours" / folder, tmp_path / "theirs" / folder
         assert same(load_file(ours / WEIGHTS), load_file(theirs / WEIGHTS))
@@ -110,7 +110,7 @@ def test_the_only_adapter_may_have_another_name(tmp_path: Path) -> None:
     rankless.load_model(model, tmp_path / "default")
     expected = load_file(tmp_path / "default" / WEIGHTS)
     assert same(peft.get_peft_model_state_dict(model, adapter_name="mine"), expected)
-    rankless.save_model(model, tmp_path / "ours", adapter=True)
+    rankless.save_model(model, tmp_path / "ours", adapter_only=True)
     assert same(load_file(tmp_path / "ours/mine" / WEIGHTS), expected)
     other = make_peft("lora", seed=1)
     rankless.load_model(other, tmp_path / "ours")
@@ -122,7 +122,7 @@ def test_adapters_that_transformers_has_put_in(tmp_path: Path) -> None:
     for part in (model, other):
         part.add_adapter(lora(init_lora_weights=False))
     model.save_pretrained(tmp_path / "theirs")
-    rankless.save_model(model, tmp_path / "ours", adapter=True)
+    rankless.save_model(model, tmp_path / "ours", adapter_only=True)
     assert same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
     rankless.load_model(other, tmp_path / "theirs")
     assert same(other.state_dict(), model.state_dict())
@@ -153,7 +153,7 @@ def test_the_shapes_of_adapters_must_match(tmp_path: Path) -> None:
 
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"has no PEFT adapters.*get_peft_model"):
-        rankless.save_model(make_base(), tmp_path / "a", adapter=True)
+        rankless.save_model(make_base(), tmp_path / "a", adapter_only=True)
     with pytest.raises(InvalidArgumentError, match=r"has no PEFT adapters.*get_peft_model"):
         rankless.save_checkpoint(tmp_path / "run", "s", make_base(), adapter_only=True)
     assert list(tmp_path.iterdir()) == []
@@ -187,7 +187,7 @@ def test_embeddings_under_other_names_are_stored_as_peft_does(tmp_path: Path) ->
     targets = ["q_proj", "model.embed_tokens"]
     model, other = (randomize(peft.get_peft_model(make_base(), lora(target_modules=targets)), seed) for seed in (0, 1))
     model.save_pretrained(tmp_path / "theirs")
-    rankless.save_model(model, tmp_path / "ours", adapter=True)
+    rankless.save_model(model, tmp_path / "ours", adapter_only=True)
     assert same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
     rankless.load_model(other, tmp_path / "theirs")
     assert same(other.state_dict(), model.state_dict())
@@ -257,19 +257,19 @@ def test_a_merged_adapter_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
 
 def test_a_prefix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="leave out prefix"):
-        rankless.save_model(make_peft("lora"), tmp_path, prefix="a.", adapter=True)
+        rankless.save_model(make_peft("lora"), tmp_path, prefix="a.", adapter_only=True)
 
 
 def test_a_folder_of_peft_is_replaced_and_its_other_files_are_kept(tmp_path: Path) -> None:
     make_peft("lora", seed=1).save_pretrained(tmp_path / "a", safe_serialization=False)
     model = make_peft("lora")
-    rankless.save_model(model, tmp_path / "a", adapter=True)
+    rankless.save_model(model, tmp_path / "a", adapter_only=True)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {WEIGHTS, CONFIG, "README.md"}
     assert same(load_file(tmp_path / "a" / WEIGHTS), peft.get_peft_model_state_dict(model))
 
 
 def saved(path: Path, kind: str, layout: str) -> None:
-    rankless.save_model(LAYOUTS[layout](make_peft(kind)), path, adapter=True)
+    rankless.save_model(LAYOUTS[layout](make_peft(kind)), path, adapter_only=True)
 
 
 def loaded(path: Path, kind: str, layout: str) -> bool:

@@ -89,7 +89,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def save(path: str, layout: str, build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    rankless.save_model(wrapped(built(build, dtype), layout), path, shard=True, size_per_shard=0.004)
+    rankless.save_model(wrapped(built(build, dtype), layout), path, shard=True, max_shard_size=4194)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -132,7 +132,7 @@ def test_load_model_takes_what_save_pretrained_writes(
 @pytest.mark.parametrize("build", BUILDS)
 def test_so_it_does_with_files_of_torch_save(ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     expected = built(build, torch.float32)
-    rankless.save_model(expected, tmp_path / "m", shard=True, size_per_shard=0.004, use_safetensors=False)
+    rankless.save_model(expected, tmp_path / "m", shard=True, max_shard_size=4194, use_safetensors=False)
     loaded = type(expected).from_pretrained(tmp_path / "m")
     assert torch.equal(logits(loaded.eval()), logits(expected))
     other = built(build, torch.float32, seed=7)

@@ -189,14 +189,14 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     card = tmp_path / "card.md"
     card.write_text("---\nlicense: mit\n---\n# Mine\n")
     arguments = ["--tag", "step_1", "--tokenizer", str(tmp_path / "tokenizer"), "--card", str(card)]
-    assert "hub" in invoke("export", run, "--to", tmp_path / "out", *arguments).output
+    assert "hub" in invoke("export", run, "--output", tmp_path / "out", *arguments).output
     assert (tmp_path / "out/README.md").read_text() == card.read_text()
     assert "tokenizer.json" in names(tmp_path / "out")
 
 
 def test_the_command_shows_a_warning_as_one_line(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "s", torch.nn.Linear(2, 2))
-    done = run_command("export", str(tmp_path / "run"), "--to", str(tmp_path / "out"))
+    done = run_command("export", str(tmp_path / "run"), "--output", str(tmp_path / "out"))
     assert done.returncode == 0
     assert done.stderr.startswith(f"warning: {tmp_path}/run/s has no config.json")
     assert ".py" not in done.stderr
@@ -204,7 +204,7 @@ def test_the_command_shows_a_warning_as_one_line(tmp_path: Path) -> None:
 
 def test_the_command_takes_an_alias_after_the_path_of_a_run(run: Path, tmp_path: Path) -> None:
     rankless.set_alias(run, "production", "step_1")
-    invoke("export", run / "production", "--to", tmp_path / "out")
+    invoke("export", run / "production", "--output", tmp_path / "out")
     assert "| checkpoint | step_1 |" in (tmp_path / "out/README.md").read_text()
     assert "no difference" in invoke("diff", run / "production", run / "step_1").output
 

@@ -33,7 +33,7 @@ CALLS = {
     "stats": ["stats", "IN"],
     "diff": ["diff", "IN", "NATIVE", "model/*"],
     "convert": ["convert", "IN", "OUT.safetensors", "--to", "safetensors"],
-    "consolidate": ["consolidate", "IN", "--output_file", "OUT.safetensors"],
+    "consolidate": ["consolidate", "IN", "--output", "OUT.safetensors"],
 }
 
 

@@ -91,7 +91,7 @@ class TestOnATerminal:
         ]
         calls += [
             ["convert", left, made / "x.pt", "--to", "torch"],
-            ["consolidate", left, "--output_file", made / "y.pt"],
+            ["consolidate", left, "--output", made / "y.pt"],
         ]
         calls += [
             ["ls", made / "empty"],

@@ -23,7 +23,6 @@ from rankless.components import api
 from rankless.components.component_view import ComponentView
 from rankless.components.content import ComponentContent
 from rankless.components.destination import Destination
-from rankless.components.file_format import shard_bytes
 from rankless.components.file_layouts import Layout, safetensors_file, torch_file
 from rankless.components.files import FileSet
 from rankless.components.request import ComponentRequest
@@ -40,6 +39,8 @@ _Path = str | PathLike[str]
 
 #: Seconds that ranks wait for each other.
 _TIMEOUT = 600.0
+
+_MIB = 2**20
 
 
 class CheckpointIO:
@@ -135,7 +136,7 @@ class Booster:
             )
         plain = _plain_model(model)
         if shard:
-            limit = shard_bytes(size_per_shard)
+            limit = _shard_bytes(size_per_shard)
             layout = partial(
                 _model_folder_layout, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors
             )
@@ -143,7 +144,7 @@ class Booster:
             use_safetensors = use_safetensors or path.suffix == ".safetensors"
             layout = partial(_model_file_layout, name=path.name, use_safetensors=use_safetensors)
         text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}, safetensors {use_safetensors}"
-        return _save_component(path, TrainingObjects(plain, rng=False), layout, text, shard=shard, use_async=use_async)
+        return _save_component(path, TrainingObjects(plain, rng=False), layout, text, shard=shard, async_save=use_async)
 
     def load_model(
         self,
@@ -184,12 +185,12 @@ class Booster:
             )
         layout: Layout
         if shard:
-            layout = partial(optimizer_folder, limit=shard_bytes(size_per_shard), prefix=prefix)
+            layout = partial(optimizer_folder, limit=_shard_bytes(size_per_shard), prefix=prefix)
         else:
             layout = partial(optimizer_file, name=path.name)
         training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain), rng=False)
         text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}"
-        return _save_component(path, training, layout, text, shard=shard, use_async=use_async)
+        return _save_component(path, training, layout, text, shard=shard, async_save=use_async)
 
     def load_optimizer(
         self,
@@ -223,10 +224,17 @@ class Booster:
         return None if model is None else _plain_model(model)
 
 
+def _shard_bytes(size_per_shard: float) -> int:
+    """Convert MiB to bytes. Raises ``InvalidArgumentError`` if the size is not a positive number."""
+    if not isinstance(size_per_shard, int | float) or not size_per_shard > 0:
+        raise InvalidArgumentError(f"size_per_shard must be a number of MiB above 0; got {size_per_shard!r}")
+    return max(1, int(size_per_shard * _MIB))
+
+
 def _save_component(
-    path: Path, training: TrainingObjects, layout: Layout, text: str, *, shard: bool, use_async: bool
+    path: Path, training: TrainingObjects, layout: Layout, text: str, *, shard: bool, async_save: bool
 ) -> SaveHandle[Path]:
-    request = ComponentRequest(Destination.for_path(path, folder=shard), training, layout, text, use_async=use_async)
+    request = ComponentRequest(Destination.for_path(path, folder=shard), training, layout, text, async_save=async_save)
     return api.saves.save(request, None, _TIMEOUT)
 
 
