@@ -112,8 +112,9 @@ lint: .venv/installed
 	$(BIN)/lint-imports --no-cache
 	git ls-files -z | xargs -0 $(BIN)/codespell
 
-## docs: the site, in site/; any broken link is an error
+## docs: docs/api.md from the code, and the site, in site/; any broken link is an error
 docs: .venv/docs
+	$(BIN)/python docs/make_api.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 .venv/docs: requirements-docs.txt .venv/installed

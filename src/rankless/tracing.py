@@ -34,8 +34,8 @@ def trace(output: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
     Traces may overlap: each has all that happens until it ends. A forked process has no trace.
 
     Args:
-        output: The file to write. If there are several ranks, ``save.json`` becomes ``save.rank3.json`` on rank 3. A file of this
-            name is replaced. Its folder must exist.
+        output: The file to write. If there are several ranks, ``save.json`` becomes ``save.rank3.json`` on rank 3. A
+            file of this name is replaced. Its folder must exist.
         max_spans: The most spans that are kept. If there are more, the oldest are dropped, and the trace says how many.
             A save has about 30, and each takes some hundred bytes of memory.
 
@@ -43,8 +43,8 @@ def trace(output: str | PathLike[str], *, max_spans: int = 100_000) -> Trace:
         The trace, a context manager. It can be used once.
 
     Raises:
-        InvalidArgumentError: ``output`` is not in a folder of a file system, or ``max_spans`` is not positive. At the end
-            of the block: something else than a file is there.
+        InvalidArgumentError: ``output`` is not in a folder of a file system, or ``max_spans`` is not positive. At the
+            end of the block: something else than a file is there.
         StorageError: The file cannot be written, at the end of the block.
     """
     if max_spans < 1:
