@@ -13,7 +13,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'rankless' has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(modules[name]), name)
+    from rankless.torch_import import explain_imports  # noqa: PLC0415
+
+    with explain_imports(f"rankless.{name}"):
+        return getattr(import_module(modules[name]), name)
 
 
 def __dir__() -> list[str]:

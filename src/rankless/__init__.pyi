@@ -44,6 +44,8 @@ from rankless.errors import ReplicaMismatchError as ReplicaMismatchError
 from rankless.errors import StateError as StateError
 from rankless.errors import StorageError as StorageError
 from rankless.errors import TagExistsError as TagExistsError
+from rankless.errors import TorchMissingError as TorchMissingError
+from rankless.errors import TorchVersionError as TorchVersionError
 from rankless.errors import TornSnapshotError as TornSnapshotError
 from rankless.errors import UnsafeNameError as UnsafeNameError
 from rankless.errors import UnsafePickleError as UnsafePickleError

@@ -15,6 +15,14 @@ class InvalidArgumentError(RanklessError, ValueError):
     """An argument is invalid, for example a tag with a slash or a size that cannot be parsed."""
 
 
+class TorchMissingError(RanklessError, ModuleNotFoundError):
+    """PyTorch is not installed, and what was called needs it. Reading checkpoints does not."""
+
+
+class TorchVersionError(RanklessError, ImportError):
+    """The version of PyTorch that is installed is too old."""
+
+
 class NoCheckpointError(RanklessError, FileNotFoundError):
     """There is no checkpoint at the path, or none with the tag."""
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
+import torch
+
+from rankless.torch_import import check_version
+
+check_version(torch)  # before anything is imported from torch that older versions lack
+
+from torch.distributed.distributed_c10d import Store  # noqa: E402 - after the check
 
 __all__ = ["clone_store", "fsdp_param_groups"]
 

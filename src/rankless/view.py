@@ -6,18 +6,20 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy.typing as npt
 
 from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.io.byte_sinks import ByteSink, MemorySink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import Source
-from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, check_read, detect_replacement, find_file_ranges
+from rankless.inspection.element_values import as_array
+from rankless.inspection.placeholders import PlaceholderCodec
 from rankless.load.verification import CheckpointVerification, VerificationResult
 from rankless.observe.units import format_size
 from rankless.observe.warning import warn_caller
@@ -31,9 +33,12 @@ from rankless.run.catalog import CheckpointIdentity
 from rankless.run.lookup import checkpoint_path, describe_ignored_files, open_latest
 from rankless.run.object_run import tag_of
 from rankless.run.tags import TagArgument, check_tag_argument
-from rankless.state.arrays import ArrayDecoder
-from rankless.state.tensors import DTYPES
+from rankless.state.array_decoder import ArrayDecoder, allocate_tensor, tensor_sink
+from rankless.storage.memory import aligned_buffer
 from rankless.storage.object_path import parse_location
+
+if TYPE_CHECKING:
+    import torch
 
 #: The groups of tensors that belong to values, and are read through these.
 _VALUE_GROUPS = frozenset({"state", "ranks"})
@@ -144,23 +149,65 @@ class Checkpoint:
             CheckpointReplacedError: Another process has replaced or removed the checkpoint.
             StorageError: The file system reported an error.
         """
+        blocks = self._find_blocks(name, start, stop)
+        width = dtype_width(self.info(name).dtype)
+        tensor = allocate_tensor(TensorInfo(self.info(name).dtype, ((blocks.stop - blocks.start) // width,)))
+        self._read_ranges({blocks: tensor_sink(tensor)})
+        elements = tensor[start - blocks.start // width : stop - blocks.start // width]
+        return elements if elements.numel() == tensor.numel() else elements.clone()
+
+    def read_array(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Read elements ``[start, stop)`` of a tensor as :meth:`read` does, but as a 1-D array. It needs no torch.
+
+        Args:
+            name: The name of the tensor, with its group.
+            start: The index of the first element.
+            stop: The index after the last element.
+
+        Returns:
+            The elements. Of bfloat16 and float8, which NumPy does not have, they are float32, with the same values.
+
+        Raises:
+            KeyError: As in :meth:`read`, like all other errors.
+        """
+        blocks = self._find_blocks(name, start, stop)
+        memory = aligned_buffer(blocks.stop - blocks.start)
+        self._read_ranges({blocks: MemorySink(memory)})
+        dtype = self.info(name).dtype
+        width = dtype_width(dtype)
+        return as_array(memory[start * width - blocks.start : stop * width - blocks.start].copy(), dtype)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Read a whole tensor as an array, in its shape. See :meth:`read_array`.
+
+        Args:
+            name: The name of the tensor, with its group.
+
+        Returns:
+            The array.
+
+        Raises:
+            KeyError: As in :meth:`read`, like all other errors.
+        """
+        info = self.info(name)
+        memory = aligned_buffer(info.nbytes)
+        self._read_ranges({TensorRange(self._tensor_number(name), 0, info.nbytes): MemorySink(memory)})
+        return as_array(memory, info.dtype).reshape(info.shape)
+
+    def _find_blocks(self, name: str, start: int, stop: int) -> TensorRange:
+        """Return the whole blocks with elements ``[start, stop)``. Raises ``InvalidArgumentError``."""
         info = self.info(name)
         size = dtype_width(info.dtype)
         if not 0 <= start <= stop <= info.nbytes // size:
             raise InvalidArgumentError(
                 f"{name} has {info.nbytes // size} elements; {start} to {stop} is not a range of them"
             )
-        first, last = (
-            start * size // BLOCK_BYTES * BLOCK_BYTES,
-            min(info.nbytes, -(-stop * size // BLOCK_BYTES) * BLOCK_BYTES),
-        )
-        blocks = torch.empty(max(0, last - first) // size, dtype=DTYPES[info.dtype], device="cpu")
-        self._read_ranges({TensorRange(self._tensor_number(name), first, first + blocks.nbytes): blocks})
-        elements = blocks[start - first // size : stop - first // size]
-        return elements if elements.numel() == blocks.numel() else elements.clone()
+        first = start * size // BLOCK_BYTES * BLOCK_BYTES
+        last = min(info.nbytes, -(-stop * size // BLOCK_BYTES) * BLOCK_BYTES)
+        return TensorRange(self._tensor_number(name), first, max(first, last))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into CPU memory.
+        """Read a whole tensor into CPU memory. Without torch, use :meth:`array`.
 
         Args:
             name: The name of the tensor, with its group.
@@ -172,8 +219,8 @@ class Checkpoint:
             KeyError: As in :meth:`read`, like all other errors.
         """
         info = self.info(name)
-        tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="cpu")
-        self._read_ranges({TensorRange(self._tensor_number(name), 0, info.nbytes): tensor})
+        tensor = allocate_tensor(info)
+        self._read_ranges({TensorRange(self._tensor_number(name), 0, info.nbytes): tensor_sink(tensor)})
         return tensor
 
     def __repr__(self) -> str:
@@ -202,19 +249,14 @@ class Checkpoint:
         Raises ``FormatError``, which names the value, if rankless cannot read one of them.
         """
         check_read(self._reader, lambda note: note.is_value)
-        values, tensors = self._decode_values()
-        by_number = {self._number[f"state/{name}"]: tensor for name, tensor in tensors.items()}
-        self._read_ranges({TensorRange(number, 0, tensor.nbytes): tensor for number, tensor in by_number.items()})
-        return values
-
-    def _decode_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the values, and the tensors in them, by name, which are not filled yet."""
-        shared_arrays, rank_arrays = (
-            ArrayDecoder(self._reader.groups.get("state", {})),
-            ArrayDecoder(self._reader.groups.get("ranks", {})),
-        )
+        shared, ranks = (ArrayDecoder(self._reader.groups.get(group, {})) for group in ("state", "ranks"))
         with detect_replacement(self._reader):
-            return dict(self._reader.read_values(0, shared_arrays, rank_arrays).shared), shared_arrays.tensors
+            values = dict(self._reader.read_values(0, shared, ranks).shared)
+        by_number = {self._number[f"state/{name}"]: tensor for name, tensor in shared.tensors.items()}
+        self._read_ranges(
+            {TensorRange(number, 0, tensor.nbytes): tensor_sink(tensor) for number, tensor in by_number.items()}
+        )
+        return values
 
     def verify(self) -> Iterator[VerificationResult]:
         """Read every byte, check every CRC, and yield a result for each range that was read.
@@ -240,7 +282,8 @@ class Checkpoint:
         try:
             if not isinstance(self._reader, NativeReader):
                 self._reader.check_files()
-            self._decode_values()
+            shared, ranks = (PlaceholderCodec(self._reader.groups.get(group, {})) for group in ("state", "ranks"))
+            self._reader.read_values(0, shared, ranks)
         except CorruptCheckpointError as error:
             yield VerificationResult("", 0, str(error))
         for note in self._reader.unread:
@@ -261,15 +304,15 @@ class Checkpoint:
         group, name = self._stored[number]
         return self._reader.groups[group][name]
 
-    def _read_ranges(self, destinations: Mapping[TensorRange, torch.Tensor]) -> None:
-        """Read and verify ranges of stored tensors, in whole blocks, each into a tensor of the range's size."""
+    def _read_ranges(self, destinations: Mapping[TensorRange, ByteSink]) -> None:
+        """Read and verify ranges of stored tensors, in whole blocks, each into a sink of the range's size."""
         files: dict[Source, int] = {}
         file_ranges = [
             file_range
             for byte_range in destinations
             for file_range in find_file_ranges(self._reader, self._stored[byte_range.tensor], byte_range, files)
         ]
-        sinks = {byte_range.tensor: TensorBytes(tensor) for byte_range, tensor in destinations.items()}
+        sinks = {byte_range.tensor: sink for byte_range, sink in destinations.items()}
         with detect_replacement(self._reader):
             self._verifier.verify_local(read_file_ranges(list(files), file_ranges, sinks.__getitem__))
 

@@ -25,7 +25,7 @@ from rankless.formats.pickles.unpickle import unpickle
 from rankless.formats.tree.contents import classify_tree
 from rankless.ondisk import values
 from rankless.ondisk.read_budget import ReadBudget
-from rankless.state.arrays import ArrayDecoder
+from rankless.state.array_decoder import ArrayDecoder
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_integer, pickle_text
 from tests.helpers.torch_files import save_tree, write_archive

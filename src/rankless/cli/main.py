@@ -24,6 +24,7 @@ from rankless.cli.process import (
     unwind_on_signals,
 )
 from rankless.errors import FormatError, InvalidArgumentError, NoCheckpointError, RanklessError, TagExistsError
+from rankless.torch_import import explain_imports
 
 #: Errors that the caller can fix by other arguments.
 _USAGE_ERRORS = (FormatError, InvalidArgumentError, NoCheckpointError, TagExistsError)
@@ -65,7 +66,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command. An expected error ends it with a message and an exit code."""
         try:
-            with raise_on_interrupt():
+            with raise_on_interrupt(), explain_imports("this command"):
                 return super().invoke(ctx)
         except BrokenPipeError:
             raise typer.Exit(OUTPUT_CLOSED) from None

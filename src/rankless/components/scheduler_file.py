@@ -24,7 +24,8 @@ from rankless.formats.torch_file import TorchFileReader, is_torch_file
 from rankless.ondisk import values
 from rankless.ondisk.block_crcs import crc64
 from rankless.state import scheduler as schedulers
-from rankless.state.arrays import ArrayDecoder, ArrayEncoder
+from rankless.state.array_decoder import ArrayDecoder
+from rankless.state.arrays import ArrayEncoder
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 

@@ -13,7 +13,7 @@ from rankless.conversion.tensor_filter import Key
 from rankless.engine.plan.spec import PER_RANK as RANKS
 from rankless.ondisk import values
 from rankless.ondisk.files import TensorInfo
-from rankless.state.arrays import ArrayDecoder
+from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import STATE
 from rankless.state.tensors import DTYPES
 

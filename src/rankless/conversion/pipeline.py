@@ -27,11 +27,11 @@ from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragmen
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
 from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs, decode_pieces
 from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.stream import ReadFragments
-from rankless.engine.io.tensor_bytes import NullSink
 from rankless.engine.io.write import write_file_ranges
 from rankless.engine.plan.cells import CellPlanner
 from rankless.engine.plan.file_ranges import FileRange, count_bytes

@@ -23,7 +23,6 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from rankless.inspection.element_values import Bits, as_values
 from rankless.inspection.tensor_statistics import BUCKETS, EXPONENTS, ZERO_BUCKET, TensorStatistics
@@ -149,8 +148,8 @@ def _value_table(dtype: str) -> Floats:
 
 
 def _count_codes(codes: Codes, size: int) -> Counts:
-    """Return how often each number below ``size`` occurs. NumPy's function would stop other threads meanwhile."""
-    counts: Counts = torch.bincount(torch.from_numpy(codes), minlength=size).numpy()
+    """Return how often each number below ``size`` occurs. Other threads run meanwhile."""
+    counts: Counts = np.bincount(codes, minlength=size)
     return counts
 
 

@@ -6,13 +6,12 @@ import base64
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.io.byte_sinks import MemorySink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.sources import InMemorySource, Source
-from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CorruptCheckpointError
@@ -68,7 +67,7 @@ class TensorSide:
         ]
         offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
         buffer = aligned_buffer(offsets[-1])
-        sink, files = TensorBytes(torch.from_numpy(buffer)), dict[Source, int]()
+        sink, files = MemorySink(buffer), dict[Source, int]()
         file_ranges = [
             file_range
             for segments, at in zip(batch, offsets, strict=False)

@@ -20,7 +20,7 @@ from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.formats.native import decode_values
 from rankless.live_copy.negotiation import SourceState
 from rankless.ondisk.files import TensorInfo
-from rankless.state.arrays import ArrayDecoder
+from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mesh_ranks import find_mesh_rank
 from rankless.state.per_rank import SavedRankStates, restore_newcomer
 from rankless.state.restore import LoadTargets, RestorePolicy

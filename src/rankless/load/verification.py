@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from rankless.engine.integrity.file_checksums import find_corrupt_ranges
 from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import ChunkedSource, Source
-from rankless.engine.io.tensor_bytes import NullSink
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.formats.file_checksums import FileChecksums, find_file_checksums

@@ -14,7 +14,7 @@ from typing import Any
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.values import decode_value
 from rankless.state import rng, stateful
-from rankless.state.arrays import ArrayComparer, ArrayDecoder
+from rankless.state.array_decoder import ArrayComparer, ArrayDecoder
 
 #: Keys of its components in files; the last one has another name in the API.
 RNG, LOADER, CONTENT = "rng", "dataloader", "content"

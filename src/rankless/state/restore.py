@@ -20,7 +20,7 @@ from rankless.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.param_order import BY_NUMBER
 from rankless.state import scheduler as schedulers
 from rankless.state import stateful
-from rankless.state.arrays import ArrayDecoder
+from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, STATE, Inventory
 from rankless.state.meta_models import MetaModels
 from rankless.state.model import fsdp1

@@ -113,7 +113,9 @@ class TestOnATerminal:
             assert f"Example: rankless {name} " in re.sub(r"\s+", " ", text)
             assert "Usage: rankless" in text
 
-    @pytest.mark.parametrize("module", ["typer", "rankless.cli.verify", "rich.progress", "numpy", "torch.nn"])
+    @pytest.mark.parametrize(
+        "module", ["typer", "rankless.cli.verify", "rich.progress", "numpy", "rankless.load.verification"]
+    )
     @pytest.mark.parametrize("swallowed", [False, True])
     def test_ctrl_c_while_modules_are_imported(self, tmp_path: Path, module: str, swallowed: bool) -> None:
         """Also in modules that make another error of it, as compiled ones do."""

@@ -28,7 +28,8 @@ import rankless
 from rankless.errors import CorruptCheckpointError, UnsupportedValueError
 from rankless.ondisk import values
 from rankless.ondisk.files import TensorInfo
-from rankless.state.arrays import ArrayDecoder, ArrayEncoder
+from rankless.state.array_decoder import ArrayDecoder
+from rankless.state.arrays import ArrayEncoder
 from rankless.state.tensors import NAMES
 from tests.helpers.examples import examples
 from tests.helpers.fingerprint import fingerprint

@@ -1,81 +1,62 @@
-"""The way of file ranges into the tensors of a load.
+"""The way of file ranges into the memory of the host: into the tensors in place, or from one buffer for each thread.
 
-Tensors in memory are read into in place, or from one buffer for each thread. For tensors on accelerators there are more
-buffers, and they are pinned: while the device copies out of some, threads read into others. A buffer is used again when
-the copies out of it are done.
+Tensors on accelerators have another way: :mod:`rankless.engine.io.device_intake`.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from rankless.engine.io.device_copies import CopyMark
-from rankless.engine.io.device_streams import CopyStream, wait_for_copies
-from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.requests import SinkOf
-from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.errors import DeviceError
-from rankless.storage.memory import BufferPool, Bytes, aligned_buffer
-
-#: The most bytes of pinned buffers.
-_MOST_PINNED = 240 * 2**20
-
-#: The number of buffers for each thread, if tensors are on accelerators.
-_BUFFERS_A_THREAD = 2
+from rankless.storage.memory import BufferPool, Bytes
 
 
-class Intake:
+class Intake(Protocol):
     """The tensors of a load, and the buffers on the way to them, inside a ``with`` block.
 
-    ``streams`` are those of the accelerators that hold tensors. When the block ends, all bytes are in the tensors.
+    When the block ends, all bytes are in the tensors.
     """
-
-    def __init__(self, sink_of: SinkOf, nbytes: int, threads: int, streams: Sequence[CopyStream]) -> None:
-        self._sink_of, self._streams = sink_of, {stream.device: stream for stream in streams}
-        self._by_thread = BufferPool(nbytes)
-        #: The pinned buffers that no thread uses, each with the copies out of it. The oldest copies are done soonest.
-        self._pinned: queue.SimpleQueue[tuple[Bytes, CopyMark]] = queue.SimpleQueue()
-        if streams:
-            count = min(_BUFFERS_A_THREAD * threads, _MOST_PINNED // nbytes)
-            memory = pin_for(streams, aligned_buffer(count * nbytes))
-            for start in range(0, count * nbytes, nbytes):
-                self._pinned.put((memory[start : start + nbytes], CopyMark(())))
 
     def view(self, file_range: FileRange) -> Bytes | None:
         """Return the memory of a range of a tensor, or ``None`` if its bytes must be read into a buffer."""
-        stop = file_range.local + file_range.stop - file_range.start
-        return self._sink_of(file_range.tensor).view(file_range.local, stop)
 
-    @contextmanager
-    def take_buffer(self) -> Iterator[Bytes]:
+    def take_buffer(self) -> AbstractContextManager[Bytes]:
         """Return a buffer for use inside the ``with`` block."""
-        if not self._streams:
-            yield self._by_thread.get()
-            return
-        buffer, copies = self._pinned.get()
-        try:
-            copies.wait()
-            yield buffer
-        finally:
-            self._pinned.put((buffer, self._mark_copies()))
 
     def write(self, tensor: int, local: int, data: Bytes) -> None:
         """Put bytes into a tensor from offset ``local`` of this rank's shard on. ``data`` is a part of a buffer."""
-        sink = self._sink_of(tensor)
-        stream = self._streams.get(sink.device) if self._streams and isinstance(sink, TensorBytes) else None
-        if stream is not None and isinstance(sink, TensorBytes):
-            with stream.enqueue():
-                sink.scatter(local, data)
-        else:
-            sink.write(local, data)
 
-    def _mark_copies(self) -> CopyMark:
-        return CopyMark([*self._streams.values()])
+    def __enter__(self) -> Self:
+        """Begin the load."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the load."""
+
+
+class HostIntake:
+    """The :class:`Intake` of sinks in the memory of the host."""
+
+    def __init__(self, sink_of: SinkOf, nbytes: int) -> None:
+        self._sink_of, self._by_thread = sink_of, BufferPool(nbytes)
+
+    def view(self, file_range: FileRange) -> Bytes | None:
+        """See :class:`Intake`."""
+        return view_range(self._sink_of, file_range)
+
+    @contextmanager
+    def take_buffer(self) -> Iterator[Bytes]:
+        """See :class:`Intake`."""
+        yield self._by_thread.get()
+
+    def write(self, tensor: int, local: int, data: Bytes) -> None:
+        """See :class:`Intake`."""
+        self._sink_of(tensor).write(local, data)
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +64,10 @@ class Intake:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait until no device copies out of the buffers any more. Raises ``DeviceError``."""
-        with suppress(*([] if error is None else [DeviceError])):
-            wait_for_copies(self._streams.values())
+        """Do nothing: each write is complete when it returns."""
+
+
+def view_range(sink_of: SinkOf, file_range: FileRange) -> Bytes | None:
+    """Return the memory of a range of a tensor, or ``None`` if it has none that can be read into."""
+    stop = file_range.local + file_range.stop - file_range.start
+    return sink_of(file_range.tensor).view(file_range.local, stop)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rankless.engine.io.device_streams import CopyStream
-from rankless.engine.io.intake import Intake
+from rankless.engine.io.intake import HostIntake, Intake
 from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
@@ -19,6 +18,9 @@ from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.memory import Bytes
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.reader_pool import MakeReaders, ReaderPool
+
+if TYPE_CHECKING:
+    from rankless.engine.io.device_streams import CopyStream  # imports torch
 
 
 def read_file_ranges(
@@ -37,7 +39,7 @@ def read_file_ranges(
     grain = _choose_grain(files)
     with (
         SourceReader(files, make_readers(ExactReaderFactory())) as reader,
-        Intake(sink_of, grain.nbytes, grain.threads, streams if file_ranges else ()) as intake,
+        _open_intake(sink_of, grain, streams if file_ranges else ()) as intake,
     ):
         return _read_all(reader, _sorted_chunks(file_ranges, grain), grain.threads, intake, on_moved)
 
@@ -58,7 +60,7 @@ def read_host_shared(
     """
     with (
         SourceReader(files, make_readers(BufferedReader)) as reader,
-        Intake(sink_of, _FILE_GRAIN.nbytes, _FILE_GRAIN.threads, streams if file_ranges else ()) as intake,
+        _open_intake(sink_of, _FILE_GRAIN, streams if file_ranges else ()) as intake,
     ):
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
         return _read_all(reader, chunks, _FILE_GRAIN.threads, intake, on_moved)
@@ -79,6 +81,15 @@ _OBJECT_GRAIN = _ReadGrain(16 * 2**20, 8)
 
 def _choose_grain(files: Sequence[Source]) -> _ReadGrain:
     return _OBJECT_GRAIN if any(isinstance(path, ObjectPath) for path in paths_of(files)) else _FILE_GRAIN
+
+
+def _open_intake(sink_of: SinkOf, grain: _ReadGrain, streams: Sequence[CopyStream]) -> Intake:
+    """Return the way into the tensors. That of the host needs no torch."""
+    if not streams:
+        return HostIntake(sink_of, grain.nbytes)
+    from rankless.engine.io.device_intake import DeviceIntake  # noqa: PLC0415 - imports torch
+
+    return DeviceIntake(sink_of, grain.nbytes, grain.threads, streams)
 
 
 def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[IoChunk]:

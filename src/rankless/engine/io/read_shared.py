@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rankless.engine.io.byte_sinks import ByteSink
 from rankless.engine.io.p2p import P2PExchange, SentBytes, Works
 from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.sources import Source
-from rankless.engine.io.tensor_bytes import ByteSink
 from rankless.engine.io.write_stripes import hash_fragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.load_plan import BroadcastChunk

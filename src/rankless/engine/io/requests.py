@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rankless.engine.io.tensor_bytes import ByteSink, TensorBytes
+from rankless.engine.io.byte_sinks import ByteSink
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, combine
 from rankless.storage.memory import Bytes
+
+if TYPE_CHECKING:
+    from rankless.engine.io.tensor_bytes import TensorBytes  # imports torch
 
 #: ``{tensor number: its fragments}``.
 Fragments = dict[int, list[Fragment]]
@@ -30,7 +33,7 @@ class ByteProvider(Protocol):
 
 
 #: Returns this rank's shard of tensor number n.
-ShardOf = Callable[[int], TensorBytes]
+ShardOf = Callable[[int], "TensorBytes"]
 
 #: Returns the source of the bytes of tensor number n.
 ProviderOf = Callable[[int], ByteProvider]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,33 +27,11 @@ _CACHED_SLICE, _DEVICE_SLICE = 256 * 2**10, CHUNK
 _SMALL = 64 * 2**10
 
 
-class ByteSink(Protocol):
-    """A destination of bytes that are read."""
-
-    def view(self, start: int, stop: int) -> Bytes | None:
-        """Return the memory of bytes ``[start, stop)``; ``None`` if they must be passed to :meth:`write`."""
-
-    def write(self, start: int, data: Bytes) -> None:
-        """Store the bytes from ``start`` on."""
-
-
 class TensorVersion(NamedTuple):
     """The address of a tensor's bytes, and torch's count of changes in place; -1 if torch does not count them."""
 
     address: int
     changes: int
-
-
-class NullSink:
-    """A sink for bytes that are only hashed."""
-
-    def view(self, start: int, stop: int) -> Bytes | None:
-        """Return ``None``: there is no memory."""
-        del start, stop
-        return None
-
-    def write(self, start: int, data: Bytes) -> None:
-        """Discard the bytes."""
 
 
 class TensorBytes:

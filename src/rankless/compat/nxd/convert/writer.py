@@ -24,17 +24,18 @@ from rankless.conversion.target import ConversionSource
 from rankless.conversion.torch_names_hash import names_hash
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.sources import Source
-from rankless.engine.io.tensor_bytes import NullSink, TensorBytes
+from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import InvalidArgumentError
 from rankless.formats.reader import find_file_ranges
 from rankless.formats.registry import LAYOUT
 from rankless.ondisk import values
 from rankless.ondisk.validation import split_state_key
-from rankless.state.arrays import ArrayDecoder
+from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import STATE
 from rankless.storage import posix
 from rankless.storage.posix import check_space

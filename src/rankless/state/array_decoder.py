@@ -1,0 +1,185 @@
+"""Decoding of tensors, arrays, dtypes and devices in trees of plain values.
+
+torch is imported when a tree has the first of them, so that plain values are read without it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rankless.engine.io.byte_sinks import ByteSink
+from rankless.errors import CorruptCheckpointError
+from rankless.ondisk.files import TensorInfo
+from rankless.torch_import import import_torch
+
+if TYPE_CHECKING:
+    import torch
+
+#: The NumPy dtypes that are stored. They are given by name, so that a file cannot refer to any other object.
+NUMPY_DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+
+#: Suffixes of the names of tensors that were ``nn.Parameter``, by ``requires_grad``: format version 1 has no tag for
+#: them.
+PARAMETER_SUFFIXES = {True: "@parameter", False: "@frozen-parameter"}
+
+
+class ArrayDecoder:
+    """A decoder that allocates the tensors and arrays of a tree. They are in :attr:`tensors`, and are filled later."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
+        self.infos = infos
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: object, key: str) -> Any:
+        """Return ``NotImplemented``: this codec only decodes."""
+        del value, key
+        return NotImplemented
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """See :class:`rankless.ondisk.values.ArrayCodec`."""
+        decoder = _DECODERS.get(tag)
+        if decoder is not None:
+            return decoder(payload)
+        if tag == "$tensor":
+            return _restore_parameter(self._allocate_tensor(payload), payload)
+        if tag == "$array":
+            return self._allocate_tensor(payload).numpy()
+        return NotImplemented
+
+    def _find_info(self, key: object) -> TensorInfo:
+        info = self.infos.get(key) if isinstance(key, str) else None
+        if info is None:
+            raise CorruptCheckpointError(f"a value refers to the tensor {key!r}, which is not in the checkpoint")
+        return info
+
+    def _allocate_tensor(self, key: object) -> torch.Tensor:
+        info = self._find_info(key)
+        if key not in self.tensors:
+            self.tensors[str(key)] = allocate_tensor(info)
+        return self.tensors[str(key)]
+
+
+def allocate_tensor(info: TensorInfo) -> torch.Tensor:
+    """Return a tensor in the memory of the host that has any values."""
+    tensor: torch.Tensor = _torch().empty(info.shape, dtype=_dtypes()[info.dtype], device="cpu")
+    return tensor
+
+
+def tensor_sink(tensor: torch.Tensor) -> ByteSink:
+    """Return the sink that reads a tensor's bytes into it."""
+    from rankless.engine.io.tensor_bytes import TensorBytes  # noqa: PLC0415 - imports torch
+
+    return TensorBytes(tensor)
+
+
+def _torch() -> Any:
+    return import_torch("a checkpoint's tensor as a torch.Tensor")
+
+
+def _dtypes() -> Mapping[str, torch.dtype]:
+    """Return the dtype of torch for each name in files."""
+    _torch()
+    from rankless.state.tensors import DTYPES  # noqa: PLC0415 - imports torch
+
+    return DTYPES
+
+
+def _restore_parameter(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a stored tensor, as an ``nn.Parameter`` if the suffix of its name says so."""
+    for requires_grad, suffix in PARAMETER_SUFFIXES.items():
+        if name.endswith(suffix):
+            parameter: torch.Tensor = _torch().nn.Parameter(tensor, requires_grad=requires_grad)
+            return parameter
+    return tensor
+
+
+class ArrayComparer(ArrayDecoder):
+    """A decoder that replaces tensors and arrays by their dtype, shape and CRCs.
+
+    Trees decoded like this can be compared without reading tensors.
+    ``crcs`` returns the CRCs of a stored tensor's blocks, or ``None`` if they are unknown.
+    """
+
+    def __init__(self, infos: Mapping[str, TensorInfo], crcs: Callable[[str], Sequence[int] | None]) -> None:
+        super().__init__(infos)
+        self._crcs = crcs
+
+    def decode(self, tag: str, payload: Any) -> Any:
+        """See :class:`rankless.ondisk.values.ArrayCodec`."""
+        if tag not in {"$tensor", "$array"}:
+            return super().decode(tag, payload)
+        info, crcs = self._find_info(payload), self._crcs(payload)
+        return tag, info.dtype, info.shape, None if crcs is None else tuple(map(int, crcs))
+
+
+def _decode_inline(payload: Any) -> torch.Tensor:
+    name, shape, text = payload
+    raw = bytearray(base64.b64decode(text, validate=True))
+    if not raw:
+        return allocate_tensor(TensorInfo(name, shape))
+    tensor: torch.Tensor = _torch().frombuffer(raw, dtype=_dtypes()[name]).reshape(shape)
+    return tensor
+
+
+def _decode_scalar(payload: Any) -> np.generic:
+    name, hex_digits = payload
+    if name not in NUMPY_DTYPES:
+        raise CorruptCheckpointError(f"{name!r} is not a NumPy dtype that rankless writes")
+    (scalar,) = np.frombuffer(bytes.fromhex(hex_digits), dtype=name)
+    return scalar  # type: ignore[no-any-return]
+
+
+def _decode_dtype(payload: Any) -> torch.dtype:
+    return _named_dtypes()[payload]
+
+
+@cache
+def _named_dtypes() -> dict[str, torch.dtype]:
+    """Return the dtypes of torch by name."""
+    dtype_class = _torch().dtype
+    return {
+        str(value).removeprefix("torch."): value for value in vars(_torch()).values() if isinstance(value, dtype_class)
+    }
+
+
+def _decode_size(payload: Any) -> Any:
+    return _torch().Size(payload)
+
+
+def _decode_device(payload: Any) -> torch.device:
+    if not isinstance(payload, str):
+        raise CorruptCheckpointError(f"{payload!r} is not a device")
+    try:
+        device: torch.device = _torch().device(payload)
+    except RuntimeError as error:
+        raise CorruptCheckpointError(f"{payload!r} is not a device") from error
+    return device
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$numpy": _decode_scalar,
+    "$dtype": _decode_dtype,
+    "$device": _decode_device,
+    "$size": _decode_size,
+    "$inline": _decode_inline,
+}
