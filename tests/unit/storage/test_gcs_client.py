@@ -263,7 +263,7 @@ class TestTokens:
         missing = dict.fromkeys(("google.auth", "google.auth.exceptions", "google.oauth2"))
         with (
             mock.patch.dict(sys.modules, missing),
-            pytest.raises(StorageError, match=r"pip install 'rankless\[gcs\]'"),
+            pytest.raises(StorageError, match=r"pip install 'google-auth\[requests\]'"),
         ):
             store.read_small(store.path(f"{BUCKET}/a"))
 
