@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all test-near near durations interop frameworks peers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all test-near near durations interop dist frameworks peers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -49,6 +49,16 @@ durations: .venv/installed
 ## interop: the tests with other systems and their files
 interop: .venv/installed
 	$(BIN)/python $(PYTEST) --full tests/interop
+
+## dist: build the sdist and the wheel, check them, and try each in an empty environment; DIST=--torch tries saves, too
+dist: .dist/installed
+	.dist/bin/python -m campaigns.dist $(DIST)
+
+#: In an environment of its own: what is published is built without the packages of the tests.
+.dist/installed: requirements-dist.txt
+	$(PYTHON) -m venv .dist
+	.dist/bin/python -m pip install --quiet --requirement requirements-dist.txt
+	touch $@
 
 ## frameworks: the tests with torchtitan, Ray Train, torchft and TRL, which are installed into .frameworks (2 GB) once
 frameworks: .frameworks/installed
@@ -212,4 +222,4 @@ histories: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-colossalai .accelerator site demo_run crash_violations fuzz_violations mutants.jsonl .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-colossalai .dist dist .accelerator site demo_run crash_violations fuzz_violations mutants.jsonl .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,9 +1,18 @@
-"""A MkDocs hook that shows links to files of the repository, which the site does not have, as paths."""
+"""Hooks of MkDocs: the addresses of the project, and links to files of the repository, which the site does not have."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
+
+
+def on_config(config: Any) -> Any:
+    """Set the addresses of the site and of the repository from ``pyproject.toml``, where they are while they exist."""
+    urls = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["urls"]
+    config["site_url"], config["repo_url"] = urls.get("Documentation", ""), urls.get("Repository")
+    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -91,3 +91,40 @@ def test_its_command_runs(unpacked: Path, tmp_path: Path) -> None:
             check=True,
         )
         assert done.stdout.startswith(expected)
+
+
+def export(tmp_path: Path, described: str) -> Path:
+    """Return the files that ``git archive`` of a commit with this description has, as far as a build needs them."""
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "src/rankless").mkdir(parents=True)
+    form = (ROOT / ".git_archival.txt").read_text()
+    assert form.startswith("describe-name: $Format:") and len(form.splitlines()) == 1
+    (folder / ".git_archival.txt").write_text(f"describe-name: {described}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("described", "version"), [("v1.2.3", "1.2.3"), ("v1.2.3-4-gabcdef0", "1.2.4.dev4"), ("", "0.1.0")]
+)
+def test_an_archive_of_a_commit_has_the_version_of_the_last_tag(tmp_path: Path, described: str, version: str) -> None:
+    """Before the first tag it has the one of pyproject.toml: 0.0 would be older than everything that was published."""
+    command = [sys.executable, "-m", "hatchling", "version"]
+    done = subprocess.run(command, cwd=export(tmp_path, described), capture_output=True, text=True, check=True)
+    assert done.stdout.strip().partition("+")[0] == version
+
+
+def test_an_sdist_has_the_version_of_the_tag(wheel: Path, tmp_path: Path) -> None:
+    """``wheel`` is built from a checkout, and so is this. What is built from the sdist has no history."""
+    folder = export(tmp_path, "v1.2.3")
+    build = [sys.executable, "-m", "hatchling", "build", "--target"]
+    subprocess.run([*build, "sdist", "--directory", tmp_path], cwd=folder, check=True, capture_output=True)
+    shutil.unpack_archive(tmp_path / "rankless-1.2.3.tar.gz", tmp_path, filter="data")
+    unpacked = tmp_path / "rankless-1.2.3"
+    (unpacked / ".git_archival.txt").unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "version"], cwd=unpacked, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == wheel.name.split("-")[1]
