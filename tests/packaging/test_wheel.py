@@ -101,7 +101,8 @@ def export(tmp_path: Path, described: str) -> Path:
         shutil.copy(ROOT / name, folder / name)
     (folder / "src/rankless").mkdir(parents=True)
     form = (ROOT / ".git_archival.txt").read_text()
-    assert form.startswith("describe-name: $Format:") and len(form.splitlines()) == 1
+    assert form.startswith("describe-name: $Format:")
+    assert len(form.splitlines()) == 1
     (folder / ".git_archival.txt").write_text(f"describe-name: {described}\n")
     return folder
 

@@ -165,8 +165,8 @@ def _default_token_function() -> TokenFunction:
 def _no_credentials(reason: str) -> str:
     return (
         "no credentials were found for Azure Storage: set AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_KEY or "
-        "AZURE_STORAGE_SAS_TOKEN, run pip install azure-identity to use the identity of this host or of `az login`, or pass "
-        f"credentials= to rankless.Azure ({reason})"
+        "AZURE_STORAGE_SAS_TOKEN, run pip install azure-identity to use the identity of this host or of `az login`, "
+        f"or pass credentials= to rankless.Azure ({reason})"
     )
 
 

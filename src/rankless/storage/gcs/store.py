@@ -56,8 +56,8 @@ class GCS(XmlStore):
         endpoint: The URL of the server.
         credentials: A function that returns an access token, or the path of the key file of a service account. By
             default the Application Default Credentials of Google's tools. These and key files need the library
-            google-auth: ``pip install 'google-auth[requests]'``. The function is called for each request, so it should keep
-            the token in memory; an empty token means requests without one.
+            google-auth: ``pip install 'google-auth[requests]'``. The function is called for each request, so it should
+            keep the token in memory; an empty token means requests without one.
         project: The project that pays for requests, as for a bucket with requester pays.
         ca_file: A file with the certificates of authorities to trust, instead of those of the system.
         headers: Further headers of requests that create objects, such as ``x-goog-storage-class``.
