@@ -121,7 +121,7 @@ def _find_or_compute(inspected: InspectedCheckpoint) -> Statistics:
     if (kept := _find_kept(inspected)) is not None:
         return kept
     with leave_on_interrupt():
-        from rankless.inspection import measured_tensors  # noqa: F401, PLC0415 - torch is slow to import
+        from rankless.inspection import measured_tensors  # noqa: F401, PLC0415 - NumPy is slow to import
     keys = select_tensors(inspected, None)
     nbytes = sum(inspected.reader.groups[group][name].nbytes for group, name in keys)
     with show_progress(f"reading {inspected.path.name}", nbytes) as done:
@@ -133,7 +133,7 @@ def _describe_difference(left_path: Path, right_path: Path) -> Mapping[str, Any]
     comparison = compare_metadata(left, right, None)
     if comparison.suspect:
         with leave_on_interrupt():
-            from rankless.inspection import tensor_differences  # noqa: F401, PLC0415 - torch is slow to import
+            from rankless.inspection import tensor_differences  # noqa: F401, PLC0415 - NumPy is slow to import
         with show_progress("comparing", comparison.suspect_nbytes) as done:
             comparison = compare_suspects(comparison, done)
     values = [(leaf.path, format_brief(leaf.left), format_brief(leaf.right)) for leaf in comparison.values]

@@ -65,7 +65,7 @@ def _find_or_compute(inspected: InspectedCheckpoint, keys: Sequence[tuple[str, s
     if kept is not None:
         return kept.tensors
     with leave_on_interrupt():
-        from rankless.inspection import measured_tensors  # noqa: F401, PLC0415 - torch is slow to import
+        from rankless.inspection import measured_tensors  # noqa: F401, PLC0415 - NumPy is slow to import
     nbytes = sum(inspected.reader.groups[group][name].nbytes for group, name in keys)
     with show_progress("reading", nbytes) as done:
         return measure_checkpoint(inspected, keys, done).tensors

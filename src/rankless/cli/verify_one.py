@@ -68,7 +68,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         return VerifyResult(
             path=str(path), status="unreadable", problems=tuple(format_error_message(error).splitlines())
         )
-    with leave_on_interrupt():  # imports torch, which is not part of the progress
+    with leave_on_interrupt():  # imports NumPy, which is not part of the progress
         checkpoint = rankless.Checkpoint(target.reader)
     with show_progress(f"verifying {path.name}", target.nbytes) as done:
         started = time.perf_counter()
@@ -94,7 +94,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
 
 def _find_corruption(path: Path, error: CorruptCheckpointError) -> list[str]:
     with leave_on_interrupt():
-        from rankless.load.verification import find_all_corruption  # noqa: PLC0415 - torch is slow to import
+        from rankless.load.verification import find_all_corruption  # noqa: PLC0415 - NumPy is slow to import
     return find_all_corruption(path, error)
 
 

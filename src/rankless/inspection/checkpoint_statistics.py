@@ -67,7 +67,7 @@ def measure_checkpoint(
 
     Raises ``CorruptCheckpointError`` or ``CheckpointReplacedError``.
     """
-    from rankless.inspection.measured_tensors import measure_tensors  # noqa: PLC0415 - torch is slow to import
+    from rankless.inspection.measured_tensors import measure_tensors  # noqa: PLC0415 - NumPy is slow to import
 
     with detect_replacement(inspected.reader):
         measured = measure_tensors(inspected, keys, done)

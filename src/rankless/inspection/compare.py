@@ -84,7 +84,7 @@ def compare_suspects(comparison: CheckpointComparison, done: Callable[[int], Non
 
     ``done`` is called with the number of bytes that were read. Raises the errors of :func:`compare_metadata`.
     """
-    from rankless.inspection.tensor_differences import compare_tensors  # noqa: PLC0415 - torch is slow to import
+    from rankless.inspection.tensor_differences import compare_tensors  # noqa: PLC0415 - NumPy is slow to import
 
     left, right, suspect = comparison.left, comparison.right, comparison.suspect
     with detect_replacement(left.reader), detect_replacement(right.reader):

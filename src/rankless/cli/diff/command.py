@@ -48,7 +48,7 @@ def diff(
     comparison = compare_metadata(left, right, pattern)
     if comparison.suspect:
         with leave_on_interrupt():
-            from rankless.inspection import tensor_differences  # noqa: F401, PLC0415 - torch is slow to import
+            from rankless.inspection import tensor_differences  # noqa: F401, PLC0415 - NumPy is slow to import
         with show_progress("comparing", comparison.suspect_nbytes) as done:
             comparison = compare_suspects(comparison, done)
     if pattern is not None and not comparison.compared:

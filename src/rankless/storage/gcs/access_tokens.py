@@ -95,8 +95,8 @@ def _load_credentials(file: str | None) -> Any:
     except ImportError as error:
         raise StorageError(
             errno.EACCES,
-            "the credentials of Google's tools need the library google-auth: run pip install 'google-auth[requests]', or "
-            "pass credentials= to rankless.GCS, a function that returns a token",
+            "the credentials of Google's tools need the library google-auth: run pip install 'google-auth[requests]', "
+            "or pass credentials= to rankless.GCS, a function that returns a token",
         ) from error
     try:
         if file is None:
