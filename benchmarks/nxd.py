@@ -18,15 +18,15 @@ from benchmarks.measure import Contender, Table, time_interleaved
 from benchmarks.peers import OURS
 from benchmarks.process_timer import ProcessTimer, build_memory_table
 from benchmarks.setting import Setting
-from rankless.compat.nxd.convert.torch_files import write_torch_files
-from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
-from rankless.compat.nxd.format import zero
-from rankless.compat.nxd.format.rank_file_writer import plan_rank_files
 from rankless.conversion.torch_names_hash import names_hash
 from rankless.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
 from rankless.engine.plan.ranges import IndexBox
 from rankless.formats.tensor_slices import JoinedTensor
-from rankless.ondisk.files import TensorInfo
+from rankless.nxd.reader import zero_states
+from rankless.nxd.writer.rank_file_plan import plan_rank_files
+from rankless.nxd.writer.torch_files import write_torch_files
+from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
+from rankless.ondisk.data_files import TensorInfo
 
 #: Rows and columns of each parameter, which has two states and a master weight of 4 bytes an element.
 ROWS, COLUMNS = 8190, 4096
@@ -62,14 +62,14 @@ def create_source(folder: Path, nbytes: int, *, xser: bool) -> None:
     root = {
         "state": {},
         "param_groups": [{"lr": 0.1, "params": list(range(number))}],
-        zero.BASE: {
+        zero_states.BASE: {
             pid: {"step": step, "exp_avg": _copy_reference(whole), "exp_avg_sq": _copy_reference(whole)}
             for pid in range(number)
         },
-        zero.SHAPES: {pid: [ROWS, COLUMNS] for pid in range(number)},
-        zero.MASTERS: {pid: _copy_reference(whole) for pid in range(number)},
+        zero_states.SHAPES: {pid: [ROWS, COLUMNS] for pid in range(number)},
+        zero_states.MASTERS: {pid: _copy_reference(whole) for pid in range(number)},
     }
-    for rank, part in enumerate(zero.shard_zero_state(root, 2, folder)):
+    for rank, part in enumerate(zero_states.shard_zero_state(root, 2, folder)):
         name = f"optim/dp_rank_{rank:02}_tp_rank_00_pp_rank_00.pt"
         folder.mkdir(exist_ok=True)
         write_torch_files(folder, plan_rank_files(name, part, names_hash, xser=xser))

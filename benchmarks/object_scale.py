@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.io.upload_parts import GRAIN, PART_BYTES
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.placements import MeshShape, Sharded
+from rankless.engine.plan.layout_types import MeshShape, Sharded
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
-from rankless.ondisk.files import parse_size
+from rankless.ondisk.data_files import parse_size
 
 
 @dataclass(frozen=True)

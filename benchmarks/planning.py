@@ -9,7 +9,7 @@ from benchmarks.measure import Contender, Figure, Table, time_interleaved
 from benchmarks.setting import Setting
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.placements import MeshShape, Sharded
+from rankless.engine.plan.layout_types import MeshShape, Sharded
 from rankless.engine.plan.save_plan import plan_save
 from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 

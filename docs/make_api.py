@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from rankless.ondisk.files import SHARD_SIZE
+from rankless.ondisk.data_files import SHARD_SIZE
 
 _DOCS = Path(__file__).parent
 _SOURCE = _DOCS.parent / "src"
@@ -62,7 +62,9 @@ def _describe_name(path: str) -> Iterator[str]:
 def _describe_definition(module: str, name: str) -> str:
     node = _find_definition(module, name)
     public = name if name in _names_of("rankless") and module != "rankless" else f"{module}.{name}"
-    if module.startswith(("rankless.compat", "rankless.lightning")) and not module.endswith(".fabric"):
+    if module.startswith(
+        ("rankless.colossalai", "rankless.deepspeed", "rankless.lightning", "rankless.nxd")
+    ) and not module.endswith(".fabric"):
         public = f"{module.rpartition('.')[0]}.{name}"
     return f"- `{public}{_shorten(_signature(node))}`: {_first_sentence(node)}"
 

@@ -31,19 +31,19 @@ class Point:
 _POST = "rankless.engine.comm.vote.VoteRound.post_outcome"
 _HOST_VOTE = "rankless.engine.comm.host_vote_channel.HostVoteChannel"
 _WRITER = "rankless.storage.direct_io.DirectWriter"
-_STAGING = "rankless.run.staging_dir.StagingDirectory"
+_STAGING = "rankless.run.pending_dir.PendingDirectory"
 
 SAVE_POINTS = (
     Point("opening the session", "rankless.engine.comm.session.RankGroup.open_session"),
-    Point("capturing the objects", "rankless.save.negotiation.capture_training"),
+    Point("capturing the objects", "rankless.save.save_negotiation.capture_training"),
     Point("posting the announcement", _POST, phase="looking at what to save"),
     Point("announcement posted", _POST, after=True, phase="looking at what to save"),
-    Point("deciding for all ranks", "rankless.save.negotiation._decide_globally", rank_0_only=True),
+    Point("deciding for all ranks", "rankless.save.save_negotiation._decide_globally", rank_0_only=True),
     Point("planning", "rankless.save.checkpoint_save.plan_save"),
     Point("comparing replicas", "rankless.engine.integrity.replicas.digest_replicas"),
-    Point("creating the staging directory", f"{_STAGING}.create", rank_0_only=True),
+    Point("creating the pending directory", f"{_STAGING}.create", rank_0_only=True),
     Point("sizing a file", "rankless.storage.posix.allocate_space", rank_0_only=True),
-    Point("staging directory created", f"{_STAGING}.create", after=True, rank_0_only=True),
+    Point("pending directory created", f"{_STAGING}.create", after=True, rank_0_only=True),
     Point("prepared", _POST, after=True, phase="preparing the save"),
     Point("making a gloo group", "rankless.engine.comm.session._make_gloo_group", condition="a second process group"),
     Point("staging", "rankless.save.shard_writer.stage_tensors", condition="asynchronous"),
@@ -52,8 +52,10 @@ SAVE_POINTS = (
     Point("receiving a stripe", "rankless.engine.io.p2p.P2PExchange.receive"),
     Point("waiting for a stripe", "rankless.engine.io.p2p.P2PExchange.wait"),
     Point("assembling a stripe", "rankless.engine.plan.stripes.StripeSlice.copy_in"),
-    Point("posting to the host", "rankless.storage.host_board.HostBoard.post", condition="several hosts"),
-    Point("posted to the host", "rankless.storage.host_board.HostBoard.post", after=True, condition="several hosts"),
+    Point("posting to the host", "rankless.storage.host_mailbox.HostMailbox.post", condition="several hosts"),
+    Point(
+        "posted to the host", "rankless.storage.host_mailbox.HostMailbox.post", after=True, condition="several hosts"
+    ),
     # A rank may send or poll for its host in any vote, in the last one, too.
     Point("sending the host's outcomes", f"{_HOST_VOTE}._send", may_be_committed=True, condition="several hosts"),
     Point(
@@ -85,7 +87,7 @@ SAVE_POINTS = (
         condition="buckets of ranks",
     ),
     Point("CRCs reported", _POST, after=True, phase="writing", may_be_committed=True),
-    Point("writing headers", "rankless.ondisk.files.DataFile.build_header", rank_0_only=True),
+    Point("writing headers", "rankless.ondisk.data_files.DataFile.build_header", rank_0_only=True),
     Point("writing small files", "rankless.storage.posix.write_small", rank_0_only=True),
     Point("syncing directories", "rankless.storage.posix.fsync_directory", rank_0_only=True),
     Point("publishing", f"{_STAGING}.publish", rank_0_only=True, condition="a new name"),
@@ -138,19 +140,19 @@ LOAD_POINTS = (
     Point("opening the session", "rankless.engine.comm.session.RankGroup.open_session"),
     Point("selecting the checkpoint", "rankless.load.selection.CheckpointSelector.select_next", rank_0_only=True),
     Point("checkpoint selected", _POST, after=True, phase="finding the checkpoint"),
-    Point("opening the checkpoint", "rankless.load.operation.LoadOperation._open_reader"),
+    Point("opening the checkpoint", "rankless.load.load_operation.LoadOperation._open_reader"),
     Point("matching the tensors", "rankless.state.restore.LoadTargets.match_targets"),
     Point("tensors matched", _POST, after=True, phase="reading the metadata"),
-    Point("planning", "rankless.load.read_plan.plan_load"),
+    Point("planning", "rankless.load.reads.plan_load"),
     Point("making a gloo group", "rankless.engine.comm.session._make_gloo_group", condition="a second process group"),
     Point("reading", "rankless.engine.io.source_reader.SourceReader.read"),
     Point("sending a stripe", "rankless.engine.io.p2p.P2PExchange.send"),
     Point("receiving a stripe", "rankless.engine.io.p2p.P2PExchange.receive"),
     Point("waiting for a stripe", "rankless.engine.io.p2p.P2PExchange.wait"),
-    Point("verifying checksums", "rankless.engine.integrity.verify.ChecksumVerifier.verify_local"),
+    Point("verifying checksums", "rankless.engine.integrity.block_verification.ChecksumVerifier.verify_local"),
     Point(
         "verifying checksums across ranks",
-        "rankless.engine.integrity.verify.ChecksumVerifier.verify_across_ranks",
+        "rankless.engine.integrity.block_verification.ChecksumVerifier.verify_across_ranks",
         rank_0_only=True,
     ),
     Point("applying the values", "rankless.state.restore.LoadTargets.apply", may_be_committed=True),

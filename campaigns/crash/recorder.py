@@ -31,7 +31,7 @@ from campaigns.crash.operations import (
     Sync,
     Write,
 )
-from rankless.storage import atomic_rename, shared_files
+from rankless.storage import atomic_rename, links_and_clones
 
 _RECORDED = ("open", "write", "pwrite", "ftruncate", "fsync", "link", "mkdir", "rename", "unlink", "rmdir")
 _REFUSED = (
@@ -148,10 +148,10 @@ class Recorder:
             self._operations.append(Link(*span, *place, node))
 
     def _ioctl(self, fd: int, request: int, argument: Any = 0) -> Any:
-        node = self._find_own_node(fd) if request == shared_files.CLONE_RANGE else None
+        node = self._find_own_node(fd) if request == links_and_clones.CLONE_RANGE else None
         span, result = self._call_timed("ioctl", fd, request, argument)
         if node is not None:
-            source, start, size, _ = shared_files.CLONE_ARGUMENT.unpack(argument)
+            source, start, size, _ = links_and_clones.CLONE_ARGUMENT.unpack(argument)
             self._operations.append(Clone(*span, node, os.fstat(source).st_ino, start, start + size))
         return result
 

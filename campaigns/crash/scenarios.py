@@ -14,7 +14,7 @@ import rankless
 from campaigns.crash.training import MAX_SHARD_SIZE, Training
 from rankless.cli.main import app
 from rankless.errors import RanklessError
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 from rankless.save import base_files
 from rankless.storage import atomic_rename
 
@@ -59,8 +59,8 @@ class SimulatedDeath(Exception):  # noqa: N818 - what happens to a process, not 
 
 
 def die_before_publishing() -> AbstractContextManager[object]:
-    """Die when the staging directory is complete but not renamed yet."""
-    return mock.patch.object(StagingDirectory, "publish", side_effect=SimulatedDeath)
+    """Die when the pending directory is complete but not renamed yet."""
+    return mock.patch.object(PendingDirectory, "publish", side_effect=SimulatedDeath)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class KilledSave:
         """Save until the process dies."""
         with (
             self.interrupt(),
-            mock.patch.object(StagingDirectory, "discard"),
+            mock.patch.object(PendingDirectory, "discard"),
             suppress(RanklessError, SimulatedDeath),
         ):
             self.save.run(path, training)

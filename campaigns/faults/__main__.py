@@ -2,7 +2,7 @@
 
 It proves "Faults of the disk" of ``docs/failure-model.md``. A dry run counts the calls. Then call n fails, for every n,
 in every way that such a call can fail: no space, no permission, an I/O error (once, or from then on), fewer bytes than
-requested; or the run's directory, the staging directory or a file is removed just before it.
+requested; or the run's directory, the pending directory or a file is removed just before it.
 
 Either all ranks raise the same typed error, which names a path in the run if it is a storage error, or the save or load
 is correct. A load may give the older checkpoint only if a part of the newest one was removed. Earlier checkpoints are

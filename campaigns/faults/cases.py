@@ -55,7 +55,7 @@ class Fault:
 
 def generate_faults(calls: Sequence[str], faulty_call: FaultyCall) -> Iterator[Fault]:
     """Yield every fault of every call."""
-    removed = ("run", "staging directory") if faulty_call.save_kind else ("run", "checkpoint", "file")
+    removed = ("run", "pending directory") if faulty_call.save_kind else ("run", "checkpoint", "file")
     for nth, call in enumerate(calls):
         yield from (Fault(nth, call, kind) for kind in ERRORS[call])
         yield Fault(nth, call, "EIO", forever=True)

@@ -116,7 +116,7 @@ class _FaultTrial:
     def _remove_path(self, kind: str) -> None:
         paths = {
             "run": [self._run],
-            "staging directory": [
+            "pending directory": [
                 self._run / name for name in (state.list_hidden_names(self._run) if self._run.exists() else [])
             ],
             "checkpoint": [self._run / "step_2"],

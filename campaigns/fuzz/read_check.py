@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import rankless
 from rankless.dcp import FileSystemReader
 from rankless.errors import RanklessError
-from rankless.formats.megatron.folder import is_megatron
 from rankless.formats.registry import LAYOUT, MEGATRON_HF
+from rankless.megatron.reader.megatron_directory import is_megatron
 from tests.helpers.bounded_reads import limit_memory
 
 #: Audit events of Python that show that external code could run.

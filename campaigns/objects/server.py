@@ -17,7 +17,7 @@ from campaigns.objects.readers import AzureReader, Reader, S3Reader
 from rankless import S3, Azure
 from rankless.errors import StorageError
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.s3.signing import Credentials
+from rankless.storage.s3.aws_signing import Credentials
 
 #: The bucket of all campaigns.
 BUCKET = "rankless-tests"

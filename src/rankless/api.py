@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import torch.distributed as dist
 
-from rankless.load.result import RestoreResult
+from rankless.load.load_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run import aliases, catalog
 from rankless.run.aliases import delete_alias
@@ -17,12 +17,12 @@ from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import TagArgument, check_tag_argument, give_alias, give_metrics
-from rankless.run_directory import RunDirectory
+from rankless.run_session import RunDirectory
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
 from rankless.storage.object_path import parse_location
-from rankless.tier.options import LocalTier, as_local_tier
+from rankless.tier.tier_options import LocalTier, as_local_tier
 
 #: The settings of a default run directory: path, timeout in seconds, process group, local tier.
 _Settings = tuple[Path, float, dist.ProcessGroup | None, LocalTier | None]

@@ -1,6 +1,6 @@
 """The ``Checkpointer``: it is given the objects of a training once, and decides when to save them and when to stop.
 
-A :class:`~rankless.run_directory.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
+A :class:`~rankless.run_session.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
 the only source of the tag, of the step in the manifest and of the step in events.
 """
 
@@ -21,11 +21,11 @@ from typing import Any, Self, Unpack
 
 import torch.distributed as dist
 
-from rankless.data.preemption import Preemption, preemption
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import EmptyRunError, InvalidArgumentError, StateError
 from rankless.formats.native import is_native
-from rankless.load.result import RestoreResult
+from rankless.liveness.preemption import Preemption, preemption
+from rankless.load.load_result import RestoreResult
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_tag
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
@@ -33,14 +33,14 @@ from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import TagArgument
-from rankless.run_directory import RunDirectory
+from rankless.run_session import RunDirectory
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
 from rankless.state.optimizer.step_counter import OptimizerStepCounter
 from rankless.state.restore import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.stateful import check_stateful_object
-from rankless.tier.options import LocalTier
+from rankless.tier.tier_options import LocalTier
 
 _log = logging.getLogger("rankless")
 

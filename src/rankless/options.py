@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar
 
 from rankless.errors import InvalidArgumentError
 from rankless.observe.events import OnEvent
-from rankless.ondisk.files import SHARD_SIZE, parse_size
+from rankless.ondisk.data_files import SHARD_SIZE, parse_size
 from rankless.ondisk.validation import check_choice
 
 #: When the state is copied: before the call returns, or, if only optimizer steps change it, before the next step.

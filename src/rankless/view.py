@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.io.byte_sinks import ByteSink, MemorySink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import Source
@@ -24,8 +24,8 @@ from rankless.load.verification import CheckpointVerification, VerificationResul
 from rankless.observe.units import format_size
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import BLOCK_BYTES
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
-from rankless.ondisk.files import TensorInfo
 from rankless.ondisk.manifest import Manifest
 from rankless.ondisk.validation import check_keys
 from rankless.run.added_metrics import read_metrics_of

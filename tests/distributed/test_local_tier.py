@@ -25,8 +25,8 @@ from rankless.save import drain_attempts
 from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.folder_tier_save import FolderTierSave
 from rankless.storage import mapped_file
-from rankless.tier import state
-from rankless.tier.folder import TierFolder
+from rankless.tier import job
+from rankless.tier.host_folder import TierFolder
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import Ranks
@@ -494,7 +494,7 @@ def _save_with_lost_commit(base: str) -> None:
 
 
 def test_a_list_of_the_run_directory_that_hangs_after_a_drain_delays_no_save(tmp_path: Path) -> None:
-    hangs, release, list_all = threading.Event(), threading.Event(), state.list_checkpoints
+    hangs, release, list_all = threading.Event(), threading.Event(), job.list_checkpoints
 
     def hang(run: Path) -> Any:
         hangs.set()
@@ -503,7 +503,7 @@ def test_a_list_of_the_run_directory_that_hangs_after_a_drain_delays_no_save(tmp
 
     directory = rankless.RunDirectory(tmp_path / "run", local=tier_of(str(tmp_path)), async_save=True)
     directory.save("a", {"w": torch.ones(3)}).wait()
-    with mock.patch.object(state, "list_checkpoints", hang):
+    with mock.patch.object(job, "list_checkpoints", hang):
         slow = directory.save("b", {"w": torch.ones(3)})
         assert hangs.wait(30)
         directory.save("c", {"w": torch.ones(3)}).wait_local(timeout=30)

@@ -86,7 +86,7 @@ def on_hosts(ranks_per_host: int, *, as_one: bool = False) -> Iterator[None]:
 
     host = 0 if as_one else dist.get_rank() // ranks_per_host
     with (
-        mock.patch("rankless.save.negotiation.host_id", return_value=f"host {host}"),
+        mock.patch("rankless.save.save_negotiation.host_id", return_value=f"host {host}"),
         mock.patch.object(ShardWriter, "write", read_then_write),
         mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
         mock.patch.object(direct_io, "write_fully", cache.write if ranks_per_host == 1 else direct_io.write_fully),

@@ -23,7 +23,7 @@ from rankless.run.cleanup import clean_up
 from rankless.save import drain_attempts
 from rankless.storage.http.connection import HttpResponse
 from rankless.storage.object_path import ObjectPath
-from rankless.tier.folder import TierFolder
+from rankless.tier.host_folder import TierFolder
 from tests.golden.reader import read
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore

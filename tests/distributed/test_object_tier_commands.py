@@ -22,8 +22,8 @@ import rankless
 from rankless.errors import StorageError
 from rankless.run.cleanup import clean_up
 from rankless.storage.http.connection import HttpResponse
-from rankless.tier.collected import CollectedParts
-from rankless.tier.folder import TierFolder
+from rankless.tier.host_folder import TierFolder
+from rankless.tier.parts_in_run import CollectedParts
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, failure

@@ -19,12 +19,12 @@ from torch.distributed import HashStore, Store, TCPStore
 
 import rankless
 from campaigns.common.fork_server import CONTEXT
-from rankless.data.preemption import Preemption
 from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.session import Session
-from rankless.engine.comm.step_sync import StepConsensus
-from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.stop_step import StepConsensus
 from rankless.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
+from rankless.liveness.preemption import Preemption
 from tests.helpers.examples import examples
 from tests.helpers.pool import Ranks
 

@@ -67,7 +67,7 @@ def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, n: int, saved: Pla
 
 
 def load_on_two_hosts(path: str, placement: Placement) -> int:
-    with mock.patch("rankless.load.operation.host_id", return_value=f"host{dist.get_rank() // 2}"):
+    with mock.patch("rankless.load.load_operation.host_id", return_value=f"host{dist.get_rank() // 2}"):
         return load(path, placement, "auto")
 
 

@@ -16,9 +16,9 @@ import rankless
 from campaigns.common.fork_server import CONTEXT
 from rankless import api
 from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.rendezvous import Rendezvous, SessionStore, rendezvous_of
 from rankless.engine.comm.session import RankGroup as Members
-from rankless.engine.comm.store import DeadlineStore
 from rankless.errors import RankMismatchError, RankTimeoutError
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import LISTS_KEYS

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import rankless
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, RankMismatchError, StorageError
 from rankless.formats import native
-from rankless.load import operation
+from rankless.load import load_operation
 from rankless.storage import posix
 from tests.helpers.pool import Ranks
 
@@ -30,7 +30,7 @@ from tests.helpers.pool import Ranks
 def remember_names(seen_before: Path | None, *, is_local: bool) -> Iterator[None]:
     """Let this host see ``seen_before``, or nothing, in place of every checkpoint until it lists a directory."""
     listed: list[Path] = []
-    list_names, read_manifest = operation.list_names, native.read_manifest
+    list_names, read_manifest = load_operation.list_names, native.read_manifest
 
     def list_and_forget(path: Path) -> set[str]:
         listed.append(path)
@@ -44,8 +44,8 @@ def remember_names(seen_before: Path | None, *, is_local: bool) -> Iterator[None
         return read_manifest(seen_before)
 
     with (
-        mock.patch.object(operation, "is_local", return_value=is_local),
-        mock.patch.object(operation, "list_names", list_and_forget),
+        mock.patch.object(load_operation, "is_local", return_value=is_local),
+        mock.patch.object(load_operation, "list_names", list_and_forget),
         mock.patch.object(native, "read_manifest", read_remembered),
     ):
         yield
@@ -85,7 +85,7 @@ def test_without_that_the_load_fails(ranks: Ranks, tmp_path: Path, seen_before: 
 @contextmanager
 def fail_with_stale_handles(times: int) -> Iterator[None]:
     """Fail to list directories, as a client whose handle of the directory belongs to a removed one."""
-    list_names = operation.list_names
+    list_names = load_operation.list_names
     failures = iter([StorageError(errno.ESTALE, "could not list it: Stale file handle")] * times)
 
     def fail_or_list(path: Path) -> set[str]:
@@ -93,7 +93,7 @@ def fail_with_stale_handles(times: int) -> Iterator[None]:
             raise error
         return list_names(path)
 
-    with mock.patch.object(operation, "list_names", fail_or_list):
+    with mock.patch.object(load_operation, "list_names", fail_or_list):
         yield
 
 
@@ -124,8 +124,8 @@ def test_a_host_without_the_checkpoint_is_named(ranks: Ranks, tmp_path: Path) ->
 def load_unless_missing(path: str) -> None:
     missing = CheckpointReplacedError("removed")
     with (
-        mock.patch.object(operation, "_VISIBILITY_SECONDS", 0.1),
-        mock.patch.object(operation, "is_local", return_value=False),
+        mock.patch.object(load_operation, "_VISIBILITY_SECONDS", 0.1),
+        mock.patch.object(load_operation, "is_local", return_value=False),
         mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
     ):
         rankless.load_checkpoint(path, model={"w": torch.zeros(4)})
@@ -141,8 +141,8 @@ def test_a_short_timeout_names_the_rank_that_does_not_see_the_checkpoint(ranks: 
 def load_within(path: str, timeout: float) -> None:
     missing = CheckpointReplacedError("removed")
     with (
-        mock.patch.object(operation, "is_local", return_value=False),
-        mock.patch.object(operation, "path_exists", return_value=False),
+        mock.patch.object(load_operation, "is_local", return_value=False),
+        mock.patch.object(load_operation, "path_exists", return_value=False),
         mock.patch.object(native, "read_manifest", side_effect=missing if dist.get_rank() else native.read_manifest),
     ):
         rankless.load_checkpoint(path, model={"w": torch.zeros(4)}, timeout=timeout)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import rankless
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from tests.helpers.examples import examples
 from tests.helpers.pool import Ranks
 

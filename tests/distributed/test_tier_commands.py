@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 import rankless
 from rankless.cli.main import app
 from rankless.run.cleanup import clean_up
-from rankless.tier.collected import CollectedParts
-from rankless.tier.folder import TierFolder
+from rankless.tier.host_folder import TierFolder
 from rankless.tier.part import PartTable, encode_checked
+from rankless.tier.parts_in_run import CollectedParts
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pairwise import each_value

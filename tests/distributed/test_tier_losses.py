@@ -20,8 +20,8 @@ from campaigns.tier.histories.notes import State
 from campaigns.tier.histories.plan import LAYOUTS
 from campaigns.tier.histories.training import Training
 from rankless.errors import RankFailedError, StorageError
-from rankless.tier.copies import PartCopies
-from rankless.tier.folder import TierFolder
+from rankless.tier.copies_on_hosts import PartCopies
+from rankless.tier.host_folder import TierFolder
 from rankless.tier.parity import PartParity
 from tests.helpers.pool import Ranks
 

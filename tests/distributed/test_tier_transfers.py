@@ -11,8 +11,8 @@ from rankless.engine.comm.session import RankGroup
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
 from rankless.storage.memory import Bytes
-from rankless.tier import transfers
-from rankless.tier.transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
+from rankless.tier import part_transfers
+from rankless.tier.part_transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
 from tests.helpers.pool import Ranks
 
 MIB = 2**20
@@ -71,7 +71,7 @@ def test_all_bytes_arrive_if_all_ranks_send_to_all(ranks: Ranks, into_memory: bo
 
 def test_many_small_messages_arrive(ranks: Ranks) -> None:
     planned = all_to_all(2, 2_000, message=3)
-    assert len(planned) > 2 * transfers._MESSAGES
+    assert len(planned) > 2 * part_transfers._MESSAGES
     ranks(2, partial(exchange, into_memory=False), planned, 2_000)
 
 
@@ -89,16 +89,16 @@ def test_a_rank_sends_no_faster_than_its_rate(ranks: Ranks) -> None:
 
 def change_on_the_way(nbytes: int) -> None:
     """Change the bytes of a message after its CRC was computed."""
-    crc64 = transfers.crc64
+    crc64 = part_transfers.crc64
 
     def wrong(data: Bytes) -> int:
         return crc64(data) ^ (dist.get_rank() == 0)
 
-    transfers.crc64 = wrong
+    part_transfers.crc64 = wrong
     try:
         exchange([Transfer(0, 0, nbytes, 0, 1)], nbytes)
     finally:
-        transfers.crc64 = crc64
+        part_transfers.crc64 = crc64
 
 
 def test_bytes_that_change_on_their_way_are_found(ranks: Ranks) -> None:

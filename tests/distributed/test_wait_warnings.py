@@ -24,9 +24,9 @@ from rankless.engine.comm import polling
 from rankless.engine.comm import vote as ballot
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.session import RankGroup as Members
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.comm.vote import VoteOutcome, VoteRound
 from rankless.engine.comm.vote_channel import VoteChannel
 from rankless.engine.io.p2p import P2PExchange
@@ -126,7 +126,7 @@ LATE_RANKS = "ranks 1, 3 while looking at what to save"
 
 def save_with_late_ranks(path: str, named: str) -> list[str]:
     """Let ranks 1 and 3 come only after ranks 0 and 2 have logged whom they wait for."""
-    from rankless.save.negotiation import capture_training
+    from rankless.save.save_negotiation import capture_training
 
     def come_late(*arguments: Any) -> Any:
         if dist.get_rank() % 2:
@@ -139,7 +139,7 @@ def save_with_late_ranks(path: str, named: str) -> list[str]:
         _await(lambda: LATE_RANKS in map(who_is_missing, list(messages)))
         Path(named, str(dist.get_rank())).touch()
 
-    with logged() as messages, mock.patch("rankless.save.negotiation.capture_training", come_late):
+    with logged() as messages, mock.patch("rankless.save.save_negotiation.capture_training", come_late):
         rankless.save_checkpoint(path, "s", MODEL)
     return messages
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rankless
-from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
 from rankless.formats.native import NativeReader
 from rankless.ondisk.block_crcs import Fragment

@@ -184,7 +184,7 @@ def test_ranks_without_a_shared_file_system_are_told_so(ranks: Ranks, tmp_path: 
 def load_where_one_sees_nothing(path: str) -> None:
     patch = pytest.MonkeyPatch()
     if rank() == 1:
-        patch.setattr("rankless.load.operation.NativeReader", _no_folder)
+        patch.setattr("rankless.load.load_operation.NativeReader", _no_folder)
     try:
         rankless.load_checkpoint(path, model={"w": torch.zeros(10)})
     finally:
@@ -242,7 +242,7 @@ def test_an_argument_wrong_on_one_rank_does_not_part_the_ranks(ranks: Ranks, tmp
 def odd_message(path: str) -> None:
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 1:
-        patch.setattr("rankless.save.negotiation.capture_training", _fail_oddly)
+        patch.setattr("rankless.save.save_negotiation.capture_training", _fail_oddly)
     try:
         rankless.save_checkpoint(path, "s", MODEL, timeout=30)
     finally:

@@ -26,18 +26,18 @@ from campaigns.side_by_side.scenarios import SCENARIOS, check_outcome, run_scena
 from rankless import RunDirectory, api
 from rankless.cli.main import app
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
-from rankless.load.read_plan import ReadPlan
+from rankless.load.reads import Reads
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import catalog, owned_lock, staging_dir
+from rankless.run import catalog, dead_owner, pending_dir
 from rankless.run.cleanup import clean_up
-from rankless.run.staging_lock import StagingLock
+from rankless.run.pending_lock import PendingLock
 from rankless.storage import atomic_rename, file_lock
 from tests.golden import reader
 from tests.helpers.interruptions import change_at_call
 from tests.helpers.other_jobs import save_as_other_job
+from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_hidden_names
-from tests.helpers.staging_locks import lock_staging
 
 
 def tags(path: Path) -> list[str]:
@@ -163,9 +163,9 @@ def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "load.read_plan.ReadPlan.run",
-        "load.operation.LoadOperation._plan_reads",
-        "load.operation.LoadOperation._match_targets",
+        "load.reads.Reads.run",
+        "load.load_operation.LoadOperation._plan_reads",
+        "load.load_operation.LoadOperation._match_targets",
     ],
 )
 def test_what_is_asked_for_by_name_and_replaced_meanwhile_is_loaded_as_it_is_then(
@@ -179,7 +179,7 @@ def test_what_is_asked_for_by_name_and_replaced_meanwhile_is_loaded_as_it_is_the
 def test_what_is_asked_for_by_name_and_goes_is_not_there(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     with (
-        mock.patch.object(ReadPlan, "run", side_effect=lambda *_, **__: shutil.rmtree(tmp_path / "last")),
+        mock.patch.object(Reads, "run", side_effect=lambda *_, **__: shutil.rmtree(tmp_path / "last")),
         pytest.raises(CheckpointReplacedError, match=r"last was replaced or removed .*may be partly filled"),
     ):
         value_of(tmp_path, "last", verify=False)
@@ -243,7 +243,7 @@ def test_a_load_that_never_catches_one_says_so(tmp_path: Path) -> None:
 
     save_as_other_job(tmp_path, "step_0", 0.0)
     with (
-        mock.patch.object(ReadPlan, "run", always),
+        mock.patch.object(Reads, "run", always),
         pytest.raises(CheckpointReplacedError, match="faster than one can be loaded; keep"),
     ):
         rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(64)}, timeout=0.5)
@@ -252,7 +252,7 @@ def test_a_load_that_never_catches_one_says_so(tmp_path: Path) -> None:
 
 def on_one_rank_only(path: str) -> float:
     """Rank 1 sees what another job saves after rank 0 has looked."""
-    loading = rankless.load.operation.LoadOperation
+    loading = rankless.load.load_operation.LoadOperation
     match, done = loading._match_targets, []
 
     def late(*args: Any) -> Any:
@@ -327,10 +327,10 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     aside = HiddenName("last", rankless.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     partial = tmp_path / aside.with_state("partial").name
-    locks: list[StagingLock] = []
+    locks: list[PendingLock] = []
 
     def begin() -> None:
-        locks.append(lock_staging(partial))
+        locks.append(lock_pending(partial))
         partial.mkdir()
         (tmp_path / "last").rename(tmp_path / aside.name)
 
@@ -365,7 +365,7 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
     assert value_of(tmp_path) == 1.0
     with (
         mock.patch.object(file_lock, "_try_lock", side_effect=BlockingIOError),
-        mock.patch.object(owned_lock, "_MAX_ATTEMPTS", 3),
+        mock.patch.object(dead_owner, "_MAX_ATTEMPTS", 3),
         pytest.raises(StorageError, match=r"\.lock is locked"),
     ):
         save_as_other_job(tmp_path, "b", 1.0)
@@ -389,7 +389,7 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
 
 
 @pytest.mark.parametrize(
-    "where", ["run.staging_dir.StagingDirectory.replace", "storage.atomic_rename.rename_noreplace"]
+    "where", ["run.pending_dir.PendingDirectory.replace", "storage.atomic_rename.rename_noreplace"]
 )
 def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging: None, where: str) -> None:
     """This process may have been stopped for a while, just before it gives the new one its name."""
@@ -450,10 +450,10 @@ def test_an_overwrite_that_is_refused_between_two_names_takes_the_first_step_bac
 
 def test_an_overwrite_gives_up_at_last(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
-    taken = mock.patch.object(staging_dir.atomic_rename, "exchange_directories", side_effect=TagExistsError("taken"))
+    taken = mock.patch.object(pending_dir.atomic_rename, "exchange_directories", side_effect=TagExistsError("taken"))
     with taken as replace, pytest.raises(TagExistsError, match="taken"):
         save_as_other_job(tmp_path, "last", 2.0, overwrite=True)
-    assert replace.call_count == staging_dir._ATTEMPTS
+    assert replace.call_count == pending_dir._ATTEMPTS
     assert value_of(tmp_path) == 1.0
 
 

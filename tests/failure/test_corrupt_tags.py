@@ -197,7 +197,7 @@ def test_a_save_that_fails_moves_nothing(tmp_path: Path) -> None:
     checkpointer = RunDirectory(tmp_path)
     checkpointer.load(model=weights(0.0))
     with (
-        mock.patch("rankless.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("rankless.run.pending_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         checkpointer.save("step_2", weights(9.0))

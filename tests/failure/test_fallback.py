@@ -11,7 +11,7 @@ import torch
 
 import rankless
 from rankless.errors import CorruptCheckpointError, NoCheckpointError
-from rankless.load.read_plan import ReadPlan
+from rankless.load.reads import Reads
 from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
 
@@ -120,7 +120,7 @@ def test_all_ranks_fall_back_to_the_same_one(ranks: Ranks, tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["overwritten", "retired"])
 def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_successor(tmp_path: Path, how: str) -> None:
     fill(tmp_path, 2)
-    run = ReadPlan.run
+    run = Reads.run
 
     def change(*arguments: Any, **options: Any) -> Any:
         if not changed:
@@ -134,7 +134,7 @@ def test_a_sound_checkpoint_that_goes_while_it_is_loaded_makes_way_for_its_succe
 
     changed: list[int] = []
     model = {"w": torch.zeros(64)}
-    with mock.patch.object(ReadPlan, "run", change):
+    with mock.patch.object(Reads, "run", change):
         restored = rankless.restore(tmp_path, model=model)
     assert float(model["w"][0]) == 9.0
     assert restored.skipped_checkpoints == ()

@@ -17,11 +17,11 @@ import torch
 import rankless
 from rankless import api
 from rankless.engine.io.checkpoint_files import CheckpointFiles
-from rankless.load import tier_hosts
+from rankless.load import tier_generations
 from rankless.storage import mapped_file
-from rankless.tier.catalog import OfferedGeneration, list_offers
 from rankless.tier.epochs import name_job
-from rankless.tier.folder import TierFolder
+from rankless.tier.generation_catalog import OfferedGeneration, list_offers
+from rankless.tier.host_folder import TierFolder
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
@@ -292,7 +292,7 @@ def test_a_job_removes_what_dead_ones_have_reserved_before_it_looks(tmp_path: Pa
         looked.append(len(list(folder.path.glob("*.data"))))
         return list_offers(folder)
 
-    with mock.patch.object(tier_hosts, "list_offers", count_and_list):
+    with mock.patch.object(tier_generations, "list_offers", count_and_list):
         assert load_step(tmp_path) == 3
     assert looked == [1]
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 import rankless
 from rankless.errors import RankFailedError, SpaceShortageError
-from rankless.load import tier_hosts
-from rankless.run.staging_dir import StagingDirectory
+from rankless.load import tier_generations
+from rankless.run.pending_dir import PendingDirectory
 from rankless.save.folder_tier_save import FolderTierSave
 from rankless.save.generation_drain import GenerationDrain
-from rankless.tier import state
-from rankless.tier.copies import PartCopies
+from rankless.tier import job
+from rankless.tier.copies_on_hosts import PartCopies
 from rankless.tier.epochs import find_newest_epoch
-from rankless.tier.state import TierState
+from rankless.tier.job import TierJob
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pool import Ranks
 from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
@@ -65,7 +65,7 @@ def stopped_before(owner: Any, name: str, meanwhile: Callable[[], object]) -> An
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(TierState, "take_over"), (tier_hosts, "list_offers"), (state, "begin_epoch")]
+    ("owner", "name"), [(TierJob, "take_over"), (tier_generations, "list_offers"), (job, "begin_epoch")]
 )
 def test_a_load_that_was_stopped_while_another_job_went_on_takes_nothing_from_it(
     tmp_path: Path, owner: Any, name: str
@@ -87,7 +87,7 @@ def test_a_first_save_that_was_stopped_while_another_job_went_on_takes_nothing_f
     with pytest.raises(rankless.NoCheckpointError):
         directory.restore(None, state_of(-1))
     with (
-        stopped_before(TierState, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
+        stopped_before(TierJob, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         save_steps(directory, 1)
@@ -105,7 +105,7 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
         except rankless.StateError as error:
             refused.append(str(error))
 
-    listed = tier_hosts.list_offers
+    listed = tier_generations.list_offers
 
     def list_and_wait(*args: Any) -> Any:
         offers = listed(*args)
@@ -114,9 +114,9 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
 
     assert older._tier is not None
     newer = open_run(tmp_path)
-    newer._tier = TierState(tmp_path / "tier", tmp_path / "run")
+    newer._tier = TierJob(tmp_path / "tier", tmp_path / "run")
     loaded = state_of(-1)
-    with mock.patch.object(tier_hosts, "list_offers", list_and_wait):
+    with mock.patch.object(tier_generations, "list_offers", list_and_wait):
         assert newer.restore(None, loaded).step == 2
     assert torch.equal(loaded["w"], state_of(2)["w"])
     assert refused
@@ -236,7 +236,7 @@ def test_what_an_earlier_job_publishes_late_is_withdrawn(tmp_path: Path) -> None
     directory.save("step_1", state_of(1), step=1, forced=True)
     save_steps(directory, 2, 3, 4, 5)
     with (
-        stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
+        stopped_before(PendingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         save_steps(directory, 6)
@@ -249,7 +249,7 @@ def test_what_an_earlier_job_replaces_late_gets_its_name_back(tmp_path: Path) ->
     directory.save("last", state_of(1), step=1, forced=True)
     directory.save("last", state_of(2), step=2, overwrite=True)
     with (
-        stopped_before(StagingDirectory, "replace", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
+        stopped_before(PendingDirectory, "replace", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         directory.save("last", state_of(3), step=3, overwrite=True, forced=True)
@@ -260,7 +260,7 @@ def test_what_an_earlier_job_replaces_late_gets_its_name_back(tmp_path: Path) ->
 def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: Path) -> None:
     run_killed_job(_save_on_host, tmp_path)
     with stopped_before(
-        StagingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)
+        PendingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)
     ):
         directory = _open_on_host(tmp_path, "host")
         assert directory.restore(None, state_of(-1)).step == 3
@@ -292,7 +292,7 @@ def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Pa
     directory = open_run(tmp_path)
     save_steps(directory, 1)
     with (
-        stopped_before(StagingDirectory, "publish", lambda: run_killed_job(_begin_from_tier, tmp_path)),
+        stopped_before(PendingDirectory, "publish", lambda: run_killed_job(_begin_from_tier, tmp_path)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
         directory.save("step_2", state_of(2), step=2, forced=True)

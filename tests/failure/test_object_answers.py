@@ -163,7 +163,7 @@ class TestAzure:
 
     def test_the_source_of_tokens_is_kept_unless_a_token_is_refused(self, azure: FakeAzure) -> None:
         made = []
-        source = "rankless.storage.azure.signing._default_token_function"
+        source = "rankless.storage.azure.azure_credentials._default_token_function"
         with mock.patch(source, side_effect=lambda: made.append(1) or (lambda: "t")):
             store = azure.store_at("http://tokens", credentials=None)
             for number in range(20):

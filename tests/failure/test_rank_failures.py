@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 import rankless
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 from tests.helpers.layouts import LAYOUTS, blank_run, fill_run
 from tests.helpers.pool import Ranks
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
-    "rankless.save.negotiation.capture_training",
-    "rankless.save.negotiation.encode_merged_values",
+    "rankless.save.save_negotiation.capture_training",
+    "rankless.save.save_negotiation.encode_merged_values",
     "rankless.save.checkpoint_save.plan_save",
     "rankless.engine.integrity.replicas.digest_replicas",
     "rankless.save.shard_writer.write_stripes",
@@ -34,21 +34,21 @@ SAVING = [
 ]
 LEADING = [
     "rankless.save.training_save.next_identity",
-    "rankless.run.staging_dir.StagingDirectory.create",
-    "rankless.run.staging_dir.StagingDirectory.publish",
+    "rankless.run.pending_dir.PendingDirectory.create",
+    "rankless.run.pending_dir.PendingDirectory.publish",
 ]
 LOADING = [
-    "rankless.load.operation.NativeReader",
+    "rankless.load.load_operation.NativeReader",
     "rankless.state.restore.LoadTargets.match_targets",
     "rankless.state.restore.LoadTargets.check_matches",
-    "rankless.load.read_plan.plan_load",
-    "rankless.load.read_plan.read_shared",
+    "rankless.load.reads.plan_load",
+    "rankless.load.reads.read_shared",
     "rankless.engine.io.p2p.P2PExchange.send",
     "rankless.engine.io.p2p.P2PExchange.receive",
     "rankless.engine.io.p2p.P2PExchange.wait",
     "rankless.engine.plan.stripes.StripeSlice.copy_out",
     "rankless.engine.io.source_reader.SourceReader.read",
-    "rankless.engine.integrity.verify.ChecksumVerifier.verify_local",
+    "rankless.engine.integrity.block_verification.ChecksumVerifier.verify_local",
     "rankless.state.restore.LoadTargets.apply",
 ]
 
@@ -197,8 +197,8 @@ def _slow_write(*arguments: Any) -> Any:
 
 def slow_commit(path: str) -> str:
     patch = pytest.MonkeyPatch()
-    publish = StagingDirectory.publish
-    patch.setattr(StagingDirectory, "publish", lambda *arguments: (time.sleep(1.5), publish(*arguments))[1])
+    publish = PendingDirectory.publish
+    patch.setattr(PendingDirectory, "publish", lambda *arguments: (time.sleep(1.5), publish(*arguments))[1])
     try:
         return rankless.save_checkpoint(path, "s", MODEL, timeout=2).wait().tag
     finally:
@@ -214,7 +214,7 @@ def interrupted(path: str) -> float:
     started = time.monotonic()
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 0:
-        patch.setattr("rankless.save.negotiation.capture_training", _interrupt)
+        patch.setattr("rankless.save.save_negotiation.capture_training", _interrupt)
     try:
         with pytest.raises(
             KeyboardInterrupt if dist.get_rank() == 0 else RankFailedError, match=r"^$|KeyboardInterrupt"

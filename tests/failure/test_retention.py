@@ -18,10 +18,10 @@ from rankless.errors import InvalidArgumentError, StorageError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
+from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import run_command
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, save_step
-from tests.helpers.staging_locks import lock_staging
 
 
 def test_the_newest_so_many_are_kept(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_damaged_ones_do_not_count_and_other_runs_are_left_alone(tmp_path: Path)
 def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
     save_step(tmp_path, 0, keep=1)
     with (
-        mock.patch("rankless.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(5, "no")),
+        mock.patch("rankless.run.pending_dir.PendingDirectory.publish", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         save_step(tmp_path, 1, keep=1)
@@ -207,7 +207,7 @@ def test_prune_without_a_word_on_what_or_where_is_misuse(tmp_path: Path) -> None
 def test_pruning_names_what_it_does_not_remove(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     living, dead = leave_draft(tmp_path, "a" * 16), leave_draft(tmp_path, "b" * 16)
-    with closing(lock_staging(living)):
+    with closing(lock_pending(living)):
         code, out, _ = prune(tmp_path, "--leftovers", "--json")
         assert (code, json.loads(out)["kept"], json.loads(out)["leftovers"]) == (0, [living.name], [dead.name])
         code, out, _ = prune(tmp_path, "--leftovers")

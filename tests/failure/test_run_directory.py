@@ -18,9 +18,9 @@ from rankless import RunDirectory, api
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.storage.filesystems import Mount
+from tests.helpers.pending_locks import lock_pending
 from tests.helpers.processes import run_code, start_code
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
-from tests.helpers.staging_locks import lock_staging
 
 
 def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging: None) -> None:
@@ -38,7 +38,7 @@ def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging
 def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     with (
-        mock.patch("rankless.run.staging_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
+        mock.patch("rankless.run.pending_dir.atomic_rename.exchange_directories", side_effect=StorageError(5, "no")),
         pytest.raises(StorageError),
     ):
         rankless.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(1)}, overwrite=True)
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_its_name_is_one_that_there_is(tmp_path: Path) -> N
 def test_a_living_overwrite_finds_the_name_free_whoever_loads_meanwhile(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     waiting = put_aside(tmp_path)
-    with closing(lock_staging(waiting)):
+    with closing(lock_pending(waiting)):
         rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
         assert not (tmp_path / "step_1").exists()
     rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
@@ -145,7 +145,7 @@ def test_a_first_save_that_lives_is_left_alone_however_old_and_so_is_the_draft_o
     for folder in (living, of_a_run, writing):
         make_older(folder, 1e6)
     os.utime(writing / "model/model.safetensors")  # a rank of another host has just written
-    with closing(lock_staging(living)), mock.patch.object(api, "_defaults", api._DefaultDirectories()):
+    with closing(lock_pending(living)), mock.patch.object(api, "_defaults", api._DefaultDirectories()):
         save_step(tmp_path, 1)
     assert [folder.exists() for folder in (living, of_a_run, writing)] == [True, True, True]
     with mock.patch.object(api, "_defaults", api._DefaultDirectories()):
@@ -164,8 +164,8 @@ def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path) -> None:
 
 DIE = """
 import os, sys, torch, rankless
-from rankless.run.staging_dir import StagingDirectory
-StagingDirectory.publish = lambda *_: os._exit(9)
+from rankless.run.pending_dir import PendingDirectory
+PendingDirectory.publish = lambda *_: os._exit(9)
 rankless.save_checkpoint(sys.argv[1], "step_0", {"w": torch.zeros(100_000)})
 """
 
@@ -183,9 +183,9 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from rankless.ondisk.hidden_names import parse_hidden_name
-from rankless.run.staging_lock import StagingLock
+from rankless.run.pending_lock import PendingLock
 path = Path(sys.argv[1])
-lock = StagingLock(path.parent, parse_hidden_name(path.name))
+lock = PendingLock(path.parent, parse_hidden_name(path.name))
 print(True, flush=True)
 time.sleep(60)
 """
@@ -210,7 +210,7 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
     def look(*_: Any) -> Any:
         (partial,) = tmp_path.glob(".*.partial")
         with pytest.raises(BlockingIOError):
-            lock_staging(partial)
+            lock_pending(partial)
         seen.append(partial)
         return {}
 

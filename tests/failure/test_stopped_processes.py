@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rankless
 from rankless.engine.comm.daemon_executor import DaemonExecutor
-from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.errors import RankTimeoutError, TagExistsError
 from rankless.save.shard_writer import ShardWriter
 from rankless.storage import atomic_rename

@@ -416,14 +416,14 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
 
 def test_a_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     from rankless.engine.comm.known_failures import known_failures
-    from rankless.liveness.loss import Evidence, RankLoss
+    from rankless.liveness.loss import LossEvidence, RankLoss
     from rankless.liveness.reaction import Reaction
     from rankless.process.main_thread import MainThread
 
     main = MainThread()
     try:
         with caplog.at_level(logging.ERROR, "rankless"), pytest.raises(RankFailedError, match="rank 7 died: process 5"):
-            Reaction(main, 1.0).begin(RankLoss((7,), Evidence.ENDED, 0, "process 5"))
+            Reaction(main, 1.0).begin(RankLoss((7,), LossEvidence.ENDED, 0, "process 5"))
     finally:
         main.close()
         known_failures.clear()

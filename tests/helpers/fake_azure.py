@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 from awscrt.checksums import crc64nvme
 
-from rankless.storage.azure.store import Azure
+from rankless.storage.azure.azure_store import Azure
 from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import BUCKET, FakeStore
 from tests.helpers.fake_s3 import find_all

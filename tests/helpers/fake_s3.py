@@ -19,9 +19,9 @@ from xml.sax.saxutils import escape
 
 from awscrt.checksums import crc32c, crc64nvme
 
-from rankless.storage.gcs.store import GCS
+from rankless.storage.gcs.gcs_store import GCS
 from rankless.storage.http.connection import HttpResponse
-from rankless.storage.s3.store import S3
+from rankless.storage.s3.s3_store import S3
 from tests.helpers.fake_http import BUCKET, FakeStore
 
 #: The least bytes of a part, except the last one.

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 
 from rankless.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, TensorStatistics
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.report.compaction import sample_evenly
 from rankless.report.page import render_page
 from rankless.report.statistics import statistics_columns
-from rankless.report.tensors import NamedTensor, tensor_columns
+from rankless.report.tensor_columns import NamedTensor, tensor_columns
 from rankless.report.timeline import build_timeline
 from rankless.run.journal import JournalEntry
 from rankless.run.scan import CheckpointInfo

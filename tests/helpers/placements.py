@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed import tensor as dtensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rankless.engine.plan.placements import FlatSharded, MeshShape, Placement, PlacementLayout, Replicated, Sharded
-from rankless.ondisk.files import TensorInfo
+from rankless.engine.plan.layout_types import FlatSharded, MeshShape, Placement, PlacementLayout, Replicated, Sharded
+from rankless.ondisk.data_files import TensorInfo
 from tests.helpers.torch_limits import SHARDS_UNEVENLY
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from campaigns.common.fork_server import CONTEXT
 from rankless import api
-from rankless.components import api as components_api
+from rankless.components import component_calls as components_api
 from rankless.components.background import PendingSaves
-from rankless.live_copy import api as live_api
+from rankless.live_copy import copy_state as live_api
 from rankless.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes
 

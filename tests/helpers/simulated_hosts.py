@@ -9,16 +9,16 @@ from unittest import mock
 
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.storage import host_board
+from rankless.storage import host_mailbox
 
 
 @contextmanager
 def simulated_host(name: str, folder: str) -> Iterator[None]:
     """Take another id and name of this rank's host, and a folder for what ranks of one host post to each other."""
     with (
-        mock.patch.object(host_board, "_SHARED_MEMORY", Path(folder)),
-        mock.patch.object(host_board, "host_id", return_value=f"host {name}"),
-        mock.patch("rankless.save.negotiation.host_id", return_value=f"host {name}"),
+        mock.patch.object(host_mailbox, "_SHARED_MEMORY", Path(folder)),
+        mock.patch.object(host_mailbox, "host_id", return_value=f"host {name}"),
+        mock.patch("rankless.save.save_negotiation.host_id", return_value=f"host {name}"),
         mock.patch("platform.node", return_value=name),
     ):
         yield

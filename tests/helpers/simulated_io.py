@@ -22,13 +22,13 @@ from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan import file_ranges, load_plan, partition, stripes
-from rankless.engine.plan.placements import PlacementLayout, Sharded
+from rankless.engine.plan.layout_types import PlacementLayout, Sharded
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.formats.reader import FileExtent
-from rankless.load import read_plan
+from rankless.load import reads
 from rankless.ondisk import block_crcs
-from rankless.ondisk.files import TensorInfo
-from rankless.state.tensors import DTYPES, NAMES
+from rankless.ondisk.data_files import TensorInfo
+from rankless.state.tensor_views import DTYPES, NAMES
 from rankless.storage.direct_io import BufferedReader
 from tests.helpers.simulated_jobs import Job, Key, make_mesh
 from tests.helpers.tensors import random_tensor, tensor_bytes
@@ -185,12 +185,12 @@ class SimulatedLoad:
         """Return a rank's plan, and the files by their numbers in it."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
         held = {numbers[tensor.group, tensor.name]: tensor for tensor in self.job.membership().iter_tensors()}
-        files = read_plan._FileIndex(self.stored, numbers, held)
+        files = reads._FileIndex(self.stored, numbers, held)
         plan = load_plan.plan_load(held, rank, files.locate_bytes, exchange=self.exchange)
         return plan, list(files.numbers)
 
     def run(self, rank: int, p2p: ThreadP2P) -> Fragments:
-        """Read a rank's share of a load, as ``ReadPlan`` does."""
+        """Read a rank's share of a load, as ``Reads`` does."""
         plan, files = self.plan(rank)
 
         def sink_of(tensor: int) -> TensorBytes:

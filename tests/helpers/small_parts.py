@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from rankless.engine.io import cell_exchange, part_assembly, upload_parts
-from rankless.engine.plan.cells import CellGrain
+from rankless.engine.plan.writer_cells import CellGrain
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 
 texts = st.text() | st.text(st.characters()) | st.text("\ud83d\ude00\udcff$a", max_size=4)
 

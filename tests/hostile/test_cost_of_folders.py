@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import rankless
-from rankless.compat.nxd.format.optimizer_states import PipelineStage
-from rankless.compat.nxd.format.sharding_spec import parse_spec
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, RanklessError
+from rankless.nxd.reader.numbered_states import PipelineStage
+from rankless.nxd.reader.sharding_spec import parse_spec
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_integer, pickle_text
 from tests.helpers.nxd_files import rank_file_name

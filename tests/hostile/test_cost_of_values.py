@@ -22,7 +22,7 @@ import rankless
 from rankless.errors import CorruptCheckpointError, RanklessError, UnsupportedValueError
 from rankless.formats.pickles.builtin_types import PLAIN
 from rankless.formats.pickles.unpickle import unpickle
-from rankless.formats.tree.contents import classify_tree
+from rankless.formats.tree.tree_contents import classify_tree
 from rankless.ondisk import values
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.state.array_decoder import ArrayDecoder

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import rankless
-from rankless.tier.folder import TierFolder
 from rankless.tier.generation import Common
+from rankless.tier.host_folder import TierFolder
 from rankless.tier.part import _ROW, GenerationKey, PartName, _Header, decode_checked, encode_checked
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import rankless
-from rankless.compat.colossalai import Booster
+from rankless.colossalai import Booster
 from rankless.components.destination import ComponentOutput
 from rankless.errors import (
     CorruptCheckpointError,
@@ -37,8 +37,8 @@ from rankless.formats.detect import open_reader
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.storage import atomic_rename
 from tests.helpers import layouts
+from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
-from tests.helpers.staging_locks import lock_staging
 from tests.helpers.training import start_run, train_run
 
 WRITERS = [("plain", 1), ("fsdp", 3), ("tp", 2), ("fsdp_tp", 4), ("pp_ddp", 2)]
@@ -312,7 +312,7 @@ def test_the_next_save_of_a_part_removes_all_that_dead_ones_of_it_left_and_nothi
         (tmp_path / DEAD._replace(tag=tag, state=state).name).mkdir()  # type: ignore[arg-type]
     living = tmp_path / DEAD._replace(id="3" * 16).name
     living.mkdir()
-    with closing(lock_staging(living)):
+    with closing(lock_pending(living)):
         save_weight(tmp_path / "m", 1.0)
         left = {folder.name for folder in tmp_path.iterdir() if folder.is_dir()} - {"m"}
     assert {(item.tag, item.id[0]) for item in map(parse_hidden_name, left) if item} == {("n", "2"), ("m", "3")}
@@ -327,7 +327,7 @@ def test_what_a_dead_save_of_a_part_has_put_aside_outlives_saves_that_fail(tmp_p
     refused = StorageError(errno.EIO, "input/output error")
     with (
         mock.patch("rankless.run.cleanup.rename_noreplace", side_effect=refused),
-        mock.patch("rankless.run.staging_dir.atomic_rename.rename_noreplace", side_effect=refused),
+        mock.patch("rankless.run.pending_dir.atomic_rename.rename_noreplace", side_effect=refused),
         pytest.raises(StorageError),
     ):
         save_weight(tmp_path / "m", 2.0)
@@ -442,7 +442,7 @@ def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
         return ComponentOutput(*given)
 
     with (
-        mock.patch("rankless.load.operation.open_reader", watched),
+        mock.patch("rankless.load.load_operation.open_reader", watched),
         mock.patch("rankless.components.folder_save.ComponentOutput", shown),
     ):
         rankless.save_model(model, tmp_path / "m.pt")

@@ -36,8 +36,8 @@ from rankless.storage import atomic_rename, posix
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training, tensors_to_lists
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.interruptions import change_at_call
+from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
-from tests.helpers.staging_locks import lock_staging
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 
@@ -264,7 +264,7 @@ def test_a_draft_is_held_until_it_has_its_name(saved: Path, tmp_path: Path, to: 
         (draft,) = tmp_path.glob(".*.partial")
         assert clean_up(tmp_path) == []
         with pytest.raises(BlockingIOError):
-            lock_staging(draft)
+            lock_pending(draft)
         publish(*paths)
 
     with mock.patch.object(atomic_rename, "rename_noreplace", side_effect=look_and_publish) as published:
@@ -284,7 +284,7 @@ def test_what_is_read_back_cannot_be_taken_for_a_dead_draft(
     def looked(*arguments: Any) -> Any:
         (draft,) = tmp_path.glob(".*.partial")
         with pytest.raises(BlockingIOError):
-            lock_staging(draft)
+            lock_pending(draft)
         return read(*arguments)
 
     monkeypatch.setattr(pipeline, "read_file_ranges", looked)
@@ -297,7 +297,7 @@ def die_converting(src: str, dst: str, to: str) -> None:
 
     with (
         mock.patch("rankless.conversion.pipeline.read_file_ranges", side_effect=die),
-        mock.patch("rankless.compat.nxd.convert.torch_files._finish_file", side_effect=die),
+        mock.patch("rankless.nxd.writer.torch_files._finish_file", side_effect=die),
     ):
         rankless.convert(src, dst, to=to)
 
@@ -324,7 +324,7 @@ def test_the_next_conversion_to_the_same_name_removes_what_a_killed_one_has_left
     others = [tmp_path / f".{tag}.fedcba9876543210.0123456789abcdef.partial" for tag in ("out", "other")]
     for folder in others:
         folder.mkdir()
-    with closing(lock_staging(others[0])):  # a conversion that is still under way
+    with closing(lock_pending(others[0])):  # a conversion that is still under way
         rankless.convert(saved, tmp_path / "out", to=to, model_only=to != "deepspeed-universal")
     assert {path.name for path in tmp_path.glob(".*.partial")} == {folder.name for folder in others}
     assert left not in others
@@ -350,7 +350,7 @@ import signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, ignores it
 import time
 from rankless.cli.entry import main
-from rankless.compat.nxd.convert import torch_files
+from rankless.nxd.writer import torch_files
 from rankless.engine.io import write
 def slowly(quick):
     def work(*arguments):
@@ -423,7 +423,7 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
     where = (
         "rankless.conversion.pipeline.carry_values"
         if when == "reading the metadata"
-        else "rankless.run.owned_lock.FileLock"
+        else "rankless.run.dead_owner.FileLock"
     )
     with change_at_call(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
         rankless.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")

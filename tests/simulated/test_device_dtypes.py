@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import rankless
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from tests.helpers.equality import equal_bits
 from tests.helpers.simulated.streams import SCHEDULER, Stream, StreamContext, at_random
 from tests.simulated.conftest import DeviceRanks

@@ -430,7 +430,7 @@ def test_the_last_step_is_saved_again_if_its_background_save_had_failed(tmp_path
     with rankless.Checkpointer(tmp_path, model=nn.Linear(2, 2), async_save=True, signals=()) as checkpointer:
         checkpointer.resume()
         checkpointer.step(1)
-        with mock.patch("rankless.run.staging_dir.StagingDirectory.publish", side_effect=StorageError(28, "full")):
+        with mock.patch("rankless.run.pending_dir.PendingDirectory.publish", side_effect=StorageError(28, "full")):
             checkpointer.save()
             with pytest.raises(StorageError):
                 checkpointer.finalize()

@@ -6,7 +6,7 @@ import torch
 
 from rankless.inspection.element_values import as_array, as_values
 from rankless.ondisk.dtypes import WIDTHS
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 
 NARROW = sorted(name for name, width in WIDTHS.items() if width <= 2 and name != "BOOL")
 

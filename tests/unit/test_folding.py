@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rankless.cli.show.modules import ModuleSummary, fold_modules
 from rankless.inspection.folding import fold_tensors
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 SMALL, LARGE = TensorInfo("F32", (2,)), TensorInfo("BF16", (4, 4))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import rankless
-from rankless.compat.nxd.format.shard import shard_tensor
-from rankless.compat.nxd.format.sharding_spec import ShardingRule, ShardingSpec
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
+from rankless.nxd.reader.sharding_spec import ShardingRule, ShardingSpec
+from rankless.nxd.writer.shard import shard_tensor
 from tests.helpers.equality import equal_bits
 from tests.helpers.torch_files import save_tree
 

@@ -15,11 +15,11 @@ import torch
 import rankless
 from rankless import TensorStatistics
 from rankless.errors import CorruptCheckpointError, NoCheckpointError
-from rankless.inspection import measured_tensors, tensor_slices
+from rankless.inspection import element_slices, measured_tensors
 from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
 from rankless.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, bucket_bounds
 from rankless.ondisk.dtypes import WIDTHS
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
 
 Floats = npt.NDArray[np.float64]
@@ -262,4 +262,4 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 def test_slices_begin_at_multiples_that_the_order_of_summation_needs() -> None:
-    assert tensor_slices.SLICE == 2**19
+    assert element_slices.SLICE == 2**19

@@ -1,6 +1,6 @@
 """Cleaning up on one host while a save of another host lives, is cut off, or has died.
 
-No process may remove the staging directory of a living save, whatever its host. What a dead one left is removed as soon
+No process may remove the pending directory of a living save, whatever its host. What a dead one left is removed as soon
 as the file server has released its lock.
 """
 
@@ -17,7 +17,7 @@ from campaigns.hosts.workers import Worker
 from rankless.errors import RanklessError
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.run.cleanup import clean_up
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 
 #: How long a host tries to clean up after another one died, in seconds: the server's lease is 10.
 _PATIENCE = 60.0
@@ -25,12 +25,12 @@ _PATIENCE = 60.0
 #: The files of the checkpoint that is being saved.
 _FILES = 20
 
-_SAVES: list[StagingDirectory] = []
+_SAVES: list[PendingDirectory] = []
 
 
 def begin_save(run: Path) -> str:
-    """Create a staging directory with files in it. Return its name."""
-    staging = StagingDirectory(run / "step_1")
+    """Create a pending directory with files in it. Return its name."""
+    staging = PendingDirectory(run / "step_1")
     staging.create()
     for number in range(_FILES):
         (staging.path / str(number)).write_bytes(bytes(1000))
@@ -40,7 +40,7 @@ def begin_save(run: Path) -> str:
 
 def confirm(run: Path, name: str) -> None:
     """Do what a rank of the save's job does on this host."""
-    StagingDirectory(run / "step_1", parse_hidden_name(name)).confirm_lock()
+    PendingDirectory(run / "step_1", parse_hidden_name(name)).confirm_lock()
 
 
 def finish_save() -> str:

@@ -32,7 +32,7 @@ KINDS_OF_LOCKS = {
 }
 
 
-#: The kind of lock that staging directories have: both kinds that some file systems show to other hosts.
+#: The kind of lock that pending directories have: both kinds that some file systems show to other hosts.
 _CHOSEN = "lock of rankless"
 
 

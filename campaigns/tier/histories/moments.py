@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from campaigns.common.points import Point
 
-_FOLDER = "rankless.tier.folder.TierFolder"
+_FOLDER = "rankless.tier.host_folder.TierFolder"
 _SLOTS = "rankless.tier.slots.Slots"
-_STATE = "rankless.tier.state"
-_HOSTS = "rankless.load.tier_hosts"
+_STATE = "rankless.tier.job"
+_HOSTS = "rankless.load.tier_generations"
 _FETCH = "rankless.load.part_fetch"
 _ASSEMBLER = "rankless.load.part_assembler"
 _DRAIN = "rankless.save.folder_drain"
-_STAGING = "rankless.run.staging_dir.StagingDirectory"
+_STAGING = "rankless.run.pending_dir.PendingDirectory"
 _P2P = "rankless.engine.io.p2p.P2PExchange"
 _RENAME = "rankless.storage.atomic_rename._renameat2"
 
@@ -49,14 +49,14 @@ MOMENTS = (
         "save",
         Point("reserving a slot", f"{_SLOTS}.take"),
         Point("slot reserved", f"{_SLOTS}.take", after=True),
-        Point("deciding about the save", f"{_STATE}.TierState.plan_save", rank_0_only=True),
+        Point("deciding about the save", f"{_STATE}.TierJob.plan_save", rank_0_only=True),
         Point("copying into the slot", "rankless.save.shard_writer.stage_tensors"),
         Point("hashing", "rankless.save.tier_stage.hash_ranges"),
         Point("writing the table", f"{_FOLDER}.write_part"),
         Point("table written", f"{_FOLDER}.write_part", after=True),
         Point("writing the label", f"{_FOLDER}.write_common"),
         Point("label written", f"{_FOLDER}.write_common", after=True),
-        Point("complete in the tier", f"{_STATE}.TierState.note_complete", after=True),
+        Point("complete in the tier", f"{_STATE}.TierJob.note_complete", after=True),
         Point("keeping the newest", f"{_SLOTS}.keep"),
         Point("removing older generations", f"{_FOLDER}.remove_generations"),
         Point("older generations removed", f"{_FOLDER}.remove_generations", after=True),
@@ -65,7 +65,7 @@ MOMENTS = (
     ),
     *_of(
         "save",
-        Point("exchanging tables", "rankless.tier.copies.exchange_tables"),
+        Point("exchanging tables", "rankless.tier.copies_on_hosts.exchange_tables"),
         Point("sending to another host", f"{_P2P}.send"),
         Point("receiving from another host", f"{_P2P}.receive"),
         Point("waiting for another host", f"{_P2P}.wait_for_any"),
@@ -74,20 +74,20 @@ MOMENTS = (
     *_of("save", Point("writing the table of a parity", f"{_FOLDER}.write_parity"), needs="parity"),
     *_of(
         "drain",
-        Point("looking for later epochs", f"{_STATE}.TierState.check_not_fenced", rank_0_only=True),
-        Point("no later epoch found", f"{_STATE}.TierState.check_not_fenced", after=True, rank_0_only=True),
-        Point("creating the staging directory", f"{_STAGING}.create", rank_0_only=True),
+        Point("looking for later epochs", f"{_STATE}.TierJob.check_not_fenced", rank_0_only=True),
+        Point("no later epoch found", f"{_STATE}.TierJob.check_not_fenced", after=True, rank_0_only=True),
+        Point("creating the pending directory", f"{_STAGING}.create", rank_0_only=True),
         Point("writing", "rankless.save.shard_writer.write_file_ranges"),
         Point("publishing", f"{_STAGING}.publish", rank_0_only=True),
         Point("renaming", _RENAME, rank_0_only=True),
         Point("renamed", _RENAME, after=True, rank_0_only=True),
-        Point("ending the drain", f"{_STATE}.TierState.end_drain"),
+        Point("ending the drain", f"{_STATE}.TierJob.end_drain"),
         needs="drains",
     ),
     *_of(
         "loaded drain",
         Point("mapping the parts", "rankless.save.generation_drain.GenerationDrain._map_parts"),
-        Point("opening the staging directory", f"{_DRAIN}.FolderDrain._open_staging", rank_0_only=True),
+        Point("opening the pending directory", f"{_DRAIN}.FolderDrain._open_pending", rank_0_only=True),
         Point("writing a part", f"{_DRAIN}.write_file_ranges"),
         Point("writing shared pages", f"{_DRAIN}.FolderDrain._write_edges", rank_0_only=True),
         Point("publishing", f"{_DRAIN}.FolderDrain._publish", rank_0_only=True),
@@ -99,8 +99,8 @@ MOMENTS = (
         "load",
         Point("listing what the host has", f"{_HOSTS}.list_offers"),
         Point("listed what the host has", f"{_HOSTS}.list_offers", after=True),
-        Point("taking over the folder", f"{_STATE}.TierState.take_over"),
-        Point("folder taken over", f"{_STATE}.TierState.take_over", after=True),
+        Point("taking over the folder", f"{_STATE}.TierJob.take_over"),
+        Point("folder taken over", f"{_STATE}.TierJob.take_over", after=True),
         Point("verifying parts", f"{_ASSEMBLER}.PartAssembler.verify_share"),
         Point("fetching from other hosts", f"{_FETCH}.run_transfers"),
         Point("putting values in place", "rankless.state.restore.LoadTargets.apply"),

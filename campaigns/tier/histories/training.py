@@ -36,7 +36,7 @@ TIMEOUT = 5.0
 SIGNAL_FOR_STACKS = signal.SIGUSR1
 
 #: On rank 0: from then on, this job is newer than those before.
-_RESERVED = Point("epoch reserved", "rankless.tier.state.reserve_epoch", after=True)
+_RESERVED = Point("epoch reserved", "rankless.tier.job.reserve_epoch", after=True)
 
 #: The saves of an incarnation that ends well.
 _STEPS = 4

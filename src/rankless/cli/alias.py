@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from rankless.cli.checkpoint_argument import check_run
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.output import print_json
 from rankless.cli.table import Column, Table
-from rankless.cli.target import check_run
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.run.aliases import delete_alias, list_aliases

@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "ls": CommandSpec("rankless.cli.ls", "List the checkpoints of a run.", "rankless ls runs/a --all"),
     "top": CommandSpec("rankless.cli.top", "Show the saves of a training as they happen.", "rankless top runs/a"),
     "show": CommandSpec(
-        "rankless.cli.show.command", "Show the contents of a checkpoint.", "rankless show runs/a 'model/*.bias'"
+        "rankless.cli.show.show_command", "Show the contents of a checkpoint.", "rankless show runs/a 'model/*.bias'"
     ),
     "verify": CommandSpec(
         "rankless.cli.verify", "Read every byte and check every CRC.", "rankless verify runs/a/step_1000"
@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "rankless stats runs/a 'model/*.weight'",
     ),
     "diff": CommandSpec(
-        "rankless.cli.diff.command", "Compare two checkpoints.", "rankless diff runs/a/step_1000 runs/b/step_1000"
+        "rankless.cli.diff.diff_command", "Compare two checkpoints.", "rankless diff runs/a/step_1000 runs/b/step_1000"
     ),
     "report": CommandSpec(
         "rankless.cli.report",
@@ -55,7 +55,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "rankless consolidate logs/epoch=0-step=3.ckpt --output all.ckpt",
     ),
     "nxd-convert-zero-checkpoints": CommandSpec(
-        "rankless.compat.nxd.cli",
+        "rankless.nxd.command",
         "Convert the ZeRO-1 state of a NeuronX Distributed checkpoint.",
         "rankless nxd-convert-zero-checkpoints --input_dir ckpt/step_10 --output_dir ckpt4/step_10 "
         "--convert_to_sharded --dp_size 4",

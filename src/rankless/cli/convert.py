@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from rankless.cli.checkpoint_argument import Tag, resolve_path
 from rankless.cli.completion import FORMATS, complete_checkpoints, complete_dtypes, complete_formats
 from rankless.cli.output import print_json
 from rankless.cli.process import leave_on_interrupt
-from rankless.cli.target import Tag, resolve_path
 from rankless.errors import InvalidArgumentError
 from rankless.observe.events import Event, OnEvent, Progress
 from rankless.observe.terminal import escape_control_characters, progress_bar, terminal_console
 from rankless.observe.units import format_size
-from rankless.ondisk.files import SHARD_SIZE
+from rankless.ondisk.data_files import SHARD_SIZE
 from rankless.storage.object_path import parse_location
 from rankless.storage.store import count_stored_bytes
 

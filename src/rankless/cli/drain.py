@@ -14,7 +14,7 @@ from rankless.observe.reporter import with_progress_bar
 from rankless.observe.terminal import escape_control_characters, terminal_console
 
 if TYPE_CHECKING:
-    from rankless.save.host_drain import DrainResult
+    from rankless.save.offline_drain import DrainResult
 
 #: The exit code if parts of other hosts are missing.
 INCOMPLETE = 3
@@ -32,7 +32,7 @@ def drain(
     again, and on all hosts at once. If the job still runs on this host, nothing is done, and the exit code is 1.
     """
     with leave_on_interrupt():
-        from rankless.save.host_drain import drain as drain_host  # noqa: PLC0415 - torch is slow to import
+        from rankless.save.offline_drain import drain as drain_host  # noqa: PLC0415 - torch is slow to import
     with with_progress_bar("draining the local tier", ignore_event) as on_event:
         result = drain_host(run, local, on_event=on_event)
     for problem in result.problems:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from rankless.cli.checkpoint_argument import Tag, resolve_path
 from rankless.cli.completion import complete_checkpoints, complete_dtypes
 from rankless.cli.convert import print_result, show_conversion
 from rankless.cli.process import leave_on_interrupt
-from rankless.cli.target import Tag, resolve_path
 
 
 def export(  # noqa: PLR0917 - the options of a command

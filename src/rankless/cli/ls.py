@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from rankless.cli.checkpoint_argument import Local, check_run
 from rankless.cli.live_view import LiveView, show_live
 from rankless.cli.output import print_error, print_json
 from rankless.cli.process import leave_on_interrupt
 from rankless.cli.run_listing import RunListing, build_table
 from rankless.cli.table import Table
-from rankless.cli.target import Local, check_run
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count
@@ -22,7 +22,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import parse_location
 
 if TYPE_CHECKING:
-    from rankless.cli.tier.ls import TierListing
+    from rankless.cli.tier.ls_local import TierListing
 
 
 def ls(  # noqa: PLR0917 - options of the command
@@ -72,7 +72,7 @@ def ls(  # noqa: PLR0917 - options of the command
 
 def _list_tier(run: str, local: str) -> TierListing:
     with leave_on_interrupt():
-        from rankless.cli.tier.ls import TierListing  # noqa: PLC0415 - NumPy is slow to import
+        from rankless.cli.tier.ls_local import TierListing  # noqa: PLC0415 - NumPy is slow to import
     return TierListing.of(run, local)
 
 

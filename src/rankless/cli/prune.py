@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from rankless.cli.checkpoint_argument import Local, check_run
 from rankless.cli.output import print_json
 from rankless.cli.process import leave_on_interrupt
-from rankless.cli.target import Local, check_run
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count, format_size
@@ -106,7 +106,7 @@ def prune(  # noqa: PLR0917 - options of the command
 
 def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_json: bool) -> None:
     with leave_on_interrupt():
-        from rankless.cli.tier.prune import prune_tier  # noqa: PLC0415 - NumPy is slow to import
+        from rankless.cli.tier.prune_local import prune_tier  # noqa: PLC0415 - NumPy is slow to import
     prune_tier(run, local, with_undrained=with_undrained, dry_run=dry_run, as_json=as_json)
 
 

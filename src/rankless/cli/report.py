@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankless.cli import target
+from rankless.cli import checkpoint_argument
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.process import leave_on_interrupt
 from rankless.cli.verify_one import verify_checkpoint
@@ -51,7 +51,7 @@ def report(  # noqa: PLR0917 - options of the command
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The file to write; it is replaced.")
     ] = "report.html",
-    tag: target.Tag = None,
+    tag: checkpoint_argument.Tag = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Read tensors whose statistics are not kept, up to 20 checkpoints.")
     ] = False,
@@ -66,11 +66,11 @@ def report(  # noqa: PLR0917 - options of the command
     """
     if other is not None and (tag is not None or stats or verify or full):
         raise InvalidArgumentError("--tag, --stats, --verify and --full are for one run or checkpoint: leave them out")
-    file, path = local_path(output), target.resolve_path(checkpoint, tag)
+    file, path = local_path(output), checkpoint_argument.resolve_path(checkpoint, tag)
     if other is None:
         data = _describe_current(path, stats=stats, verify=verify, full=full)
     else:
-        data = _describe_difference(path, target.resolve_path(other, None))
+        data = _describe_difference(path, checkpoint_argument.resolve_path(other, None))
     page = render_page(f"{path.name} and {Path(other).name}" if other is not None else path.name, data)
     replace_output(file, page)
     terminal_console().print(f"wrote {escape_control_characters(str(file))}, {format_size(len(page))}")

@@ -15,8 +15,8 @@ from rankless.run.aliases import Alias, list_aliases
 from rankless.run.catalog import StaleDirectory, list_stale_directories
 from rankless.run.retention import sort_by_metric
 from rankless.run.scan import CheckpointInfo
+from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.shared_files import own_bytes
 
 #: The share of a checkpoint's size below which its own disk space shows that it shares files. Files that are compressed
 #: or sparse take less space than their size, too.

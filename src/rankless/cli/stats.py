@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankless.cli import target
+from rankless.cli import checkpoint_argument
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.format_values import as_plain_value
 from rankless.cli.output import print_error, print_json
@@ -39,7 +39,7 @@ def stats(
     pattern: Annotated[
         str | None, typer.Argument(metavar="PATTERN", help="Show only these tensors: a glob, or part of a name.")
     ] = None,
-    tag: target.Tag = None,
+    tag: checkpoint_argument.Tag = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show the minimum, maximum, mean, standard deviation and norm of each tensor, and how many NaNs and infs it has.
@@ -48,7 +48,7 @@ def stats(
     with it are shown. All but the numbers of NaNs and infs are those of the finite elements. The JSON output also has a
     histogram of each tensor. The exit code is 1 if no tensor matches PATTERN.
     """
-    inspected = inspected_checkpoint.inspect_path(target.resolve_path(checkpoint, tag))
+    inspected = inspected_checkpoint.inspect_path(checkpoint_argument.resolve_path(checkpoint, tag))
     keys = select_tensors(inspected, pattern)
     if pattern is not None and not keys:
         print_error(f"no tensor of {inspected.path} matches {pattern!r}", "Without a pattern all tensors are shown.")

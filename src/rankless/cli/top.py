@@ -13,11 +13,11 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from rankless.cli.checkpoint_argument import Local, check_run
 from rankless.cli.live_view import LiveView, show_live
 from rankless.cli.process import leave_on_interrupt
 from rankless.cli.run_listing import RunListing, build_table
 from rankless.cli.table import Cell, Column, Table
-from rankless.cli.target import Local, check_run
 from rankless.errors import StorageError
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_rate, format_seconds, format_size, format_time
@@ -57,7 +57,7 @@ def top(
     check_run(path)
     if local is not None:
         with leave_on_interrupt():
-            from rankless.cli.tier import ls  # noqa: F401, PLC0415 - NumPy is slow to import
+            from rankless.cli.tier import ls_local  # noqa: F401, PLC0415 - NumPy is slow to import
     show_live(path, lambda: _build_view(path, run, local))
 
 
@@ -74,7 +74,7 @@ def _build_view(path: Path, run: str, local: str | None) -> LiveView:
     content += [build_table(listing, [])] if infos else [Text("no checkpoint yet")]
     if local is None:
         return LiveView(Group(*content), listing.state)
-    from rankless.cli.tier.ls import TierListing  # noqa: PLC0415 - only with --local
+    from rankless.cli.tier.ls_local import TierListing  # noqa: PLC0415 - only with --local
 
     tier = TierListing.of(run, local)
     return LiveView(Group(*content, Text(), *tier.build()), (listing.state, tier.state))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rankless.cli import target
+from rankless.cli import checkpoint_argument
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.output import print_json
 from rankless.cli.process import leave_on_interrupt
@@ -38,8 +38,8 @@ def verify(
         ),
     ],
     check_all: Annotated[bool, typer.Option("--all", "-a", help="Verify every checkpoint of the run.")] = False,
-    tag: target.Tag = None,
-    local: target.Local = None,
+    tag: checkpoint_argument.Tag = None,
+    local: checkpoint_argument.Local = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Read every byte of a checkpoint, check every CRC, and name everything that is corrupt.
@@ -52,7 +52,7 @@ def verify(
         raise InvalidArgumentError("--all and --tag cannot be used together: leave one of them out")
     results = []
     if local is None:
-        verified = _verify_all(target.resolve_path(checkpoint, tag), check_all=check_all)
+        verified = _verify_all(checkpoint_argument.resolve_path(checkpoint, tag), check_all=check_all)
     else:
         verified = _verify_tier(checkpoint, local, tag)
     for result in verified:
@@ -67,7 +67,7 @@ def verify(
 
 def _verify_tier(run: str, local: str, tag: str | None) -> Iterator[VerifyResult]:
     with leave_on_interrupt():
-        from rankless.cli.tier.verify import verify_tier  # noqa: PLC0415 - NumPy is slow to import
+        from rankless.cli.tier.verify_local import verify_tier  # noqa: PLC0415 - NumPy is slow to import
     return verify_tier(run, local, tag)
 
 

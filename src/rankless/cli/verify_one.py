@@ -16,8 +16,8 @@ from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessE
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, describe_unread, inspect_exact_path
 from rankless.observe.terminal import show_progress
 from rankless.storage import posix
+from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.shared_files import own_bytes
 
 #: The group whose folder transformers opens, and the file that it prefers if it exists.
 _MODEL, _FIRST = "model", "model.safetensors"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rankless.components.component_request import ComponentRequest
+from rankless.components.component_save import ComponentSave
 from rankless.components.folder_save import FolderComponentSave
 from rankless.components.object_save import ObjectComponentSave
-from rankless.components.operation import ComponentSave
-from rankless.components.request import ComponentRequest
 from rankless.engine.comm.session import RankGroup, current_process_group
 from rankless.observe.spans import span
 from rankless.save.background import background_saves

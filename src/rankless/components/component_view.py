@@ -10,7 +10,7 @@ from rankless.components.content import MODEL, OPTIMIZER, rename_tensors
 from rankless.errors import MismatchError
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import RemappedReader, TensorMapping, identity_mapping
-from rankless.ondisk.files import ADAPTER
+from rankless.ondisk.data_files import ADAPTER
 
 
 @dataclass(frozen=True)

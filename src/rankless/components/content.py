@@ -8,9 +8,9 @@ from typing import Any
 
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.split_tensors import stored_tensors
-from rankless.ondisk.files import ADAPTER, TensorInfo, is_adapter_group
+from rankless.ondisk.data_files import ADAPTER, TensorInfo, is_adapter_group
 from rankless.ondisk.validation import split_state_key, state_key
-from rankless.state.model.hf_layout import Stored, TensorOrigin
+from rankless.state.model.fused_layout import Stored, TensorOrigin
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 

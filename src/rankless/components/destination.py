@@ -1,4 +1,4 @@
-"""The destination of a component, and its files in a staging directory, which get the final name in one step."""
+"""The destination of a component, and its files in a pending directory, which get the final name in one step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankless.components.files import FileSet, FragmentsOf
+from rankless.components.component_files import FileSet, FragmentsOf
 from rankless.engine.io.upload_parts import FileFrame
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.formats.sharded.index import files_named_by
 from rankless.run.cleanup import clean_up
 from rankless.run.object_run import check_output_name
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import directory_trees, posix
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.object_path import ObjectPath, is_bucket
@@ -55,14 +55,14 @@ class Destination:
 
 
 class ComponentOutput:
-    """The files of a component in a staging directory, which rank 0 creates and publishes."""
+    """The files of a component in a pending directory, which rank 0 creates and publishes."""
 
     def __init__(self, destination: Destination, files: FileSet, frames: Sequence[FileFrame]) -> None:
         """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
         self._destination, self._files, self._frames = destination, files, frames
         clean_up(destination.path.parent, tag=destination.path.name)
-        self._staging = StagingDirectory(destination.path)
-        self._staging.create(files.nbytes)
+        self._pending = PendingDirectory(destination.path)
+        self._pending.create(files.nbytes)
         try:
             for file, frame in zip(files.files, frames, strict=True):
                 posix.make_parents(self.folder, file.name)
@@ -73,8 +73,8 @@ class ComponentOutput:
 
     @property
     def folder(self) -> Path:
-        """The staging directory."""
-        return self._staging.path
+        """The pending directory."""
+        return self._pending.path
 
     def publish(self, fragments_of: FragmentsOf) -> None:
         """Finish the files, and give them their final names."""
@@ -91,25 +91,25 @@ class ComponentOutput:
         else:
             (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
-            self._staging.replace(name)
+            self._pending.replace(name)
             with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
-                self._staging.remove_displaced()
+                self._pending.remove_displaced()
 
     def _publish_folder(self) -> None:
         """Replace the folder in one step."""
         final = self._destination.path
         if not posix.path_exists(final):
             posix.sync_tree(self.folder)
-            self._staging.publish()
+            self._pending.publish()
             return
         if self._destination.keeps_others:
             replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
             directory_trees.link_remaining(final, self.folder, replaced)
         posix.sync_tree(self.folder)
-        self._staging.replace()
+        self._pending.replace()
         with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
-            self._staging.remove_displaced()
+            self._pending.remove_displaced()
 
     def discard(self) -> None:
-        """Remove the staging directory, unless the folder that it was to replace has already lost its name."""
-        self._staging.discard()
+        """Remove the pending directory, unless the folder that it was to replace has already lost its name."""
+        self._pending.discard()

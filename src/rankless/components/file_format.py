@@ -15,7 +15,7 @@ from rankless.components.file_layouts import (
     torch_file,
     torch_folder,
 )
-from rankless.state.model.hf_layout import stored_layout
+from rankless.state.model.fused_layout import stored_layout
 
 #: Extensions of torch.save files.
 TORCH = frozenset({".pt", ".pth", ".bin"})

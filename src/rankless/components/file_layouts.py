@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from rankless.components.component_files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.components.content import MODEL, ComponentContent
-from rankless.components.files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.conversion.fake_tensors import FakeTensors
 from rankless.conversion.state_dict_schemas import optimizer_state_dict
 from rankless.errors import InvalidArgumentError
 from rankless.formats.huggingface import VALUES_KEY
 from rankless.formats.peft import ADAPTER_BIN
 from rankless.ondisk import header, values
-from rankless.ondisk.files import (
+from rankless.ondisk.data_files import (
     ADAPTER,
     ADAPTER_CONFIG,
     DataFile,

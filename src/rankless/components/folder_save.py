@@ -1,19 +1,19 @@
-"""A save of one component on a disk: all ranks write into files in a staging directory, which rank 0 renames."""
+"""A save of one component on a disk: all ranks write into files in a pending directory, which rank 0 renames."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from rankless.components.component_files import FileSet
+from rankless.components.component_request import ComponentRequest
+from rankless.components.component_save import ComponentSave, OpenedOutput
 from rankless.components.destination import ComponentOutput
-from rankless.components.files import FileSet
-from rankless.components.operation import ComponentSave, OpenedFiles
-from rankless.components.request import ComponentRequest
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.upload_parts import FileFrame
-from rankless.engine.plan.cells import CellGrain
+from rankless.engine.plan.writer_cells import CellGrain
 
 
 class FolderComponentSave(ComponentSave):
@@ -23,10 +23,10 @@ class FolderComponentSave(ComponentSave):
         super().__init__(request, ranks, timeout)
         self._output: ComponentOutput | None = None
 
-    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedFiles:
+    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedOutput:
         """See :class:`ComponentSave`. Rank 0 writes the bytes of no tensor, so the others need not know them."""
         self._output = ComponentOutput(self._request.destination, files, frames)
-        return OpenedFiles([FileFrame(frame.size) for frame in frames], folder=str(self._output.folder))
+        return OpenedOutput([FileFrame(frame.size) for frame in frames], folder=str(self._output.folder))
 
     def _choose_cells(self, host_of: Sequence[int]) -> tuple[Sequence[int], CellGrain | None]:
         """See :class:`ComponentSave`."""

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankless.components.api import load_component, save_model
+from rankless.components.component_calls import load_component, save_model
 from rankless.components.component_view import ComponentView
 from rankless.components.content import MODEL
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
-from rankless.ondisk.files import SHARD_SIZE, is_adapter_group
+from rankless.ondisk.data_files import SHARD_SIZE, is_adapter_group
 from rankless.run.lookup import open_latest
-from rankless.run.staging_dir import check_destination
+from rankless.run.pending_dir import check_destination
 from rankless.state.model.peft_adapters import BASE
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from rankless.state.training import TrainingObjects
 from rankless.storage import posix
 from rankless.storage.object_path import parse_location

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankless.components.files import FileSet
+from rankless.components.component_files import FileSet
+from rankless.components.component_request import ComponentRequest
+from rankless.components.component_save import ComponentSave, OpenedOutput
 from rankless.components.object_output import ObjectComponentOutput, component_files
-from rankless.components.operation import ComponentSave, OpenedFiles
-from rankless.components.request import ComponentRequest
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import Fragments, ignore_progress
 from rankless.engine.io.upload_parts import FileFrame
-from rankless.engine.plan.cells import CellGrain
+from rankless.engine.plan.writer_cells import CellGrain
 from rankless.save.shared_upload import RankBytes, SharedUpload, UploadRanks, abort_uploads
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import Upload
@@ -29,13 +29,13 @@ class ObjectComponentSave(ComponentSave):
         self._output: ObjectComponentOutput | None = None
         self._begun: list[Upload] = []
 
-    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedFiles:
+    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedOutput:
         """See :class:`ComponentSave`."""
         self._output = ObjectComponentOutput(self._final, self._request.destination, files)
         ids = self._output.begin(frames)
         paths = component_files(self._final, files.names, folder=self._request.destination.folder)
         self._begun = [Upload(path, upload) for path, upload in zip(paths, ids, strict=True) if upload]
-        return OpenedFiles(list(frames), uploads=ids)
+        return OpenedOutput(list(frames), uploads=ids)
 
     def _choose_cells(self, host_of: Sequence[int]) -> tuple[Sequence[int], CellGrain | None]:
         """See :class:`ComponentSave`. Each rank is a host of its own: a part has one sender."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from rankless.components.component_files import FileSet
 from rankless.components.content import SCHEDULER, ComponentContent
 from rankless.components.destination import ComponentOutput, Destination
-from rankless.components.files import FileSet
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import Session

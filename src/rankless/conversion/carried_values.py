@@ -12,10 +12,10 @@ from rankless.conversion.tensor_filter import TensorFilter
 from rankless.formats.reader import Reader
 from rankless.formats.training_step import find_step
 from rankless.ondisk import values
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.state.arrays import ArrayEncoder
 from rankless.state.capture import STATE
-from rankless.state.tensors import NAMES
+from rankless.state.tensor_views import NAMES
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError
 from rankless.formats.registry import LAYOUT, MEGATRON, NXD, load_target
 from rankless.observe.events import OnEvent, ignore_event
-from rankless.ondisk.files import SHARD_SIZE, parse_size
+from rankless.ondisk.data_files import SHARD_SIZE, parse_size
 from rankless.ondisk.validation import check_keys
-from rankless.state.tensors import NAMES
+from rankless.state.tensor_views import NAMES
 from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.storage.object_path import parse_location
 
@@ -76,10 +76,10 @@ def convert(
         process_group: the ranks that share the work.
         timeout: how many seconds ranks wait for each other before all of them fail.
         format_options: options of ``"nxd"``: ``tp_size``, ``pp_size``, ``dp_size`` (for a ZeRO-1 optimizer), ``xser``,
-            ``master_weights``: see :class:`rankless.compat.nxd.convert.options.NxdOptions`. There ``max_shard_size``,
+            ``master_weights``: see :class:`rankless.nxd.writer.nxd_options.NxdOptions`. There ``max_shard_size``,
             ``verify`` and ``on_event`` have no effect. Options of ``"megatron"``: ``config``, ``vocab_divisible_by``,
             ``consumed_samples``, ``expert_parallel``: see
-            :class:`rankless.conversion.megatron.options.MegatronOptions`.
+            :class:`rankless.megatron.writer.megatron_options.MegatronOptions`.
 
     Returns:
         The path of the output.

@@ -12,10 +12,10 @@ from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key
 from rankless.engine.plan.spec import PER_RANK as RANKS
 from rankless.ondisk import values
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import STATE
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 
 #: Tensors by group and name.
 Groups = Mapping[str, Mapping[str, torch.Tensor]]

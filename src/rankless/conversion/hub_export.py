@@ -27,7 +27,7 @@ from rankless.formats.native import MODEL, NativeReader
 from rankless.formats.reader import Reader
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group, parse_size
+from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group, parse_size
 from rankless.ondisk.strict_json import parse_json
 from rankless.run.lookup import checkpoint_path, open_latest
 from rankless.run.tags import TagArgument, check_tag_argument

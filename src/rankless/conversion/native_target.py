@@ -20,13 +20,13 @@ from rankless.formats.native import RANKS, STATE, NativeReader
 from rankless.formats.reader import Reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values
-from rankless.ondisk.files import TensorInfo, is_adapter_group, pack_files
+from rankless.ondisk.data_files import TensorInfo, is_adapter_group, pack_files
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.run.catalog import next_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
 from rankless.state.capture import build_ranks_file, build_state_file
 from rankless.state.model.hf_config import CONFIG, has_adapters, set_config_dtype
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from rankless.storage.store import store_of
 
 #: The group whose folder transformers opens.
@@ -45,9 +45,9 @@ class NativeTarget:
 
     output_name = ""
 
-    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+    def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
         self._source, self._final = source, final
-        self._files = CheckpointFiles(staging, _plan_save(source))
+        self._files = CheckpointFiles(pending, _plan_save(source))
 
     def create_files(self) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -114,14 +114,14 @@ class HuggingFaceTarget(NativeTarget):
 
     output_name = _MODEL
 
-    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+    def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
         groups = source.selected.group_names()
         if groups != [_MODEL]:
             raise InvalidArgumentError(
                 f"the output contains one model, but the source has {', '.join(groups) or 'none'}: "
                 'select one with keys={"model": …}, on the command line --key model=…, or leave out the others'
             )
-        super().__init__(source, staging, final)
+        super().__init__(source, pending, final)
         self._check_names()
 
     def _check_names(self) -> None:
@@ -143,8 +143,8 @@ class SafetensorsTarget(HuggingFaceTarget):
 
     output_name = f"{_MODEL}/{SINGLE}"
 
-    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
-        super().__init__(replace(source, limit=sys.maxsize), staging, final)
+    def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
+        super().__init__(replace(source, limit=sys.maxsize), pending, final)
 
     def _check_names(self) -> None:
         """Accept any names: transformers does not open a single file."""

@@ -9,7 +9,7 @@ from rankless.conversion.target import ConversionSource
 from rankless.errors import InvalidArgumentError
 from rankless.formats.peft import PeftReader
 from rankless.formats.reader import Reader
-from rankless.ondisk.files import ADAPTER, ADAPTER_CONFIG
+from rankless.ondisk.data_files import ADAPTER, ADAPTER_CONFIG
 
 
 class PeftTarget(NativeTarget):
@@ -17,13 +17,13 @@ class PeftTarget(NativeTarget):
 
     output_name = ADAPTER
 
-    def __init__(self, source: ConversionSource, staging: Path, final: Path) -> None:
+    def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
         if not source.selected.infos:
             raise InvalidArgumentError(
                 f"{source.reader.path} contains no adapters in PEFT's format: load it into its PEFT model, and save "
                 "that with rankless.save_model(adapter_only=True)"
             )
-        super().__init__(source, staging, final)
+        super().__init__(source, pending, final)
 
     def adapter_files(self) -> dict[str, bytes]:
         """Return the configurations of the adapters, without those of the base model."""

@@ -10,68 +10,76 @@ from typing import Any
 import msgspec
 
 from rankless.conversion.carried_values import carry_values
-from rankless.conversion.dcp_target import DcpTarget
-from rankless.conversion.deepspeed.universal_target import UniversalTarget
-from rankless.conversion.lightning_target import LightningTarget
 from rankless.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from rankless.conversion.peft_target import PeftTarget
 from rankless.conversion.source_checksums import check_ranges, find_source_checksums
-from rankless.conversion.sources import SourceTable
+from rankless.conversion.source_table import SourceTable
 from rankless.conversion.state_dict_schemas import dcp_schema, lightning_schema, state_dict_schema
 from rankless.conversion.target import ConversionSource, ConversionTarget, FileLayout
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.conversion.torch_target import TorchTarget
 from rankless.engine.comm.session import Session, require_equal
 from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
 from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs, decode_pieces
-from rankless.engine.integrity.verify import ChecksumVerifier
 from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.stream import ReadFragments
 from rankless.engine.io.write import write_file_ranges
-from rankless.engine.plan.cells import CellPlanner
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.partition import split_evenly
 from rankless.engine.plan.tensor_writers import EqualWriters
+from rankless.engine.plan.writer_cells import CellPlanner
 from rankless.engine.plan.writer_map import PlacedTensor, WriterMap
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.reader import detect_replacement
-from rankless.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF, NXD, READABLE, load_attribute, load_target
+from rankless.formats.registry import (
+    DCP,
+    DEEPSPEED_UNIVERSAL,
+    LAYOUT,
+    LIGHTNING_FOLDER,
+    MEGATRON,
+    MEGATRON_HF,
+    NXD,
+    READABLE,
+    load_attribute,
+    load_target,
+)
 from rankless.observe.events import OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import clean_up
+from rankless.run.local_output import check_hosts, make_output
 from rankless.run.lookup import open_latest
-from rankless.run.staging_dir import check_destination
-from rankless.run.upload_staging import check_hosts, make_staging
+from rankless.run.pending_dir import check_destination
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import file_size, host_id, sync_tree
 
-#: The target of each format: made from the source, the staging path and the final path.
+#: The target of each format: made from the source, the pending path and the final path.
 TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]] = {
     "native": NativeTarget,
     "hf": HuggingFaceTarget,
     "safetensors": SafetensorsTarget,
-    "torch": lambda source, staging, _: TorchTarget(source, staging, state_dict_schema),
-    "lightning": lambda source, staging, _: TorchTarget(source, staging, lightning_schema),
-    "lightning-folder": lambda source, staging, _: LightningTarget(source, staging),
+    "torch": lambda source, pending, _: TorchTarget(source, pending, state_dict_schema),
+    "lightning": lambda source, pending, _: TorchTarget(source, pending, lightning_schema),
+    LIGHTNING_FOLDER: lambda source, pending, _: load_target(LIGHTNING_FOLDER)(source, pending),
     "peft": PeftTarget,
-    "deepspeed-universal": lambda source, staging, _: UniversalTarget(source, staging),
-    "colossalai": lambda source, staging, _: load_target("colossalai")(source, staging),
-    "dcp": lambda source, staging, _: DcpTarget(source, staging, dcp_schema),
-    MEGATRON: lambda source, staging, _: load_target(MEGATRON)(source, staging),
+    DEEPSPEED_UNIVERSAL: lambda source, pending, _: load_target(DEEPSPEED_UNIVERSAL)(source, pending),
+    "colossalai": lambda source, pending, _: load_target("colossalai")(source, pending),
+    DCP: lambda source, pending, _: load_target(DCP)(source, pending, dcp_schema),
+    MEGATRON: lambda source, pending, _: load_target(MEGATRON)(source, pending),
 }
 
 #: Functions that change a source to what a format needs: ``"module:function"``.
-ADAPTERS = {MEGATRON: "rankless.conversion.megatron.megatron_source:adapt_source"}
+ADAPTERS = {MEGATRON: "rankless.megatron.writer.megatron_source:adapt_source"}
 
 
 @dataclass(frozen=True)
@@ -153,9 +161,9 @@ class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
-    """The path of the staging directory, and the number of the host of each rank."""
+    """The path of the pending directory, and the number of the host of each rank."""
 
-    staging_path: str
+    pending_path: str
     host_of: list[int]
 
 
@@ -174,14 +182,14 @@ class Conversion:
 
     def __init__(self, request: ConversionRequest, session: Session, on_event: OnEvent) -> None:
         self._request, self._session, self._on_event = request, session, on_event
-        self._staging = make_staging(request.final)  # that of rank 0 is used
+        self._pending = make_output(request.final)  # that of rank 0 is used
 
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
-        source, staging, host_of = self._open_source()
+        source, pending, host_of = self._open_source()
         checksums = self._session.run_on_all("reading the source's checksums", lambda: _find_checksums(source))
         make = TARGETS[self._request.to]
-        target = self._session.run_on_all("planning the output", lambda: make(source, staging, self._request.final))
+        target = self._session.run_on_all("planning the output", lambda: make(source, pending, self._request.final))
         try:
             file_ranges, layout = self._create_files(source, target, host_of)
             on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
@@ -193,8 +201,8 @@ class Conversion:
                 )
             self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish_output(target))
         except BaseException:
-            if self._staging.is_locked:
-                self._staging.discard()
+            if self._pending.is_locked:
+                self._pending.discard()
             raise
         return self._request.final
 
@@ -214,21 +222,21 @@ class Conversion:
             self._request.check_arguments()
             return self._request.open_source()
 
-        def choose_staging(posted: list[bytes]) -> bytes:
+        def choose_pending(posted: list[bytes]) -> bytes:
             seen = [msgspec.msgpack.decode(raw, type=_SeenBy) for raw in posted]
             require_equal(f"the contents of {self._request.source}", [by_rank.fingerprint for by_rank in seen])
             if not isinstance(self._request.final, ObjectPath):
                 clean_up(self._request.final.parent, tag=self._request.final.name)
             host_of, _ = deduplicate([by_rank.host.encode() for by_rank in seen])
             check_hosts(self._request.final, host_of)
-            return msgspec.msgpack.encode(_ConversionStart(str(self._staging.path), host_of))
+            return msgspec.msgpack.encode(_ConversionStart(str(self._pending.path), host_of))
 
         def describe_view(opened: ConversionSource) -> bytes:
             return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, host_id()))
 
-        source, raw = self._session.vote("reading the metadata", open_and_check, describe_view, choose_staging)
+        source, raw = self._session.vote("reading the metadata", open_and_check, describe_view, choose_pending)
         start = msgspec.msgpack.decode(raw, type=_ConversionStart)
-        return source, Path(start.staging_path), start.host_of
+        return source, Path(start.pending_path), start.host_of
 
     def _create_files(
         self, source: ConversionSource, target: ConversionTarget, host_of: Sequence[int]
@@ -236,11 +244,11 @@ class Conversion:
         """Create the files, and divide the work."""
 
         def create_files(_: list[bytes]) -> bytes:
-            self._staging.create(source.nbytes)
+            self._pending.create(source.nbytes)
             target.create_files()
             if len({*host_of}) > 1:
                 # Pages that rank 0 has written must not be written back after other hosts have written next to them.
-                sync_tree(self._staging.path)
+                sync_tree(self._pending.path)
             return b""
 
         self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
@@ -284,7 +292,7 @@ class Conversion:
         return written
 
     def _publish_output(self, target: ConversionTarget) -> bytes:
-        self._staging.publish(target.output_name)
+        self._pending.publish(target.output_name)
         return b""
 
 

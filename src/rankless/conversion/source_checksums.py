@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rankless.conversion.tensor_filter import Key
-from rankless.engine.integrity.file_checksums import find_corrupt_ranges
-from rankless.engine.integrity.read_crcs import Piece
+from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity.read_crcs import CrcPiece
 from rankless.formats.file_checksums import find_file_checksums
 from rankless.formats.reader import Reader
 from rankless.ondisk.range_checksums import RangeChecksum
@@ -28,7 +28,7 @@ def find_source_checksums(reader: Reader, keys: Collection[Key]) -> list[RangeCh
     return [checksums.sums[number] for number in sorted(wanted)]
 
 
-def check_ranges(checksums: Sequence[RangeChecksum], pieces: Sequence[Piece] = ()) -> None:
+def check_ranges(checksums: Sequence[RangeChecksum], pieces: Sequence[CrcPiece] = ()) -> None:
     """Compare ranges with their checksums. Bytes that are in no piece are read.
 
     A checksum covers a whole storage or record, of which a conversion may read only some bytes. Raises

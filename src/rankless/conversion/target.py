@@ -11,7 +11,7 @@ from rankless.conversion.carried_values import CarriedValues
 from rankless.conversion.tensor_filter import Key, SelectedTensors
 from rankless.engine.io.requests import Fragments
 from rankless.formats.reader import Reader
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileLayout:
 
 
 class ConversionTarget(Protocol):
-    """A format that all ranks write into a staging directory, which rank 0 creates, publishes and removes."""
+    """A format that all ranks write into a pending directory, which rank 0 creates, publishes and removes."""
 
     def create_files(self) -> None:
         """Create the files at their final sizes. Only rank 0 calls it."""
@@ -78,4 +78,4 @@ class ConversionTarget(Protocol):
 
     @property
     def output_name(self) -> str:
-        """The entry of the staging directory that gets the final path; ``""`` for the directory itself."""
+        """The entry of the pending directory that gets the final path; ``""`` for the directory itself."""

@@ -47,7 +47,7 @@ class TorchSkeleton:
         return self._position
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
-        """See :class:`rankless.formats.torchfile.zip_reader.RangeReader`."""
+        """See :class:`rankless.formats.torchfile.zip_reader.FileRangeReader`."""
         del path
         into[:] = bytes(len(into))
         for start, piece in self._pieces_from(offset):

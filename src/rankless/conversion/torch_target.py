@@ -94,10 +94,10 @@ class PlannedTorchFile:
 
 
 class TorchTarget:
-    """A ``torch.save`` file with a name in the staging directory. ``shape`` builds the tree in it."""
+    """A ``torch.save`` file with a name in the pending directory. ``shape`` builds the tree in it."""
 
-    def __init__(self, source: ConversionSource, staging: Path, shape: Shape, name: str = "file") -> None:
-        self._source, self._path, self.output_name = source, staging / name, name
+    def __init__(self, source: ConversionSource, pending: Path, shape: Shape, name: str = "file") -> None:
+        self._source, self._path, self.output_name = source, pending / name, name
         self._fakes = FakeTensors(source.tensor_infos)
         self._file = PlannedTorchFile(self._fakes.build_tree(source, shape))
 

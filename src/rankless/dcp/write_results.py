@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rankless.dcp.reader.checksums_json import ChecksumRecord
 from rankless.engine.comm.vote import RankFailure
 from rankless.errors import RankMismatchError
-from rankless.formats.dcp.checksums import ChecksumRecord
 from rankless.ondisk import block_crcs
 from rankless.storage import posix
 from rankless.storage.reader_pool import ReaderPool

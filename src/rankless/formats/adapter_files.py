@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
-from rankless.ondisk.files import is_adapter_group
+from rankless.ondisk.data_files import is_adapter_group
 
 
 def read_adapter_files(reader: Reader) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rankless.errors import FormatError
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 
 #: The values that are no component. Those of several readers are joined.

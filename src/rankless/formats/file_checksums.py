@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rankless.engine.io.sources import InMemorySource, SourceChunk
 from rankless.errors import CorruptCheckpointError, RanklessError
-from rankless.formats.dcp.folder import is_dcp
-from rankless.formats.dcp.record_checksums import RecordChecksumIndex
 from rankless.formats.reader import FileExtent
+from rankless.formats.registry import DCP, DCP_RECORD_CHECKSUMS, READABLE, load_attribute
 from rankless.formats.torchfile.entry_checksums import read_entry_checksums
 from rankless.formats.torchfile.zip_reader import FileWindow, is_zip
 from rankless.ondisk.range_checksums import RangeChecksum
@@ -58,10 +57,10 @@ def find_file_checksums(files: Sequence[Path]) -> FileChecksums:
 def _find_checksums(files: Sequence[Path]) -> Iterator[RangeChecksum | CorruptCheckpointError]:
     remaining = set(files)
     for folder in sorted({file.parent for file in remaining}):
-        if not is_dcp(folder):
+        if not READABLE[DCP].is_at(folder):
             continue
         try:
-            records = RecordChecksumIndex(folder)
+            records = load_attribute(DCP_RECORD_CHECKSUMS)(folder)
         except RanklessError as error:
             yield CorruptCheckpointError(*error.args)
             remaining -= {file for file in remaining if file.parent == folder and file.suffix == ".distcp"}

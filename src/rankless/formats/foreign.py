@@ -7,9 +7,7 @@ from pathlib import Path
 
 from rankless.errors import FormatError, NoCheckpointError
 from rankless.formats.composite_reader import CompositeReader
-from rankless.formats.dcp.folder import METADATA
 from rankless.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_huggingface, kinds_in
-from rankless.formats.lightning import META
 from rankless.formats.native import is_native
 from rankless.formats.reader import Reader
 from rankless.formats.registry import ACCELERATE, DEEPSPEED, READABLE
@@ -37,7 +35,8 @@ def describe_contents(folder: Path) -> str:
     It names folders in it that are checkpoints, such as ``checkpoint-500`` of transformers' ``Trainer``, and names that
     identify a format but are no regular files, such as FIFOs.
     """
-    paths = [folder / name for name in (manifest.NAME, METADATA, META, INDEX, SINGLE)]
+    markers = [readable.marker for readable in READABLE.values() if readable.marker]
+    paths = [folder / name for name in (manifest.NAME, *markers, INDEX, SINGLE)]
     irregular = [path for path in paths if store_of(path).path_exists(path) and not store_of(path).is_file(path)]
     clauses = [f"; {path} is not a regular file" for path in irregular]
     children = sorted(store_of(folder).list_subdirectories(folder), key=lambda child: (len(child.name), child.name))

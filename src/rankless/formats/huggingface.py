@@ -16,7 +16,7 @@ from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNo
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
 from rankless.formats.sharded.index import read_index, two_saves_error
 from rankless.ondisk import block_crcs, values
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.header import parse_json_object
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.store import store_of

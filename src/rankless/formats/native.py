@@ -21,7 +21,7 @@ from rankless.errors import (
 from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote, detect_replacement
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles
 from rankless.ondisk import block_crcs, manifest, values
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.param_order import restore_order
 from rankless.ondisk.strict_json import parse_json

@@ -15,7 +15,7 @@ from rankless.formats.contained_paths import check_contained
 from rankless.formats.huggingface import MODEL, HuggingFaceReader
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from rankless.formats.torch_file import TorchFileReader
-from rankless.ondisk.files import ADAPTER, ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group
+from rankless.ondisk.data_files import ADAPTER, ADAPTER_CONFIG, ADAPTER_STEM, TensorInfo, adapter_group
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.store import store_of
 

@@ -16,7 +16,7 @@ from rankless.engine.io.sources import Source
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 
 

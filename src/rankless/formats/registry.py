@@ -1,7 +1,8 @@
 """The formats of other systems that rankless reads and writes, by name.
 
-A format that belongs to one system (NxD, ColossalAI) is in a package of its own above this one. It is named here by its
-module, so that nothing below imports it, and a program that does not meet the format never loads it.
+The code of each system is in a package of its own above all others, with ``reader``, ``writer`` and what a training
+calls. It is named here by its module: this is the only way from the core to it, and a program that does not meet the
+format never imports it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ class ReadableFormat:
 
     ``detect`` names the function that says whether a path has this format, as ``"module:function"``. ``reader`` names
     the class or function that opens it, given a path and the ``keys`` of :func:`rankless.formats.detect.open_reader`.
+    ``marker`` is the file by which ``detect`` knows the format, where there is one.
     """
 
     detect: str
     reader: str
+    marker: str | None = None
 
     def is_at(self, path: Path) -> bool:
         """Return whether ``path`` has this format."""
@@ -45,11 +48,20 @@ ACCELERATE = "accelerate"
 #: DeepSpeed's format. Its folders may have files of other formats next to it, such as a model of transformers.
 DEEPSPEED = "deepspeed"
 
+#: DeepSpeed's universal checkpoints, as they are named in ``convert(to=)``.
+DEEPSPEED_UNIVERSAL = "deepspeed-universal"
+
 #: Megatron's format.
 MEGATRON = "megatron"
 
 #: Megatron's layout with the names and tensors of transformers.
 MEGATRON_HF = "hf"
+
+#: The format of ``torch.distributed.checkpoint``.
+DCP = "dcp"
+
+#: Lightning's folders: those of DCP with one more file.
+LIGHTNING_FOLDER = "lightning-folder"
 
 #: The key that says how NxD divides parameters among tensor-parallel ranks, and which names Megatron's tensors get.
 LAYOUT = "layout"
@@ -57,35 +69,44 @@ LAYOUT = "layout"
 #: Formats that can be read, in the order in which they are tried.
 READABLE: Mapping[str, ReadableFormat] = {
     ACCELERATE: ReadableFormat(
-        "rankless.formats.accelerate.folder_parts:is_training_folder",
-        "rankless.formats.accelerate.open_folder:open_training_folder",
+        "rankless.accelerate.reader.folder_parts:is_training_folder",
+        "rankless.accelerate.reader.open_folder:open_training_folder",
     ),
     DEEPSPEED: ReadableFormat(
-        "rankless.formats.deepspeed.tags:is_deepspeed", "rankless.formats.deepspeed.deepspeed_reader:DeepSpeedReader"
+        "rankless.deepspeed.reader.tag_folders:is_deepspeed",
+        "rankless.deepspeed.reader.deepspeed_reader:DeepSpeedReader",
     ),
     MEGATRON: ReadableFormat(
-        "rankless.formats.megatron.folder:is_megatron", "rankless.formats.megatron.megatron_reader:MegatronReader"
+        "rankless.megatron.reader.megatron_directory:is_megatron",
+        "rankless.megatron.reader.megatron_reader:MegatronReader",
     ),
-    "lightning-folder": ReadableFormat(
-        "rankless.formats.lightning:is_lightning", "rankless.formats.lightning:LightningReader"
+    LIGHTNING_FOLDER: ReadableFormat(
+        "rankless.lightning.reader:is_lightning", "rankless.lightning.reader:LightningReader", "meta.pt"
     ),
-    "dcp": ReadableFormat("rankless.formats.dcp.folder:is_dcp", "rankless.formats.dcp.dcp_reader:DcpReader"),
+    DCP: ReadableFormat(
+        "rankless.dcp.reader.dcp_directory:is_dcp", "rankless.dcp.reader.dcp_reader:DcpReader", ".metadata"
+    ),
     "dcp-hf-shards": ReadableFormat(
-        "rankless.formats.dcp.hf_shards:is_sharded", "rankless.formats.dcp.hf_shards:ShardsReader"
+        "rankless.dcp.reader.hf_shards:is_sharded", "rankless.dcp.reader.hf_shards:ShardsReader"
     ),
     "peft": ReadableFormat("rankless.formats.peft:is_peft", "rankless.formats.peft:PeftReader"),
     "torch": ReadableFormat("rankless.formats.torch_file:is_torch_file", "rankless.formats.torch_file:TorchFileReader"),
-    NXD: ReadableFormat(
-        "rankless.compat.nxd.format.nxd_reader:is_nxd", "rankless.compat.nxd.format.nxd_reader:NxdReader"
-    ),
+    NXD: ReadableFormat("rankless.nxd.reader.nxd_reader:is_nxd", "rankless.nxd.reader.nxd_reader:NxdReader"),
 }
 
 #: Targets of a conversion that belong to one system: the class or function that writes them.
 TARGETS: Mapping[str, str] = {
-    "colossalai": "rankless.compat.colossalai.target:ColossalaiTarget",
-    MEGATRON: "rankless.conversion.megatron.target:MegatronTarget",
-    NXD: "rankless.compat.nxd.convert.operation:convert_to_nxd",
+    "colossalai": "rankless.colossalai.writer:ColossalaiTarget",
+    DCP: "rankless.dcp.writer.dcp_target:DcpTarget",
+    DEEPSPEED_UNIVERSAL: "rankless.deepspeed.writer.universal_target:UniversalTarget",
+    LIGHTNING_FOLDER: "rankless.lightning.writer:LightningTarget",
+    MEGATRON: "rankless.megatron.writer.megatron_target:MegatronTarget",
+    NXD: "rankless.nxd.writer.nxd_target:convert_to_nxd",
 }
+
+
+#: The class that reads the checksums of the records in a folder of DCP.
+DCP_RECORD_CHECKSUMS = "rankless.dcp.reader.record_checksums:RecordChecksumIndex"
 
 
 def load_attribute(path: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 
 

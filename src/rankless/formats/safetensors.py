@@ -11,7 +11,7 @@ from pathlib import Path
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.reader import FileExtent
 from rankless.ondisk import block_crcs, header
-from rankless.ondisk.files import CRC_KEY, TIED_KEY, TensorInfo, intern_info
+from rankless.ondisk.data_files import CRC_KEY, TIED_KEY, TensorInfo, intern_info
 from rankless.ondisk.header import SafetensorsHeader, parse_json_object
 from rankless.ondisk.manifest import FileRecord
 from rankless.storage.store import store_of

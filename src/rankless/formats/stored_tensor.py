@@ -10,7 +10,7 @@ from functools import cached_property
 from rankless.engine.io.sources import InMemorySource
 from rankless.errors import FormatError
 from rankless.formats.reader import FileExtent
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 
 class StoredTensor(ABC):

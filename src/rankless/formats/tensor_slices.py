@@ -12,13 +12,13 @@ from pathlib import Path
 from rankless.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
 from rankless.engine.plan.ranges import IndexBox, boxes_of_range
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.dcp.chunked_tensor import ChunkedTensor
+from rankless.formats.chunked_tensor import ChunkedTensor
 from rankless.formats.reader import FileExtent
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
-from rankless.ondisk.files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 
-#: Steps for a chunk of a tensor in a stack.
+#: Units of work for a chunk of a tensor in a stack.
 _STACKED = 16
 
 #: The chunks of one tensor.

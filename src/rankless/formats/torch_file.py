@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankless.formats.torchfile import archive, legacy
+from rankless.formats.torchfile import archive, legacy_file
 from rankless.formats.torchfile.allowed_globals import NAMES
-from rankless.formats.torchfile.zip_reader import FileWindow, RangeReader, is_zip
-from rankless.formats.tree.contents import classify_tree
+from rankless.formats.torchfile.zip_reader import FileRangeReader, FileWindow, is_zip
+from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.reader_pool import ReaderPool
@@ -23,10 +23,10 @@ def is_torch_file(path: Path) -> bool:
     if not store_of(path).is_file(path):
         return False
     window = _open_window(path)
-    return is_zip(window) or window.read(0, min(window.size, len(legacy.MAGIC))) == legacy.MAGIC
+    return is_zip(window) or window.read(0, min(window.size, len(legacy_file.MAGIC))) == legacy_file.MAGIC
 
 
-def _open_window(path: Path, readers: RangeReader | None = None) -> FileWindow:
+def _open_window(path: Path, readers: FileRangeReader | None = None) -> FileWindow:
     return FileWindow(path, 0, store_of(path).file_size(path), ReaderPool() if readers is None else readers)
 
 
@@ -34,7 +34,7 @@ def read_tree(
     path: Path,
     budget: ReadBudget | None = None,
     names: Mapping[str, object] = NAMES,
-    readers: RangeReader | None = None,
+    readers: FileRangeReader | None = None,
 ) -> archive.ArchiveTree:
     """Return the tree in a file of ``torch.save``, of its zip format or the older one.
 
@@ -44,7 +44,7 @@ def read_tree(
     window = _open_window(path, readers)
     if budget is None:
         budget = ReadBudget()
-    read = archive.read_archive if is_zip(window) else legacy.read_legacy_archive
+    read = archive.read_archive if is_zip(window) else legacy_file.read_legacy_archive
     return read(window, budget, names)
 
 

@@ -11,7 +11,7 @@ from rankless.inspection.compare import CheckpointComparison, compare_metadata, 
 from rankless.inspection.inspected_checkpoint import inspect_path
 from rankless.inspection.tensor_pairs import info_of
 from rankless.inspection.value_differences import ABSENT
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.storage.object_path import parse_location
 
 

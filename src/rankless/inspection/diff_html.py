@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rankless.inspection.brief_text import format_brief
 from rankless.observe.html import HtmlTable, build_html
 from rankless.observe.units import format_count
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 if TYPE_CHECKING:
     from rankless.inspection.diff import CheckpointDiff, TensorDiff, ValueDiff

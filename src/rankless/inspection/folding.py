@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 #: A number that is a whole component of a name.
 _NUMBER = re.compile(r"(?<=[./])\d{1,18}(?=[./]|$)")

@@ -19,7 +19,7 @@ from rankless.formats.native import NativeReader
 from rankless.formats.reader import CheckpointValues, Reader, detect_replacement
 from rankless.formats.sharded.inspect import inspect_shards
 from rankless.inspection.placeholders import PlaceholderCodec
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import is_run_directory, list_checkpoints

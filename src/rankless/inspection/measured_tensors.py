@@ -9,10 +9,10 @@ from itertools import accumulate, islice
 from queue import SimpleQueue
 
 from rankless.engine.plan.ranges import TensorRange
+from rankless.inspection.element_slices import TensorSide, split_segments
 from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
-from rankless.inspection.tensor_slices import TensorSide, split_segments
 from rankless.inspection.tensor_statistics import TensorStatistics
 from rankless.process.worker_threads import THREADS, run_in_threads
 

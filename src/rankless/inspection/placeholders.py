@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankless.errors import CorruptCheckpointError
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 #: The ``struct`` codes of NumPy's number types. NumPy itself takes 0.2 s to import.
 _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -11,10 +11,10 @@ import numpy as np
 
 from rankless.engine.plan.ranges import TensorRange
 from rankless.inspection.distances import ChangeMetrics, measure_change
+from rankless.inspection.element_slices import TensorSide, split_segments
 from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.tensor_pairs import TensorPair
-from rankless.inspection.tensor_slices import TensorSide, split_segments
 from rankless.process.worker_threads import run_in_threads
 
 #: The number of slices per read.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from rankless.inspection.placeholders import TensorPlaceholder
 from rankless.inspection.value_differences import ValueDifference
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 #: A tensor by its group and name, or a small one whose bytes are inside values.
 Key = tuple[str, str] | TensorPlaceholder

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankless.inspection.placeholders import TensorPlaceholder
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import WIDTHS
-from rankless.ondisk.files import TensorInfo
 
 
 class _Absent:

@@ -11,32 +11,32 @@ from pathlib import Path
 
 from rankless.engine.comm.session import RankGroup
 from rankless.run.cleanup import clean_up
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import posix
 
 
 @contextmanager
 def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
-    """Yield a path in a staging directory to write to, on all ranks; then make it durable and rename it to ``path``.
+    """Yield a path in a pending directory to write to, on all ranks; then make it durable and rename it to ``path``.
 
-    Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the staging directory is
+    Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the pending directory is
     removed, and a previous ``path`` is unchanged.
     """
-    session, staging = RankGroup().open_session(timeout), StagingDirectory(path)
+    session, pending = RankGroup().open_session(timeout), PendingDirectory(path)
 
-    def create_staging(_: list[bytes]) -> bytes:
+    def create_pending(_: list[bytes]) -> bytes:
         clean_up(path.parent, tag=path.name)
-        staging.create()
-        return staging.path.name.encode()
+        pending.create()
+        return pending.path.name.encode()
 
     def publish_output(_: list[bytes]) -> bytes:
-        posix.sync_tree(staging.path)
-        staging.replace(path.name)
-        staging.remove_displaced()
+        posix.sync_tree(pending.path)
+        pending.replace(path.name)
+        pending.remove_displaced()
         return b""
 
     try:
-        _, name = session.vote("preparing the save", lambda: None, lambda _: b"", create_staging)
+        _, name = session.vote("preparing the save", lambda: None, lambda _: b"", create_pending)
         failure: BaseException | None = None
         try:
             yield path.parent / name.decode() / path.name
@@ -49,5 +49,5 @@ def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
 
         session.vote("saving", raise_failure, lambda _: b"", publish_output)
     finally:
-        if staging.is_locked:
-            staging.discard()
+        if pending.is_locked:
+            pending.discard()

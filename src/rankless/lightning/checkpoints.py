@@ -16,7 +16,7 @@ from rankless.errors import InvalidArgumentError, StorageError
 from rankless.formats.native import is_native
 from rankless.lightning.checkpoint_dict import ResumedCheckpoint
 from rankless.lightning.removal import remove_checkpoint
-from rankless.load.result import RestoreResult
+from rankless.load.load_result import RestoreResult
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
 from rankless.run.cleanup import finish_interrupted_replace

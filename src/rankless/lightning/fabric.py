@@ -50,7 +50,7 @@ class _SplitState:
         return cls(models, optimizers, others)
 
 
-class _Strategy(Strategy):
+class _FabricStrategy(Strategy):
     """Common base of rankless's Fabric strategies. Every rank is called for every save and load."""
 
     def __init__(
@@ -171,15 +171,15 @@ def _filter_value(value: Any, is_saved: Callable[[str, Any], bool] | None) -> An
     return {name: entry for name, entry in state.items() if is_saved(name, entry)}
 
 
-class SingleDeviceStrategy(_Strategy, LightningSingleDevice):
+class SingleDeviceStrategy(_FabricStrategy, LightningSingleDevice):
     """Lightning's strategy, with rankless's checkpoints."""
 
 
-class DDPStrategy(_Strategy, LightningDDP):
+class DDPStrategy(_FabricStrategy, LightningDDP):
     """Lightning's strategy, with rankless's checkpoints: all ranks write."""
 
 
-class FSDPStrategy(_Strategy, LightningFSDP):
+class FSDPStrategy(_FabricStrategy, LightningFSDP):
     """Lightning's strategy (FSDP1), with rankless's checkpoints. Without accelerators it runs on the CPU."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -197,5 +197,5 @@ class FSDPStrategy(_Strategy, LightningFSDP):
         return super().setup_module(module)
 
 
-class ModelParallelStrategy(_Strategy, LightningModelParallel):
+class ModelParallelStrategy(_FabricStrategy, LightningModelParallel):
     """Lightning's strategy (FSDP2, tensor parallelism, or both), with rankless's checkpoints."""

@@ -14,15 +14,15 @@ from rankless.engine.io.sources import InMemorySource
 from rankless.errors import UnsupportedTensorError
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from rankless.formats.stored_tensor import InlineTensor
-from rankless.formats.tree.contents import classify_tree
+from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.lightning.lazy_state import StoredModelState
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import ArrayCodec
 from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
-from rankless.state.model.view import EXTRA
-from rankless.state.tensors import NAMES
+from rankless.state.model.model_view import EXTRA
+from rankless.state.tensor_views import NAMES
 
 
 class HookedModel:

@@ -19,7 +19,7 @@ from rankless.lightning.checkpoints import TIMEOUT
 from rankless.lightning.hooked_state import HookedModel, hooked_optimizers
 from rankless.lightning.lazy_state import LazyStateDict
 from rankless.load.fallback import load_with_fallback
-from rankless.load.request import LoadRequest
+from rankless.load.load_request import LoadRequest
 from rankless.state.restore import RestorePolicy
 from rankless.state.training import TrainingObjects
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankless.run.catalog import list_checkpoints
 from rankless.run.cleanup import delete_checkpoints
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 from rankless.storage.directory_trees import remove_directory, remove_tree
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import is_directory
@@ -21,6 +21,6 @@ def remove_checkpoint(path: Path) -> None:
     if isinstance(path, ObjectPath):
         list(delete_checkpoints([info for info in list_checkpoints(path.parent) if info.tag == path.name]))
     elif is_directory(path):
-        remove_directory(path, StagingDirectory(path).removal_path)
+        remove_directory(path, PendingDirectory(path).removal_path)
     else:
         remove_tree(path)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class _Strategy(Strategy):
+class _TrainerStrategy(Strategy):
     """Common base of rankless's Trainer strategies. Every rank is called for every save and load."""
 
     def __init__(
@@ -167,15 +167,15 @@ def _overrides_loading(module: nn.Module | None) -> bool:
     return getattr(getattr(module, "load_state_dict", None), "__func__", None) is not nn.Module.load_state_dict
 
 
-class SingleDeviceStrategy(_Strategy, strategies.SingleDeviceStrategy):
+class SingleDeviceStrategy(_TrainerStrategy, strategies.SingleDeviceStrategy):
     """Lightning's strategy, with rankless's checkpoints."""
 
 
-class DDPStrategy(_Strategy, strategies.DDPStrategy):
+class DDPStrategy(_TrainerStrategy, strategies.DDPStrategy):
     """Lightning's strategy, with rankless's checkpoints: all ranks write."""
 
 
-class FSDPStrategy(_Strategy, strategies.FSDPStrategy):
+class FSDPStrategy(_TrainerStrategy, strategies.FSDPStrategy):
     """Lightning's strategy (FSDP1), with rankless's checkpoints. Without accelerators it runs on the CPU."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -193,5 +193,5 @@ class FSDPStrategy(_Strategy, strategies.FSDPStrategy):
         return super()._setup_model(model)
 
 
-class ModelParallelStrategy(_Strategy, strategies.ModelParallelStrategy):
+class ModelParallelStrategy(_TrainerStrategy, strategies.ModelParallelStrategy):
     """Lightning's strategy (FSDP2, tensor parallelism, or both), with rankless's checkpoints."""

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan import placements
+from rankless.engine.plan import layout_types
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.spans import merge_spans
+from rankless.engine.plan.number_ranges import merge_spans
 from rankless.engine.plan.spec import PER_RANK, Meshes, Spec
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.formats.native import decode_values
-from rankless.live_copy.negotiation import SourceState
-from rankless.ondisk.files import TensorInfo
+from rankless.live_copy.copy_negotiation import SourceState
+from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mesh_ranks import find_mesh_rank
 from rankless.state.per_rank import SavedRankStates, restore_newcomer
 from rankless.state.restore import LoadTargets, RestorePolicy
-from rankless.state.tensors import DTYPES, TensorView
+from rankless.state.tensor_views import DTYPES, TensorView
 from rankless.state.training import TrainingObjects
 
 
@@ -184,4 +184,4 @@ def _stop_of(span: tuple[int, int]) -> int:
 
 def _shard_of(target: TensorView, global_rank: int) -> object:
     layout = target.layout
-    return None if layout is None else (layout.division, placements.coordinate_of_rank(layout, global_rank))
+    return None if layout is None else (layout.division, layout_types.coordinate_of_rank(layout, global_rank))

@@ -9,7 +9,7 @@ import msgspec
 from rankless.engine.comm.vote import format_ranks
 
 
-class Evidence(StrEnum):
+class LossEvidence(StrEnum):
     """The observation that shows that ranks are lost. The first two are certain."""
 
     #: The process has ended without a farewell. Certain: the kernel of its host reports it.
@@ -29,7 +29,7 @@ class RankLoss(msgspec.Struct, frozen=True):
     """
 
     ranks: tuple[int, ...]
-    evidence: Evidence
+    evidence: LossEvidence
     finder: int
     detail: str = ""
 
@@ -43,8 +43,8 @@ class RankLoss(msgspec.Struct, frozen=True):
 
 
 _DESCRIPTIONS = {
-    Evidence.ENDED: "{ranks} died: {detail} ended without leaving the job, as a killed or crashed process does",
-    Evidence.RAISED: "{ranks} ended with an error: {detail}",
-    Evidence.SILENT: "{ranks} sent no heartbeat {detail}",
-    Evidence.STORE: "{ranks} cannot be reached: {detail}",
+    LossEvidence.ENDED: "{ranks} died: {detail} ended without leaving the job, as a killed or crashed process does",
+    LossEvidence.RAISED: "{ranks} ended with an error: {detail}",
+    LossEvidence.SILENT: "{ranks} sent no heartbeat {detail}",
+    LossEvidence.STORE: "{ranks} cannot be reached: {detail}",
 }

@@ -15,15 +15,15 @@ from rankless.engine.comm.rendezvous import SessionStore
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.plan.spec import digest_bytes
 from rankless.errors import InvalidArgumentError
-from rankless.liveness.board import Board
 from rankless.liveness.reaction import Reaction
+from rankless.liveness.watch_store import WatchStore
 from rankless.liveness.watcher import Member, Watcher, WatchTimes
 from rankless.process.exit_order import ExitStage, call_at_exit
 from rankless.process.local_processes import pid_namespace
 from rankless.process.main_thread import MainThread
 from rankless.process.uncaught_error import find_uncaught_error, is_success
 from rankless.storage.closing import ClosingMixin
-from rankless.storage.host_board import reachable_id
+from rankless.storage.host_mailbox import reachable_id
 from rankless.torch_versions import clone_store
 
 
@@ -144,7 +144,7 @@ class Watch(ClosingMixin):
             watched = group()
             return watched is not None and is_registered(watched)
 
-        watcher = Watcher(Board(store, ranks.rank, host), member, self._times, self._reaction, has_group)
+        watcher = Watcher(WatchStore(store, ranks.rank, host), member, self._times, self._reaction, has_group)
         _watches.add(ranks.process_group, watcher)
         watcher.start()
         return watcher

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.vote import COORDINATOR_RANK, describe_error
 from rankless.errors import RanklessError
-from rankless.liveness.board import FAREWELL, Board, Notice
 from rankless.liveness.heartbeats import Ring, SilenceMeter, find_unchanged
-from rankless.liveness.loss import Evidence, RankLoss
+from rankless.liveness.loss import LossEvidence, RankLoss
 from rankless.liveness.reaction import Reaction
+from rankless.liveness.watch_store import FAREWELL, Notice, WatchStore
 from rankless.process.local_processes import LocalProcesses
 
 #: Seconds between two attempts to begin, until all ranks have.
@@ -67,7 +67,7 @@ class Watcher:
 
     def __init__(
         self,
-        board: Board,
+        board: WatchStore,
         member: Member,
         times: WatchTimes,
         reaction: Reaction,
@@ -179,7 +179,7 @@ class Watcher:
         if silent not in unchanged:
             self._silence = self._new_meter()
             return None
-        return self._loss_of(lost, Evidence.SILENT, self._describe_silence(lost))
+        return self._loss_of(lost, LossEvidence.SILENT, self._describe_silence(lost))
 
     def _describe_silence(self, lost: Sequence[int]) -> str:
         pid = self._processes.pid_of(lost[0])
@@ -204,7 +204,7 @@ class Watcher:
     def _loss_of_ended(self, dead: Sequence[int]) -> RankLoss:
         pids = ", ".join(str(self._processes.pid_of(rank)) for rank in dead)
         return self._loss_of(
-            dead, Evidence.ENDED, f"process{'es' if len(dead) > 1 else ''} {pids} on {os.uname().nodename}"
+            dead, LossEvidence.ENDED, f"process{'es' if len(dead) > 1 else ''} {pids} on {os.uname().nodename}"
         )
 
     def _count_outage(self) -> RankLoss | None:
@@ -221,9 +221,9 @@ class Watcher:
 
     def _loss_of_store(self, state: str) -> RankLoss:
         detail = f"the ranks' key-value store {state}; it runs in that rank's process, or under torchrun in its agent's"
-        return self._loss_of([COORDINATOR_RANK], Evidence.STORE, detail)
+        return self._loss_of([COORDINATOR_RANK], LossEvidence.STORE, detail)
 
-    def _loss_of(self, ranks: Sequence[int], evidence: Evidence, detail: str) -> RankLoss:
+    def _loss_of(self, ranks: Sequence[int], evidence: LossEvidence, detail: str) -> RankLoss:
         return RankLoss(tuple(self._names[rank] for rank in ranks), evidence, self._names[self._rank], detail)
 
     def _react(self, loss: RankLoss) -> None:
@@ -242,7 +242,7 @@ class Watcher:
             return
         if self._error is not None and self._loss is None:
             detail = describe_error(self._error)[:_MOST_DETAIL]
-            self._board.post_notice(Notice(self._loss_of([self._rank], Evidence.RAISED, detail)))
+            self._board.post_notice(Notice(self._loss_of([self._rank], LossEvidence.RAISED, detail)))
         poll_until(self._has_said_farewell, self._times.farewell_seconds, lambda: "")
         self._board.settle()
         if self._rank != COORDINATOR_RANK:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.engine.integrity.file_checksums import find_corrupt_ranges
-from rankless.engine.integrity.read_crcs import Piece, ReadCrcs, tile_range
+from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity.read_crcs import CrcPiece, ReadCrcs, tile_range
 from rankless.engine.io.sources import paths_of
-from rankless.load.read_plan import ReadPlan
+from rankless.load.reads import Reads
 from rankless.observe.spans import traced
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.storage.object_path import ObjectPath
@@ -33,18 +33,19 @@ class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
         return RangeChecksum(Path(self.file), self.start, self.stop, self.crc, "CRC-32", self.name)
 
 
-def find_read_crcs(plan: ReadPlan) -> ReadCrcs:
+def find_read_crcs(plan: Reads) -> ReadCrcs:
     """Return the checksums of the files that this rank may read, to which the CRCs of what this rank reads are added.
 
     Files in object stores have none here: finding each checksum would take a request. Neither have records of
     distributed checkpoints, of which there may be very many.
     """
-    from rankless.formats.dcp.folder import is_dcp  # noqa: PLC0415 - native checkpoints have CRCs of their own
+    # Native checkpoints have CRCs of their own, and need neither module.
     from rankless.formats.file_checksums import find_file_checksums  # noqa: PLC0415
+    from rankless.formats.registry import DCP, READABLE  # noqa: PLC0415
 
     own = [plan.files[number] for number in sorted(plan.find_read_files())]
     paths = {path for path in paths_of(own) if not isinstance(path, ObjectPath)}
-    plain = {folder for folder in {path.parent for path in paths} if not is_dcp(folder)}
+    plain = {folder for folder in {path.parent for path in paths} if not READABLE[DCP].is_at(folder)}
     return ReadCrcs(find_file_checksums(sorted(path for path in paths if path.parent in plain)).sums)
 
 
@@ -72,13 +73,13 @@ def check_read_crcs(reports: Iterable[bytes]) -> None:
         for read in msgspec.msgpack.decode(raw, type=list[_ReadRange]):
             merged.setdefault(read.to_checksum(), []).extend(read.pieces)
     compared = [checksum for checksum in sorted(merged) if _is_mostly_read(checksum, merged[checksum])]
-    pieces = [Piece(number, *piece) for number, checksum in enumerate(compared) for piece in merged[checksum]]
+    pieces = [CrcPiece(number, *piece) for number, checksum in enumerate(compared) for piece in merged[checksum]]
     for error in find_corrupt_ranges(compared, pieces).values():
         raise error
 
 
 def _is_mostly_read(checksum: RangeChecksum, pieces: Sequence[tuple[int, int, int]]) -> bool:
-    tiles = tile_range(0, checksum, [Piece(0, *piece) for piece in pieces])
-    covered = sum(tile.stop - tile.start for tile in tiles if isinstance(tile, Piece))
+    tiles = tile_range(0, checksum, [CrcPiece(0, *piece) for piece in pieces])
+    covered = sum(tile.stop - tile.start for tile in tiles if isinstance(tile, CrcPiece))
     size = checksum.stop - checksum.start
     return _SHARE * (size - covered) <= size

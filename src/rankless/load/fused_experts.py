@@ -14,14 +14,14 @@ from rankless.errors import OptimizerMismatchError, StateError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, full_range, identity_mapping
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
-from rankless.state.model import traversal as models
-from rankless.state.model.hf_layout import group_by_origin, stored_layout
+from rankless.state.model import model_traversal as models
+from rankless.state.model.fused_layout import group_by_origin, stored_layout
+from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.model.state_dict_hooks import has_hooks
-from rankless.state.model.view import ModelView, ParamRef
 from rankless.state.optimizer import adapters
-from rankless.state.optimizer.view import refs_for
+from rankless.state.optimizer.optimizer_view import refs_for
 from rankless.state.split_parameters import stored_names
 from rankless.state.training import TrainingObjects
 

@@ -16,11 +16,12 @@ import msgspec
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.vote import format_ranks
 from rankless.errors import CorruptCheckpointError, RanklessError
-from rankless.load.tier_hosts import TierHosts
+from rankless.load.tier_generations import TierHosts
 from rankless.storage.mapped_file import map_to_read
 from rankless.tier.assembly import Assembly
-from rankless.tier.folder import DATA_SUFFIX
 from rankless.tier.generation import Common, Generation
+from rankless.tier.host_folder import DATA_SUFFIX
+from rankless.tier.job import TierJob
 from rankless.tier.parity import check_parity
 from rankless.tier.part import (
     GenerationKey,
@@ -31,7 +32,6 @@ from rankless.tier.part import (
     find_corrupt_range,
 )
 from rankless.tier.rebuild import Rebuilding, plan_rebuildings, rebuild_parts
-from rankless.tier.state import TierState
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -62,7 +62,7 @@ class _AssembledParts(msgspec.Struct, frozen=True, array_like=True):
 class PartAssembler:
     """Assembles one generation. Each rank looks after a share of the parts and parities of its host."""
 
-    def __init__(self, tier: TierState, ranks: RankGroup, hosts: TierHosts, key: GenerationKey) -> None:
+    def __init__(self, tier: TierJob, ranks: RankGroup, hosts: TierHosts, key: GenerationKey) -> None:
         self._tier, self._ranks, self._hosts, self.key = tier, ranks, hosts, key
         #: Whether the parts were verified, and why parts of this rank's share are not used.
         self.is_verified = False

@@ -15,14 +15,14 @@ import msgspec
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.p2p import P2PExchange
-from rankless.engine.plan.spans import merge_spans
+from rankless.engine.plan.number_ranges import merge_spans
 from rankless.errors import StorageError
-from rankless.load.read_plan import ReadPlan
+from rankless.load.reads import Reads
 from rankless.storage.mapped_file import map_to_read, require_free_bytes
 from rankless.storage.memory import Bytes
 from rankless.storage.sparse_file import SparseFile
 from rankless.tier.assembly import Assembly
-from rankless.tier.transfers import Transfer, TransferEnds, plan_transfers, run_transfers
+from rankless.tier.part_transfers import Transfer, TransferEnds, plan_transfers, run_transfers
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -36,7 +36,7 @@ class PartFetch:
     def __init__(self, ranks: RankGroup, session: Session, assembly: Assembly) -> None:
         self._ranks, self._session, self._assembly = ranks, session, assembly
 
-    def run(self, plan: ReadPlan, verify: Callable[[], bool] | None) -> bool:
+    def run(self, plan: Reads, verify: Callable[[], bool] | None) -> bool:
         """Get the bytes that the ranks of this host will read, and call ``verify`` meanwhile.
 
         It is ``None`` if the parts were verified before. Return whether they are intact on all ranks, and all bytes
@@ -82,7 +82,7 @@ class PartFetch:
         sources, are_open = self._session.vote(phase, open_own, encode, _encode_all)
         return sources if are_open else None
 
-    def _plan(self, plan: ReadPlan) -> list[Transfer]:
+    def _plan(self, plan: Reads) -> list[Transfer]:
         """Return what all ranks send to each other."""
         assembly = self._assembly
 
@@ -129,7 +129,7 @@ def _encode_all(posted: list[bytes]) -> bytes:
     return _encode_bool(all(posted))
 
 
-def _list_needed(plan: ReadPlan, fetched: Mapping[int, Path]) -> _Needed:
+def _list_needed(plan: Reads, fetched: Mapping[int, Path]) -> _Needed:
     """Return the bytes that this rank will read of parts that are not on its host."""
     parts_by_path = {path: part for part, path in fetched.items()}
     spans: _Needed = {}

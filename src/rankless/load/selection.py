@@ -21,7 +21,7 @@ from rankless.errors import (
 )
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import holds_checkpoint, is_native, read_manifest
-from rankless.load.request import LoadRequest
+from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
 from rankless.run.cleanup import finish_interrupted_replace
@@ -32,7 +32,7 @@ from rankless.run.object_run import has_lost_files, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tags import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
-from rankless.tier.catalog import LocalCheckpoint
+from rankless.tier.generation_catalog import LocalCheckpoint
 from rankless.tier.part import GenerationKey
 
 #: Seconds between two attempts to select a checkpoint while others are replaced.
@@ -162,7 +162,7 @@ class CheckpointSelector:
 
     def _publish_collected(self, run: Path) -> None:
         """Write a checkpoint whose parts hosts have put into the run directory, if a process died before it did so."""
-        from rankless.save.host_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
+        from rankless.save.offline_drain import publish_collected  # noqa: PLC0415 - hardly any load needs its modules
 
         try:
             publish_collected(run, self._request.on_event)

@@ -18,24 +18,24 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import StorageError
 from rankless.load.part_assembler import PartAssembler
 from rankless.load.part_fetch import PartFetch
-from rankless.load.read_plan import ReadPlan
-from rankless.load.tier_hosts import TierHosts, gather_hosts, take_over
+from rankless.load.reads import Reads
+from rankless.load.tier_generations import TierHosts, gather_hosts, take_over
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.posix import remove_file
 from rankless.tier.assembly import Assembly
-from rankless.tier.catalog import LocalCheckpoint
-from rankless.tier.collected import CollectedParts
+from rankless.tier.generation_catalog import LocalCheckpoint
+from rankless.tier.generation_reader import GenerationReader
+from rankless.tier.job import TierJob
 from rankless.tier.part import GenerationKey
-from rankless.tier.reader import GenerationReader
-from rankless.tier.state import TierState
+from rankless.tier.parts_in_run import CollectedParts
 
 
 class TierLoad:
     """The local tier in one load, over all attempts."""
 
-    def __init__(self, tier: TierState, ranks: RankGroup, timeout: float) -> None:
+    def __init__(self, tier: TierJob, ranks: RankGroup, timeout: float) -> None:
         self.tier, self._ranks, self._timeout = tier, ranks, timeout
         self._hosts = TierHosts((), ())
         self._assembler: PartAssembler | None = None
@@ -80,7 +80,7 @@ class TierLoad:
         paths = {part: assembly.path_of(part) for part in assembly.places}
         return GenerationReader(path, assembly.generation, paths, keys=keys)
 
-    def fetch(self, session: Session, plan: ReadPlan) -> bool:
+    def fetch(self, session: Session, plan: Reads) -> bool:
         """Get the bytes that the ranks of this host will read and that are in parts on other hosts.
 
         The parts are verified meanwhile, once. Return false if some are corrupt: then the generation must be assembled

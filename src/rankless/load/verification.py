@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rankless.engine.integrity.file_checksums import find_corrupt_ranges
-from rankless.engine.integrity.verify import ChecksumVerifier
+from rankless.engine.integrity.block_verification import ChecksumVerifier
+from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
 from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.sources import ChunkedSource, Source

@@ -47,10 +47,10 @@ class EventReporter:
     An exception of the listener is logged and does not affect the save or load.
     """
 
-    def __init__(self, path: Path, on_event: OnEvent, *, is_leader: bool, began: float) -> None:
+    def __init__(self, path: Path, on_event: OnEvent, *, is_coordinator: bool, began: float) -> None:
         self._path, self._on_event, self._began = path, on_event, began
         # One rank's line is enough: thousands would log the same.
-        self._level = logging.INFO if is_leader else logging.DEBUG
+        self._level = logging.INFO if is_coordinator else logging.DEBUG
         self._blocking_seconds: float | None = None
         self._replica_check_seconds = 0.0
         self._phases: dict[SavePhase, float] = {}

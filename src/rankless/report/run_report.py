@@ -15,14 +15,14 @@ from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspec
 from rankless.report.compaction import sample_evenly
 from rankless.report.health import Finding, judge_checkpoints, judge_saves, judge_values, judge_verification
 from rankless.report.statistics import Statistics, statistics_columns
-from rankless.report.tensors import NamedTensor, list_tensors, mark_shared, tensor_columns
+from rankless.report.tensor_columns import NamedTensor, list_tensors, mark_shared, tensor_columns
 from rankless.report.timeline import build_timeline
 from rankless.run.aliases import Alias, list_aliases
 from rankless.run.catalog import list_checkpoints, list_stale_directories
 from rankless.run.journal import JournalEntry, read_journal
 from rankless.run.scan import CheckpointInfo
+from rankless.storage.links_and_clones import own_bytes
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.shared_files import own_bytes
 
 #: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
 _MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20

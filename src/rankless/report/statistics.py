@@ -7,7 +7,7 @@ from typing import Any
 
 from rankless.inspection.tensor_statistics import ZERO_BUCKET, TensorStatistics
 from rankless.report.compaction import DIGITS, LogScale, encode_levels, round_number
-from rankless.report.tensors import NamedTensor
+from rankless.report.tensor_columns import NamedTensor
 
 #: The bars of a small histogram for each sign, and the powers of two in each.
 _BARS, _POWERS = 8, 2

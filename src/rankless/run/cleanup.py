@@ -18,23 +18,23 @@ from rankless.run import collected_parts
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
 from rankless.run.catalog import cached_checkpoints
+from rankless.run.dead_owner import ABANDONED_SECONDS
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
 from rankless.run.object_run import list_unpublished
-from rankless.run.owned_lock import ABANDONED_SECONDS
+from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pin import is_pinned, remove_dead_pin
 from rankless.run.pointers import find_tag, list_tags
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
-from rankless.run.staging_lock import StagingLock, acquire_lock
 from rankless.storage.atomic_rename import rename_noreplace, rename_path
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import list_names, path_exists
 from rankless.storage.store import store_of
 
-#: Seconds without a change after which the staging directory of a dead first save of another job is removed.
+#: Seconds without a change after which the pending directory of a dead first save of another job is removed.
 _ABANDONED_SECONDS = 600.0
 
 
@@ -120,7 +120,7 @@ def _discard_abandoned(folders: Sequence[ObjectPath]) -> tuple[list[Path], list[
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
-    """Remove staging directories of dead saves of runs without a checkpoint. Return the removed paths.
+    """Remove pending directories of dead saves of runs without a checkpoint. Return the removed paths.
 
     No process continues such a run. Remove the directories of ``tag``, with which the job was restarted, and those
     without a change for ten minutes.
@@ -144,7 +144,7 @@ def finish_interrupted_replace(path: Path) -> set[str]:
     names = list_names(path)
     for hidden in displaced_checkpoints(names):
         # A living save has the lock and continues by itself. Another process may have renamed the checkpoint already.
-        with suppress(OSError, RanklessError), closing(StagingLock(path, hidden)):
+        with suppress(OSError, RanklessError), closing(PendingLock(path, hidden)):
             rename_noreplace(path / hidden.name, path / hidden.tag)
     return names
 
@@ -173,14 +173,14 @@ def _remove_lock_file(path: Path, lock: HiddenName, names: Collection[HiddenName
     """Remove the lock file of a dead process that has left nothing else."""
     if not any(hidden.id == lock.id for hidden in names if hidden != lock):
         with suppress(OSError):
-            StagingLock(path, lock).close()
+            PendingLock(path, lock).close()
 
 
 def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> bool:
     """Remove a hidden directory if its owner is dead, and nothing in it has changed for ``seconds``."""
     folder = path / hidden.name
     # Another process may remove it meanwhile, or use it, or access is denied.
-    with suppress(OSError, StorageError), closing(StagingLock(path, hidden)) as lock:
+    with suppress(OSError, StorageError), closing(PendingLock(path, hidden)) as lock:
         names = list_names(path)  # while this process holds the lock, the state cannot change
         is_waiting = hidden.state == "replaced" and hidden.with_state("partial").name in names
         is_displaced = hidden.id in {displaced.id for displaced in displaced_checkpoints(names)}

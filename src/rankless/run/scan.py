@@ -182,7 +182,7 @@ def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
     """Yield the hidden names of checkpoints that were displaced by a replace which was interrupted.
 
     ``names`` are all names in the run directory. A displaced checkpoint still counts as the checkpoint of its tag,
-    because the new one, whose staging directory exists, has not got the name yet. This state exists only on file
+    because the new one, whose pending directory exists, has not got the name yet. This state exists only on file
     systems that cannot exchange two names, and lasts only if the save died in it.
     """
     for name in names:

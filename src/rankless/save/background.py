@@ -31,7 +31,7 @@ from rankless.process.exit_order import ExitStage, call_at_exit
 from rankless.process.gc_pause import gc_paused
 from rankless.process.worker_threads import lower_priority
 from rankless.save.handle import Result, SaveHandle
-from rankless.save.operation import SaveOperation
+from rankless.save.save_operation import SaveOperation
 from rankless.state.step_guard import StepGuard
 
 #: The maximum number of seconds in which a thread must begin to run.
@@ -182,7 +182,7 @@ class BackgroundSaves:
     def _finish_save(self, flight: _SaveInFlight, save: SaveOperation[Any], arena: Arena) -> None:
         try:
             with span("save in the background", "call", save.path.name), save.rollback_on_error():
-                save.complete_staging()
+                save.complete_copies()
                 lower_priority()
                 info = save.write_and_commit()
                 if save.follow_up is not None:

@@ -12,7 +12,7 @@ from rankless.engine.io.tensor_bytes import TensorVersion
 from rankless.errors import RanklessError
 from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import FileRecord, Manifest
-from rankless.storage.shared_files import FileIdentity, identify_file
+from rankless.storage.links_and_clones import FileIdentity, identify_file
 
 #: The versions of tensors by group and name.
 TensorVersions = Mapping[tuple[str, str], TensorVersion]
@@ -66,9 +66,9 @@ def _iter_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, BaseFil
             yield name, BaseFile(identity, record)
 
 
-def loaded_base(path: Path, identity: str, *, is_leader: bool) -> BaseCheckpoint | None:
+def loaded_base(path: Path, identity: str, *, is_coordinator: bool) -> BaseCheckpoint | None:
     """Return the checkpoint that was loaded from ``path`` as a base; ``None`` if it is not there any more."""
-    if not is_leader:
+    if not is_coordinator:
         return BaseCheckpoint(path, identity)
     with suppress(RanklessError):
         manifest = read_manifest(path)

@@ -21,10 +21,10 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.ondisk import block_crcs
-from rankless.ondisk.files import DataFile
+from rankless.ondisk.data_files import DataFile
 from rankless.save.base_checkpoint import BaseCheckpoint
 from rankless.storage import posix
-from rankless.storage.shared_files import MIN_CLONE_BYTES, Sharing, is_fragmented, make_read_only
+from rankless.storage.links_and_clones import MIN_CLONE_BYTES, Sharing, is_fragmented, make_read_only
 
 #: Clones begin and end at multiples of this many bytes.
 _PAGE_BYTES = 4096

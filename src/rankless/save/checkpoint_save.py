@@ -31,18 +31,18 @@ from rankless.observe.reporter import note_corrupt
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
-from rankless.ondisk.files import parse_size
+from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.ondisk.manifest import Manifest
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
+from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
-from rankless.run.staging_dir import StagingDirectory
 from rankless.save.base_checkpoint import Base, BaseCheckpoint, BaseFile, TensorVersions, identify_files
 from rankless.save.incremental import Candidates, IncrementalSave
-from rankless.save.negotiation import SaveAgreement
-from rankless.save.request import SaveRequest
+from rankless.save.save_negotiation import SaveAgreement
+from rankless.save.save_request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
@@ -60,7 +60,7 @@ class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _OpenedSave(msgspec.Struct, frozen=True):
-    """The coordinator's decision after it has created the staging directory.
+    """The coordinator's decision after it has created the pending directory.
 
     ``identity`` is the new checkpoint's identity, or ``None`` if replicas differ. ``removes_old``: old checkpoints may
     be removed or hidden after the commit. ``candidates`` are files that may be unchanged.
@@ -82,7 +82,7 @@ class CheckpointSave(TrainingSave):
     ) -> None:
         super().__init__(request, ranks, cache, timeout)
         self._next_base = base
-        self._staging = StagingDirectory(self.path)  # its name is that of the checkpoint once this has an id
+        self._pending = PendingDirectory(self.path)  # its name is that of the checkpoint once this has an id
         self._base = base.checkpoint
         is_incremental = request.options.incremental is True  # other values are refused in the vote
         self._incremental = IncrementalSave(self._session, self._base if is_incremental else None, cache.sharing)
@@ -93,16 +93,16 @@ class CheckpointSave(TrainingSave):
         self._committed_files: Mapping[str, BaseFile] = {}
 
     def _plan_and_open(self, agreement: SaveAgreement) -> None:
-        """Plan, check that replicas are equal, and create the staging directory and its files."""
-        candidates = self._open_staging(agreement)
+        """Plan, check that replicas are equal, and create the pending directory and its files."""
+        candidates = self._open_pending(agreement)
         if candidates.numbers():
             trusts_versions = self._is_overlapped and self._request.options.staging_check != "full"
             omitted = self._incremental.find_unchanged(candidates, self._versions if trusts_versions else {})
             self._plan = omit_ranges(self._plan, omitted)
 
-    def complete_staging(self) -> None:
+    def complete_copies(self) -> None:
         """See :class:`SaveOperation`. Then check that tensors that were trusted to be unchanged are."""
-        super().complete_staging()
+        super().complete_copies()
         self._incremental.verify_trusted()
 
     def write_and_commit(self) -> CheckpointInfo:
@@ -121,9 +121,9 @@ class CheckpointSave(TrainingSave):
 
     def _roll_back(self, error: BaseException) -> None:
         self._next_base.checkpoint = None  # the next save writes everything
-        if self._staging.is_locked and not self._is_committed():
-            self._staging.discard()
-        self._staging.release()
+        if self._pending.is_locked and not self._is_committed():
+            self._pending.discard()
+        self._pending.release()
         self._reporter.report_failed(error)
 
     def _is_committed(self) -> bool:
@@ -143,7 +143,7 @@ class CheckpointSave(TrainingSave):
 
     def _set_identity(self, identity: CheckpointIdentity) -> None:
         super()._set_identity(identity)
-        self._staging = StagingDirectory(self.path, self._hidden_name)
+        self._pending = PendingDirectory(self.path, self._hidden_name)
 
     def _remove_old_checkpoints(self) -> None:
         """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed."""
@@ -152,9 +152,9 @@ class CheckpointSave(TrainingSave):
         path, keep, run = self._request.path, self._request.keep, self._identity.run
         try:
             if self._replaces_corrupt:
-                rename_path(self._staging.displaced_path, self._corrupt_path)
+                rename_path(self._pending.displaced_path, self._corrupt_path)
                 note_corrupt(self.path, self._corrupt_path)
-            self._staging.remove_displaced()
+            self._pending.remove_displaced()
             for hidden in set_aside_corrupt(self._request.corrupt, path, run):
                 note_corrupt(path, hidden)
             if keep is not None:
@@ -164,9 +164,9 @@ class CheckpointSave(TrainingSave):
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
         finally:
-            self._staging.release()
+            self._pending.release()
 
-    def _open_staging(self, agreement: SaveAgreement) -> Candidates:
+    def _open_pending(self, agreement: SaveAgreement) -> Candidates:
         """Plan, and create the files. Return those that may be unchanged, which are links of files of the base."""
         cache, request = self._cache, self._request
 
@@ -175,7 +175,7 @@ class CheckpointSave(TrainingSave):
             self._incremental.set_plan(self._plan, self._captured.tensors, cache.saves)
             return _PreparedSave(self._hash_replicas(), *self._incremental.sample_files(self._captured.frozen))
 
-        def open_staging(posted: list[bytes]) -> bytes:
+        def open_pending(posted: list[bytes]) -> bytes:
             prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
             if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
                 return _encode(_OpenedSave())
@@ -190,7 +190,7 @@ class CheckpointSave(TrainingSave):
             candidates = self._create_files(samples)
             return _encode(_OpenedSave(identity, self._may_remove_old(), candidates))
 
-        _, raw = self._session.vote("preparing the save", plan_and_compare, _encode, open_staging)
+        _, raw = self._session.vote("preparing the save", plan_and_compare, _encode, open_pending)
         opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
         if opened.identity is None:
             cache.key = b""
@@ -232,20 +232,20 @@ class CheckpointSave(TrainingSave):
 
     @traced("create the files", "write")
     def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
-        """Create the staging directory and its files. Return the files that may be unchanged, which are links.
+        """Create the pending directory and its files. Return the files that may be unchanged, which are links.
 
         ``samples`` are those of all ranks; empty if all files are to be written.
         """
         chosen = self._incremental.choose_candidates(samples)
         numbers = set(chosen.numbers())
-        self._staging.create(sum(file.size for number, file in enumerate(self._plan.files) if number not in numbers))
+        self._pending.create(sum(file.size for number, file in enumerate(self._plan.files) if number not in numbers))
         candidates = self._incremental.link_files(self._files, chosen)
         self._files.create_files(existing=set(candidates.numbers()))
         return candidates
 
     @property
     def _files(self) -> CheckpointFiles:
-        return CheckpointFiles(self._staging.path, self._plan)
+        return CheckpointFiles(self._pending.path, self._plan)
 
     def _write_files(self) -> Manifest:
         """Write this rank's shards. Rank 0 commits when all ranks have written theirs."""
@@ -253,10 +253,10 @@ class CheckpointSave(TrainingSave):
 
         def write_shards() -> HashedResult:
             if self._session.rank == self._cache.witness:
-                self._staging.confirm_lock()
+                self._pending.confirm_lock()
             paths = [file.path for file in self._plan.files]
             on_moved = self._reporter.progress_counter("save", self._plan.nbytes).add
-            fragments = self._writer.write(self._staging.path, paths, self._staged, on_moved)
+            fragments = self._writer.write(self._pending.path, paths, self._staged, on_moved)
             return HashedResult(fragments, self._captured.rank_values)
 
         @traced("commit", "commit")
@@ -264,7 +264,7 @@ class CheckpointSave(TrainingSave):
             self._reporter.begin_phase("commit")
             small_files = self._build_small_files(rank_values)
             committed = self._files.finalize(fragments, small_files, self._build_manifest, self._incremental.unchanged)
-            self._committed_files = self._incremental.check_links(identify_files(self._staging.path, committed))
+            self._committed_files = self._incremental.check_links(identify_files(self._pending.path, committed))
             self._publish_checkpoint(committed)
             return manifest.encode_manifest(committed)
 
@@ -273,15 +273,15 @@ class CheckpointSave(TrainingSave):
 
     @traced("rename", "commit")
     def _publish_checkpoint(self, committed: Manifest) -> None:
-        """Rename the staging directory to its final name, which must be free or that of a replaceable checkpoint."""
+        """Rename the pending directory to its final name, which must be free or that of a replaceable checkpoint."""
         corrupt = None if self._request.overwrite else self._request.find_corrupt()
         if self._request.overwrite:
-            self._staging.replace(check_replaceable=partial(self._check_newest, committed))
+            self._pending.replace(check_replaceable=partial(self._check_newest, committed))
         elif corrupt is not None:
-            self._staging.replace(check_replaceable=partial(self._check_corrupt, corrupt))
+            self._pending.replace(check_replaceable=partial(self._check_corrupt, corrupt))
             self._replaces_corrupt = True
         else:
-            self._staging.publish()
+            self._pending.publish()
 
     def _check_corrupt(self, corrupt: CorruptRecord, folder: Path) -> None:
         """Raise ``TagExistsError`` if ``folder`` is not the checkpoint that was found corrupt.

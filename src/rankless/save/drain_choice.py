@@ -6,11 +6,11 @@ from rankless.engine.comm.session import RankGroup
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.object_path import ObjectPath
 from rankless.tier.assembly import Assembly
-from rankless.tier.state import TierState
+from rankless.tier.job import TierJob
 
 
 def make_drain(
-    ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, options: DrainOptions
+    ranks: RankGroup, timeout: float, tier: TierJob, assembly: Assembly, options: DrainOptions
 ) -> GenerationDrain:
     """Return the drain of an assembled generation into the run directory of a tier."""
     run = tier.run

@@ -33,14 +33,14 @@ from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
+from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
-from rankless.run.staging_dir import StagingDirectory
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
 from rankless.storage.memory import Bytes
 from rankless.tier.assembly import Assembly
 from rankless.tier.generation import Generation
-from rankless.tier.state import TierState
+from rankless.tier.job import TierJob
 
 #: Bytes of a file: its number, the offset, the bytes.
 _Edge = tuple[int, int, bytes]
@@ -52,19 +52,19 @@ class FolderDrain(GenerationDrain):
     """The drain of an assembled generation into a run directory on a file system."""
 
     def __init__(
-        self, ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, options: DrainOptions
+        self, ranks: RankGroup, timeout: float, tier: TierJob, assembly: Assembly, options: DrainOptions
     ) -> None:
         super().__init__(ranks, timeout, tier, assembly, options)
-        self._staging = StagingDirectory(self.path)
+        self._pending = PendingDirectory(self.path)
 
     def _discard_attempt(self) -> None:
-        if self._staging.is_locked:
-            self._staging.discard()
+        if self._pending.is_locked:
+            self._pending.discard()
 
     def _drain_once(self, attempt: int) -> CheckpointInfo:
-        """See :class:`GenerationDrain`. Each attempt has a staging directory of its own."""
+        """See :class:`GenerationDrain`. Each attempt has a pending directory of its own."""
         del attempt
-        _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", lambda _: self._open_staging())
+        _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", lambda _: self._open_pending())
         if not raw:  # it is there already
             return CheckpointInfo.of(self.path, self._label.manifest)
         self._set_attempt(raw.decode())
@@ -73,26 +73,26 @@ class FolderDrain(GenerationDrain):
         self._reporter.report_saved(info.path, info.step, info.nbytes, 0)
         return info
 
-    def _open_staging(self) -> bytes:
+    def _open_pending(self) -> bytes:
         if holds_checkpoint(self.path, self._label.manifest.id):
             return b""
         self._tier.check_not_fenced(self._label.manifest.tag)
         attempt = secrets.token_hex(8)
         self._set_attempt(attempt)
         clean_up(self._tier.run, self._label.manifest.run)
-        self._staging.create(sum(file.size for file in self._generation.plan.files))
+        self._pending.create(sum(file.size for file in self._generation.plan.files))
         self._files.create_files()
         return attempt.encode()
 
     def _set_attempt(self, attempt: str) -> None:
-        if self._staging.name.id != attempt:
-            self._staging = StagingDirectory(
+        if self._pending.name.id != attempt:
+            self._pending = PendingDirectory(
                 self.path, HiddenName(self._label.manifest.tag, self._label.manifest.run, attempt, "partial")
             )
 
     @property
     def _files(self) -> CheckpointFiles:
-        return CheckpointFiles(self._staging.path, self._generation.plan)
+        return CheckpointFiles(self._pending.path, self._generation.plan)
 
     def _write_files(self) -> Manifest:
         self._reporter.begin_phase("write")
@@ -131,7 +131,7 @@ class FolderDrain(GenerationDrain):
         if self._assembly.is_spread:
             ranges, edges = split_at_pages(ranges)
         provider = TensorBytes(torch.from_numpy(memory))
-        files = [self._staging.path / file.path for file in generation.plan.files]
+        files = [self._pending.path / file.path for file in generation.plan.files]
         on_moved = self._reporter.progress_counter("save", generation.tables[part].nbytes).add
         write_file_ranges(files, ranges, lambda _: provider, on_moved)
         return [
@@ -141,7 +141,7 @@ class FolderDrain(GenerationDrain):
 
     def _write_edges(self, edges: Sequence[_Edge]) -> None:
         with ExitStack() as stack:
-            paths = [self._staging.path / file.path for file in self._generation.plan.files]
+            paths = [self._pending.path / file.path for file in self._generation.plan.files]
             writers = {number: stack.enter_context(BufferedWriter(paths[number])) for number, _, _ in edges}
             for number, offset, data in edges:
                 writers[number].write(offset, memoryview(data))
@@ -153,15 +153,15 @@ class FolderDrain(GenerationDrain):
         self._tier.check_not_fenced(self._label.manifest.tag)
         try:
             if self._label.replaces:
-                self._staging.replace(check_replaceable=self._check_newest)
-                self._staging.remove_displaced()
+                self._pending.replace(check_replaceable=self._check_newest)
+                self._pending.remove_displaced()
             else:
-                self._staging.publish()
+                self._pending.publish()
             self._tier.check_published(info)
         except TagExistsError:
             if not holds_checkpoint(self.path, self._label.manifest.id):
                 raise
-            self._staging.discard()
+            self._pending.discard()
 
     def _remove_old_checkpoints(self) -> None:
         """Remove the checkpoints that are not kept. Failures only warn: the new one is committed."""

@@ -10,16 +10,16 @@ import msgspec
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.ondisk.manifest import Manifest
+from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
-from rankless.run.staging_dir import StagingDirectory
 from rankless.save.base_checkpoint import Base
 from rankless.save.checkpoint_save import CheckpointSave
-from rankless.save.negotiation import SaveAgreement
-from rankless.save.request import SaveRequest
+from rankless.save.save_negotiation import SaveAgreement
+from rankless.save.save_request import SaveRequest
 from rankless.save.tier_save import TierSave, describe_tier_save
 from rankless.save.training_save import SavePlanCache
-from rankless.tier.options import LocalTier
-from rankless.tier.state import TierState
+from rankless.tier.job import TierJob
+from rankless.tier.tier_options import LocalTier
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -34,7 +34,7 @@ class FolderTierSave(TierSave, CheckpointSave):
         cache: SavePlanCache,
         base: Base,
         timeout: float,
-        tier: TierState,
+        tier: TierJob,
         options: LocalTier,
     ) -> None:
         super().__init__(describe_tier_save(request, tier, options), ranks, cache, base, timeout)
@@ -50,26 +50,26 @@ class FolderTierSave(TierSave, CheckpointSave):
         super(TierSave, self)._roll_back(error)
 
     def _discard_attempt(self) -> None:
-        if self._staging.is_locked and not self._is_committed():
-            self._staging.discard()
-        self._staging.release()
+        if self._pending.is_locked and not self._is_committed():
+            self._pending.discard()
+        self._pending.release()
 
     def _drain_once(self, attempt: int) -> CheckpointInfo:
-        """See :class:`TierSave`. Each attempt has a staging directory of its own."""
+        """See :class:`TierSave`. Each attempt has a pending directory of its own."""
         del attempt
 
-        def open_staging(_: list[bytes]) -> bytes:
+        def open_pending(_: list[bytes]) -> bytes:
             if self._is_committed():  # by an attempt that seemed to fail
                 return _encode(("", False))
             self._stage.tier.check_not_fenced(self._request.tag)
             text = secrets.token_hex(8)
             self._set_attempt(text)
             self._clean_up()
-            self._staging.create(sum(file.size for file in self._plan.files))
+            self._pending.create(sum(file.size for file in self._plan.files))
             self._files.create_files()
             return _encode((text, self._may_remove_old()))
 
-        _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", open_staging)
+        _, raw = self._session.vote("preparing the drain", lambda: None, lambda _: b"", open_pending)
         text, self._removes_old = msgspec.msgpack.decode(raw, type=tuple[str, bool])
         if not text:
             return self._info
@@ -90,4 +90,4 @@ class FolderTierSave(TierSave, CheckpointSave):
         super()._check_newest(committed, folder)
 
     def _set_attempt(self, text: str) -> None:
-        self._staging = StagingDirectory(self.path, self._hidden_name._replace(id=text))
+        self._pending = PendingDirectory(self.path, self._hidden_name._replace(id=text))

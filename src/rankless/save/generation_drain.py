@@ -24,12 +24,12 @@ from rankless.run.journal import append_entry, describe_event
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.save.drain_attempts import retry_drain
-from rankless.save.operation import SaveOperation
+from rankless.save.save_operation import SaveOperation
 from rankless.storage.mapped_file import map_to_read
 from rankless.storage.memory import Bytes
 from rankless.tier.assembly import Assembly
+from rankless.tier.job import TierJob
 from rankless.tier.slots import Slot
-from rankless.tier.state import TierState
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,17 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     """The drain of an assembled generation, as a save without tensors of the caller."""
 
     def __init__(
-        self, ranks: RankGroup, timeout: float, tier: TierState, assembly: Assembly, options: DrainOptions
+        self, ranks: RankGroup, timeout: float, tier: TierJob, assembly: Assembly, options: DrainOptions
     ) -> None:
         super().__init__(ranks, timeout)
         self._tier, self._assembly, self._generation = tier, assembly, assembly.generation
         self._options = options
         self._label = assembly.generation.common.label
         self._reporter = EventReporter(
-            self.path, self._forward_event, is_leader=self._session.rank == COORDINATOR_RANK, began=time.perf_counter()
+            self.path,
+            self._forward_event,
+            is_coordinator=self._session.rank == COORDINATOR_RANK,
+            began=time.perf_counter(),
         )
         #: The slots of this process with parts of the generation.
         self._slots: list[Slot] = []
@@ -96,7 +99,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def stage_tensors(self, arena: Arena) -> None:
         """Do nothing: all bytes are in the tier."""
 
-    def complete_staging(self) -> None:
+    def complete_copies(self) -> None:
         """Do nothing: all bytes are in the tier."""
 
     def write_and_commit(self) -> CheckpointInfo:

@@ -30,8 +30,8 @@ from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, TornSnapshotError
 from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions
 from rankless.save.base_files import BaseFiles
+from rankless.storage.links_and_clones import Sharing
 from rankless.storage.posix import check_space
-from rankless.storage.shared_files import Sharing
 
 #: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
 #: trainings never use, are less.
@@ -112,7 +112,7 @@ class IncrementalSave:
         return candidates if shared >= _MIN_SHARE * sum(sizes) else Candidates()
 
     def link_files(self, files: CheckpointFiles, candidates: Candidates) -> Candidates:
-        """Link candidates in the staging directory. Return those that could be linked. Called on rank 0."""
+        """Link candidates in the pending directory. Return those that could be linked. Called on rank 0."""
         if self._base is None or not candidates.numbers():
             return Candidates()
         self._base_files = BaseFiles(self._base, files, self._sharing)

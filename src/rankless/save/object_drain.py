@@ -16,8 +16,8 @@ import numpy as np
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io import upload_parts
-from rankless.engine.plan.held_cells import CellLayout, HeldBytes, plan_transfers
 from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.writer_cells_of_parts import CellLayout, HeldBytes, plan_transfers
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.run.pointers import find_tag
@@ -28,8 +28,8 @@ from rankless.save.object_upload import ObjectUpload
 from rankless.save.shared_upload import RankBytes, UploadRanks
 from rankless.storage.object_path import ObjectPath
 from rankless.tier.assembly import Assembly
-from rankless.tier.held_parts import HeldParts
-from rankless.tier.state import TierState
+from rankless.tier.job import TierJob
+from rankless.tier.parts_of_process import HeldParts
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -42,7 +42,7 @@ class ObjectDrain(GenerationDrain):
         run: ObjectPath,
         ranks: RankGroup,
         timeout: float,
-        tier: TierState,
+        tier: TierJob,
         assembly: Assembly,
         options: DrainOptions,
     ) -> None:

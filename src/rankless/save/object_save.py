@@ -19,14 +19,14 @@ from rankless.engine.plan.save_plan import plan_save
 from rankless.errors import StateError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
-from rankless.ondisk.files import parse_size
+from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
-from rankless.save.negotiation import SaveAgreement
 from rankless.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
 from rankless.save.object_upload import ObjectUpload
-from rankless.save.request import SaveRequest
+from rankless.save.save_negotiation import SaveAgreement
+from rankless.save.save_request import SaveRequest
 from rankless.save.shared_upload import RankBytes, UploadRanks
 from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.storage.object_path import ObjectPath

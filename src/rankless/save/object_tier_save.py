@@ -9,15 +9,15 @@ import msgspec
 from rankless.engine.comm.session import RankGroup
 from rankless.run.pointers import find_tag
 from rankless.run.scan import CheckpointInfo
-from rankless.save.negotiation import SaveAgreement
 from rankless.save.object_publication import PublicationChecks
 from rankless.save.object_save import ObjectSave
-from rankless.save.request import SaveRequest
+from rankless.save.save_negotiation import SaveAgreement
+from rankless.save.save_request import SaveRequest
 from rankless.save.tier_save import TierSave, describe_tier_save
 from rankless.save.training_save import SavePlanCache
 from rankless.storage.object_path import ObjectPath
-from rankless.tier.options import LocalTier
-from rankless.tier.state import TierState
+from rankless.tier.job import TierJob
+from rankless.tier.tier_options import LocalTier
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -32,7 +32,7 @@ class ObjectTierSave(TierSave, ObjectSave):
         ranks: RankGroup,
         cache: SavePlanCache,
         timeout: float,
-        tier: TierState,
+        tier: TierJob,
         options: LocalTier,
     ) -> None:
         super().__init__(describe_tier_save(request, tier, options), run, ranks, cache, timeout)

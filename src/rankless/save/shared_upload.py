@@ -37,7 +37,7 @@ BuildHeaders = Callable[[Fragments, Sequence[bytes]], Sequence[bytes]]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
+class _UploadReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank that has uploaded its parts: its values, and the parts."""
 
     rank_values: bytes
@@ -118,10 +118,10 @@ class SharedUpload:
         def upload_share() -> HashedResult:
             own = read_bytes()
             self._uploaded = self._upload_share(own, on_moved)
-            return HashedResult(self._uploaded.fragments, _encode(_Report(own.rank_values, self._uploaded.sent)))
+            return HashedResult(self._uploaded.fragments, _encode(_UploadReport(own.rank_values, self._uploaded.sent)))
 
         def fold(fragments: Fragments, payloads: list[bytes]) -> bytes:
-            reports = [msgspec.msgpack.decode(payload, type=_Report) for payload in payloads]
+            reports = [msgspec.msgpack.decode(payload, type=_UploadReport) for payload in payloads]
             self._sent = [part for report in reports for part in report.sent]
             return _encode(build_headers(fragments, [report.rank_values for report in reports]))
 

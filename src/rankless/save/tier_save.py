@@ -18,16 +18,16 @@ from rankless.observe.warning import warn_caller
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
 from rankless.save.drain_attempts import retry_drain
-from rankless.save.negotiation import SaveAgreement
-from rankless.save.request import SaveRequest
+from rankless.save.save_negotiation import SaveAgreement
+from rankless.save.save_request import SaveRequest
 from rankless.save.tier_stage import TierStage
 from rankless.save.training_save import TrainingSave
 from rankless.tier.generation import Common, GenerationLabel
-from rankless.tier.options import LocalTier
-from rankless.tier.state import NextSave, TierState
+from rankless.tier.job import NextSave, TierJob
+from rankless.tier.tier_options import LocalTier
 
 
-def describe_tier_save(request: SaveRequest, tier: TierState, options: LocalTier) -> SaveRequest:
+def describe_tier_save(request: SaveRequest, tier: TierJob, options: LocalTier) -> SaveRequest:
     """Return a request that says which local tier is used, and which tags are taken."""
     return replace(request, known_tags=tier.known_tags, local=options.describe())
 
@@ -42,7 +42,7 @@ class TierSave(TrainingSave):
     #: The description of the checkpoint in the tier.
     _info: CheckpointInfo
 
-    def _use_tier(self, tier: TierState, options: LocalTier) -> None:
+    def _use_tier(self, tier: TierJob, options: LocalTier) -> None:
         """Take the tier. The constructor of a subclass calls it."""
         self._stage, self._info = TierStage(self._ranks, self._session, tier, options), CheckpointInfo("", self.path)
         self.completed_locally = Future()
@@ -131,7 +131,7 @@ class TierSave(TrainingSave):
             return self._commit_without_tier()
         if self._staged is None:  # a synchronous save
             self.stage_tensors(Arena(StagingMemory()))
-            self.complete_staging()
+            self.complete_copies()
         common = stage.complete(self._staged, self._captured.rank_values, self._describe, self._plan)
         self._release_tensors()
         info = CheckpointInfo.of(self.path, common.label.manifest)

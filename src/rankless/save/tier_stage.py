@@ -22,13 +22,13 @@ from rankless.observe.units import format_size
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.memory import Bytes
-from rankless.tier.copies import PartCopies, choose_partners
+from rankless.tier.copies_on_hosts import PartCopies, choose_partners
 from rankless.tier.generation import Common
-from rankless.tier.options import LocalTier
+from rankless.tier.job import NextSave, TierJob
 from rankless.tier.parity import PartParity, form_groups
 from rankless.tier.part import GenerationKey, PartName, PartTable, hash_ranges
 from rankless.tier.slots import Slot
-from rankless.tier.state import NextSave, TierState
+from rankless.tier.tier_options import LocalTier
 
 
 class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +78,7 @@ class _SlotArena(Arena):
 class TierStage:
     """The part of one rank in one save into the tier. It has a slot from :meth:`reserve` to :meth:`release`."""
 
-    def __init__(self, ranks: RankGroup, session: Session, tier: TierState, options: LocalTier) -> None:
+    def __init__(self, ranks: RankGroup, session: Session, tier: TierJob, options: LocalTier) -> None:
         self.tier, self.options = tier, options
         self._ranks, self._session = ranks, session
         self._begun = BegunTierSave()

@@ -26,12 +26,12 @@ from rankless.run.catalog import CheckpointIdentity, next_identity
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
 from rankless.run.scan import CheckpointInfo
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
-from rankless.save.negotiation import SaveAgreement, negotiate_save
-from rankless.save.operation import SaveOperation
-from rankless.save.request import SaveRequest
+from rankless.save.save_negotiation import SaveAgreement, negotiate_save
+from rankless.save.save_operation import SaveOperation
+from rankless.save.save_request import SaveRequest
 from rankless.state.capture import build_ranks_file, build_state_file
 from rankless.state.step_only_tensors import step_only_tensors
-from rankless.storage.shared_files import Sharing
+from rankless.storage.links_and_clones import Sharing
 
 
 @dataclass
@@ -65,7 +65,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         #: Whether old checkpoints may be removed or hidden after the commit.
         self._removes_old = False
         self._reporter = EventReporter(
-            self.path, self._forward_event, is_leader=self._session.rank == COORDINATOR_RANK, began=request.began
+            self.path, self._forward_event, is_coordinator=self._session.rank == COORDINATOR_RANK, began=request.began
         )
 
     def prepare_save(self) -> None:

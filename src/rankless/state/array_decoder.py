@@ -14,7 +14,7 @@ import numpy as np
 
 from rankless.engine.io.byte_sinks import ByteSink
 from rankless.errors import CorruptCheckpointError
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.torch_import import import_torch
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _torch() -> Any:
 def _dtypes() -> Mapping[str, torch.dtype]:
     """Return the dtype of torch for each name in files."""
     _torch()
-    from rankless.state.tensors import DTYPES  # noqa: PLC0415 - imports torch
+    from rankless.state.tensor_views import DTYPES  # noqa: PLC0415 - imports torch
 
     return DTYPES
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rankless.errors import UnsupportedTensorError
 from rankless.state.array_decoder import NUMPY_DTYPES, PARAMETER_SUFFIXES
-from rankless.state.tensors import NAMES, check_present, view_of
+from rankless.state.tensor_views import NAMES, check_present, view_of
 
 #: Tensors of at most this many bytes are stored inline in values that are merged from several ranks.
 INLINE_BYTES = 64 * 2**10

@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.placements import MeshShape, PlacementLayout
+from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
 from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
 from rankless.ondisk import param_order, values
-from rankless.ondisk.files import adapter_group
+from rankless.ondisk.data_files import adapter_group
 from rankless.ondisk.validation import check_utf8
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
 from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
-from rankless.state.model import traversal as models
+from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files
+from rankless.state.model.model_view import ModelView, check_duplicate_tensors
 from rankless.state.model.peft_adapters import (
     adapted_modules,
     adapter_files,
@@ -28,12 +29,11 @@ from rankless.state.model.peft_adapters import (
     adapter_tensors,
     check_unmerged,
 )
-from rankless.state.model.view import ModelView, check_duplicate_tensors
 from rankless.state.optimizer import adapters
-from rankless.state.optimizer import view as optimizers
+from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.param_groups import merge_groups
 from rankless.state.split_parameters import split_group, split_refs, split_state
-from rankless.state.tensors import TensorView, check_present, view_of
+from rankless.state.tensor_views import TensorView, check_present, view_of
 from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
 
 #: Groups of tensors; their directories or files have the same names.

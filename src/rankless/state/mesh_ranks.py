@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rankless.errors import StateError
-from rankless.state.model import traversal as models
+from rankless.state.model import model_traversal as models
 from rankless.state.optimizer import adapters
 from rankless.state.training import TrainingObjects
 

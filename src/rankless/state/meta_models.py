@@ -9,9 +9,9 @@ from torch import nn
 
 from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model import fsdp1
-from rankless.state.model import traversal as models
+from rankless.state.model import model_traversal as models
 from rankless.state.model.materialize import find_initializer, materialize, meta_tensors
-from rankless.state.tensors import local_tensor
+from rankless.state.tensor_views import local_tensor
 from rankless.state.training import TrainingObjects
 
 

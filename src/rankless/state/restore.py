@@ -15,8 +15,8 @@ from torch.autograd.graph import increment_version
 from rankless.engine.plan.spec import OWN, PER_RANK
 from rankless.errors import InvalidArgumentError, MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
+from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
-from rankless.ondisk.files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.param_order import BY_NUMBER
 from rankless.state import scheduler as schedulers
 from rankless.state import stateful
@@ -24,18 +24,18 @@ from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, STATE, Inventory
 from rankless.state.meta_models import MetaModels
 from rankless.state.model import fsdp1
-from rankless.state.model import traversal as models
+from rankless.state.model import model_traversal as models
+from rankless.state.model.model_view import ModelView, is_extra
 from rankless.state.model.peft_adapters import check_unmerged, explain_config_differences, loadable_views
-from rankless.state.model.view import ModelView, is_extra
 from rankless.state.optimizer import adapters
-from rankless.state.optimizer import view as optimizers
+from rankless.state.optimizer import optimizer_view as optimizers
+from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
-from rankless.state.optimizer.restore import OptimizerRestore, put_settings
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_description
-from rankless.state.tensors import TensorView, shares_elements, view_of
+from rankless.state.tensor_views import TensorView, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 
 #: ``{group: {name: dtype and shape}}``.

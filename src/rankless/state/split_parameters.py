@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from rankless.engine.plan.split_tensors import Splits, whole_splits
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.validation import split_state_key, state_key
-from rankless.state.model.view import ParamRef
-from rankless.state.optimizer.view import ParamGroup
-from rankless.state.tensors import TensorView
+from rankless.state.model.model_view import ParamRef
+from rankless.state.optimizer.optimizer_view import ParamGroup
+from rankless.state.tensor_views import TensorView
 
 
 def split_refs(groups: Sequence[ParamGroup]) -> dict[str, ParamRef]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rankless.engine.plan.placements import PlacementLayout
-from rankless.state.model import traversal as models
+from rankless.engine.plan.layout_types import PlacementLayout
+from rankless.state.model import model_traversal as models
 from rankless.state.optimizer import adapters
-from rankless.state.optimizer import view as optimizers
+from rankless.state.optimizer import optimizer_view as optimizers
 
 
 def estimate_staged_bytes(model: Any, optimizer: Any, rank_count: int) -> int:

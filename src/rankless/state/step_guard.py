@@ -19,7 +19,7 @@ from rankless.observe.spans import span
 
 
 @dataclass(frozen=True, eq=False)
-class _Copy:
+class _StateCopy:
     """A copy in progress, until ``copied`` is set.
 
     ``order_step`` lets what the calling thread enqueues next on accelerators follow it; ``None`` if the thread must
@@ -41,7 +41,7 @@ class StepGuard:
     """The copies in progress in this process. Steps of all its optimizers, and its loads, wait for them."""
 
     def __init__(self) -> None:
-        self._copying: list[_Copy] = []
+        self._copying: list[_StateCopy] = []
         self._hook: RemovableHandle | None = None
 
     def add_copy(self, copied: Event, order_step: Callable[[], None] | None = None) -> None:
@@ -51,7 +51,7 @@ class StepGuard:
         """
         if copied.is_set():
             return
-        self._copying.append(_Copy(copied, order_step))
+        self._copying.append(_StateCopy(copied, order_step))
         if self._hook is None:
             # For all optimizers: several may share parameters, and some contain other optimizers.
             # torch.compile must not trace the hook. The compiler is imported only if a hook is needed.
@@ -87,6 +87,6 @@ class StepGuard:
                 if copy.copied.is_set():
                     self._forget(copy)
 
-    def _forget(self, copy: _Copy) -> None:
+    def _forget(self, copy: _StateCopy) -> None:
         if copy in self._copying:
             self._copying.remove(copy)

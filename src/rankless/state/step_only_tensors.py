@@ -12,7 +12,7 @@ import torch
 from rankless.state.capture import Capture
 from rankless.state.optimizer import adapters
 from rankless.state.tensor_subclasses import is_wrapper, iter_inner
-from rankless.state.tensors import local_tensor
+from rankless.state.tensor_views import local_tensor
 
 
 def step_only_tensors(captured: Capture, optimizer: object) -> frozenset[tuple[str, str]]:

@@ -17,9 +17,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rankless.engine.plan.placements import FlatSharded, PlacementLayout, Replicated, Sharded, is_dividing
+from rankless.engine.plan.layout_types import FlatSharded, PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.errors import UnsupportedTensorError
-from rankless.state.tensors import (
+from rankless.state.tensor_views import (
     NAMES,
     PLAIN_CLASSES,
     TensorView,

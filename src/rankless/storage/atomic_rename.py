@@ -26,14 +26,14 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
-def rename_noreplace(staging: Path, final: Path) -> None:
+def rename_noreplace(pending: Path, final: Path) -> None:
     """Rename a finished directory to its final name in one atomic step, and make the new name durable.
 
     Raises ``TagExistsError`` if the name is taken.
     """
-    with wrap_os_errors("rename to its final name", staging), _raising_tag_exists(final):
-        if not _renameat2(staging, final, _NOREPLACE):
-            _rename_new(staging, final)
+    with wrap_os_errors("rename to its final name", pending), _raising_tag_exists(final):
+        if not _renameat2(pending, final, _NOREPLACE):
+            _rename_new(pending, final)
     fsync_directory(final.parent)
 
 
@@ -47,23 +47,23 @@ def _raising_tag_exists(final: Path) -> Iterator[None]:
         raise TagExistsError(f"{final} appeared while this checkpoint was being saved; it was left as it is") from None
 
 
-def exchange_directories(staging: Path, final: Path, displaced: Path) -> None:
+def exchange_directories(pending: Path, final: Path, displaced: Path) -> None:
     """Replace the directory ``final`` by a finished one, and rename the old one to ``displaced``. Make both durable.
 
     This is one atomic step if the file system can exchange names. Else it takes two renames: between them no directory
     has the final name, and ``displaced`` says which one had it. If the second rename fails, the first is undone. Raises
     ``TagExistsError`` if another directory gets the name between the two; then the old one stays ``displaced``.
     """
-    with wrap_os_errors("rename to its final name", staging), _raising_tag_exists(final):
-        if _renameat2(staging, final, _EXCHANGE):
+    with wrap_os_errors("rename to its final name", pending), _raising_tag_exists(final):
+        if _renameat2(pending, final, _EXCHANGE):
             with suppress(OSError):  # the exchange is done; the old directory is removed, whatever its name
-                _rename(staging, displaced)
+                _rename(pending, displaced)
         else:
-            fsync_directory(final.parent)  # a reader of the displaced one expects that the staging directory exists
+            fsync_directory(final.parent)  # a reader of the displaced one expects that the pending directory exists
             _rename(final, displaced)
             try:
                 fsync_directory(final.parent)
-                _rename(staging, final)
+                _rename(pending, final)
             except BaseException:
                 with suppress(OSError):  # if the name is taken, or that is unknown, the old one stays displaced
                     _rename_new(displaced, final)
@@ -71,10 +71,10 @@ def exchange_directories(staging: Path, final: Path, displaced: Path) -> None:
     fsync_directory(final.parent)
 
 
-def replace_file(staging: Path, final: Path) -> None:
+def replace_file(pending: Path, final: Path) -> None:
     """Rename a finished file to its final name in one atomic step, replacing any file there. Make it durable."""
-    with wrap_os_errors("rename to its final name", staging):
-        _rename(staging, final)
+    with wrap_os_errors("rename to its final name", pending):
+        _rename(pending, final)
     fsync_directory(final.parent)
 
 

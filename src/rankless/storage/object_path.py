@@ -111,9 +111,9 @@ def is_supported(path: str | PathLike[str]) -> bool:
 def parse_location(path: str | PathLike[str]) -> Path:
     """Return the absolute path of a directory or file, or the path in an object store that a URL names.
 
-    The store of an ``s3://`` URL is :meth:`S3.from_environment <rankless.storage.s3.store.S3.from_environment>`, that
-    of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.store.GCS.from_environment>`, and
-    of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.store.Azure.from_environment>`.
+    The store of an ``s3://`` URL is :meth:`S3.from_environment <rankless.storage.s3.s3_store.S3.from_environment>`,
+    that of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.gcs_store.GCS.from_environment>`, and
+    of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.azure_store.Azure.from_environment>`.
     Raises ``InvalidArgumentError`` for an empty path and for the URL of a store that is not supported.
     """
     if isinstance(path, ObjectPath):
@@ -127,15 +127,15 @@ def parse_location(path: str | PathLike[str]) -> Path:
     if isinstance(path, str) and "://" in path and not path.startswith(_SCHEMES):
         raise InvalidArgumentError(f"{path} is in no store that rankless knows: use s3://, gs:// or az://, or a folder")
     if isinstance(path, str) and path.startswith("s3://"):
-        from rankless.storage.s3.store import S3  # noqa: PLC0415 - few jobs use one
+        from rankless.storage.s3.s3_store import S3  # noqa: PLC0415 - few jobs use one
 
         return make_object_path(S3.from_environment(), path)
     if isinstance(path, str) and path.startswith("gs://"):
-        from rankless.storage.gcs.store import GCS  # noqa: PLC0415
+        from rankless.storage.gcs.gcs_store import GCS  # noqa: PLC0415
 
         return make_object_path(GCS.from_environment(), path)
     if isinstance(path, str) and path.startswith("az://"):
-        from rankless.storage.azure.store import Azure  # noqa: PLC0415 - few jobs use one
+        from rankless.storage.azure.azure_store import Azure  # noqa: PLC0415 - few jobs use one
 
         return make_object_path(Azure.from_environment(), path)
     return local_path(path)

@@ -20,7 +20,7 @@ from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, UnsafeNameError
 from rankless.ondisk.block_crcs import crc64
-from rankless.ondisk.files import DataFile
+from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
 from rankless.ondisk.validation import check_relative_path, check_tag
 from rankless.tier.part import GenerationKey, PartName, PartRows, PartTable

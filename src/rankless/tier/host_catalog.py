@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.run.catalog import list_checkpoints
-from rankless.tier.collected import CollectedParts
 from rankless.tier.epochs import is_retired, read_epochs
-from rankless.tier.folder import TierFolder
 from rankless.tier.generation import Common, check_table
+from rankless.tier.host_folder import TierFolder
 from rankless.tier.part import GenerationKey, PartName, PartTable
+from rankless.tier.parts_in_run import CollectedParts
 
 
 @dataclass(frozen=True)

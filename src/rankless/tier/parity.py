@@ -23,11 +23,11 @@ from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import crc64
 from rankless.storage.memory import Bytes
-from rankless.tier.copies import exchange_tables
+from rankless.tier.copies_on_hosts import exchange_tables
+from rankless.tier.job import TierJob
 from rankless.tier.part import ParityTable, PartTable
+from rankless.tier.part_transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
 from rankless.tier.slots import Slot
-from rankless.tier.state import TierState
-from rankless.tier.transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
 
 _PHASE = "computing parity"
 
@@ -80,7 +80,7 @@ class PartParity:
     """The parity of one generation that this rank keeps."""
 
     def __init__(
-        self, ranks: RankGroup, session: Session, tier: TierState, groups: Sequence[Sequence[int]], rate: float | None
+        self, ranks: RankGroup, session: Session, tier: TierJob, groups: Sequence[Sequence[int]], rate: float | None
     ) -> None:
         """Describe it. ``groups``: see :func:`form_groups`; ``rate``: the most bytes a second that a rank sends."""
         self._rate = rate

@@ -12,12 +12,12 @@ from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
 from rankless.storage.mapped_file import map_to_read
 from rankless.storage.memory import Bytes
-from rankless.tier.catalog import find_rebuilding
+from rankless.tier.generation_catalog import find_rebuilding
+from rankless.tier.job import TierJob
 from rankless.tier.parity import ChunkLayout, add_to, cut_messages
 from rankless.tier.part import GenerationKey, ParityTable, PartName, decode_checked, find_corrupt_range
+from rankless.tier.part_transfers import SourceOf, Transfer, TransferEnds, run_transfers
 from rankless.tier.slots import Slot
-from rankless.tier.state import TierState
-from rankless.tier.transfers import SourceOf, Transfer, TransferEnds, run_transfers
 
 
 class Rebuilding(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ def _decode_parity(raw: bytes) -> ParityTable:
 
 
 def rebuild_parts(
-    ranks: RankGroup, session: Session, tier: TierState, key: GenerationKey, rebuildings: Sequence[Rebuilding]
+    ranks: RankGroup, session: Session, tier: TierJob, key: GenerationKey, rebuildings: Sequence[Rebuilding]
 ) -> None:
     """Compute lost parts of a generation, and put them into the tier of the hosts of their receivers.
 
@@ -112,7 +112,7 @@ def _compute_part(part: _LostPart, p2p: P2PExchange, source_of: SourceOf, target
 class _SourceFiles:
     """The parts and parities of a generation on this host."""
 
-    def __init__(self, tier: TierState, key: GenerationKey, size: int) -> None:
+    def __init__(self, tier: TierJob, key: GenerationKey, size: int) -> None:
         self._folder, self._key, self._size = tier.folder, key, size
 
     def map(self, number: int) -> Bytes:

@@ -20,7 +20,7 @@ from rankless.storage.file_lock import FileLock
 from rankless.storage.mapped_file import EMPTY, map_reserved
 from rankless.storage.memory import Bytes
 from rankless.storage.posix import wrap_os_errors
-from rankless.tier.folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
+from rankless.tier.host_folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
 from rankless.tier.part import GenerationKey, parse_generation_name
 
 

@@ -15,13 +15,13 @@ from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OP
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rankless.api import finalize, restore, save_checkpoint
-from rankless.components.api import load_component, replace_with_model
+from rankless.components.component_calls import load_component, replace_with_model
 from rankless.components.component_view import ComponentView
-from rankless.dcp.reader import FileSystemReader
+from rankless.dcp.reader.dcp_directory import is_dcp
+from rankless.dcp.storage_reader import FileSystemReader
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, TagExistsError
-from rankless.formats.dcp.folder import is_dcp
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_choice, check_timeout
 from rankless.options import STAGING

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, TagExistsError
-from rankless.formats.dcp.folder import is_dcp
 from rankless.formats.huggingface import INDEX
 from rankless.formats.native import is_native
 from rankless.formats.safetensors import SafetensorsFile
-from rankless.ondisk.files import CRC_KEY
+from rankless.ondisk.data_files import CRC_KEY
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
-from rankless.run.staging_dir import StagingDirectory
 from rankless.storage.directory_trees import remove_directory
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
@@ -157,7 +157,7 @@ def remove_replaceable(folder: Path) -> bool:
     """Remove an empty folder or an export. Return whether it was one. In an object store it is in no save's way."""
     if isinstance(folder, ObjectPath) or not is_replaceable(folder):
         return False
-    remove_directory(folder, StagingDirectory(folder).removal_path)
+    remove_directory(folder, PendingDirectory(folder).removal_path)
     return True
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
-from rankless.compat.colossalai import Booster
+from rankless.colossalai import Booster
 from rankless.errors import (
     CorruptCheckpointError,
     FormatError,

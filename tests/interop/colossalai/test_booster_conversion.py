@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rankless
-from rankless.compat.colossalai import Booster
+from rankless.colossalai import Booster
 from rankless.errors import InvalidArgumentError
 from tests.helpers.commands import invoke
 from tests.helpers.conversions import save_training, tensors_to_lists

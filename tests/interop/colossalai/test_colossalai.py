@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
-from rankless.compat.colossalai import Booster
+from rankless.colossalai import Booster
 from tests.helpers.pool import Ranks
 from tests.interop.colossalai import environment
 from tests.interop.colossalai.net import MODELS, OPTIMIZERS, cases, save_all, start, state, train

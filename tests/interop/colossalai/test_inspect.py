@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from rankless.cli.main import app
-from rankless.compat.colossalai import Booster
+from rankless.colossalai import Booster
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rankless.dcp import FileSystemReader, FileSystemWriter, object_output
+from rankless.dcp import FileSystemReader, FileSystemWriter, save_output_objects
 from rankless.engine.io import upload_files
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_azure import FakeAzure
@@ -72,7 +72,7 @@ def load(fake: FakeStore) -> float:
 
 @contextmanager
 def another_process() -> Iterator[None]:
-    with mock.patch.object(object_output, "_saved_here", set()):
+    with mock.patch.object(save_output_objects, "_saved_here", set()):
         yield
 
 
@@ -81,7 +81,7 @@ def hours_later(fake: FakeStore, hours: float) -> Iterator[None]:
     """Let the clocks of the store and of all processes go forward."""
     clock = mock.Mock(time=lambda: time.time() + hours * 3600)
     fake.clock = clock.time
-    with mock.patch.object(object_output, "time", clock):
+    with mock.patch.object(save_output_objects, "time", clock):
         yield
     fake.clock = time.time
 

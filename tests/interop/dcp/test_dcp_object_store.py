@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import rankless
-from rankless.dcp import FileSystemReader, FileSystemWriter, object_output
+from rankless.dcp import FileSystemReader, FileSystemWriter, save_output_objects
 from rankless.engine.io import upload_files, upload_parts
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_http import BUCKET, disconnect
@@ -159,7 +159,7 @@ def test_leftovers_are_removed_when_they_are_a_day_old(fake: FakeS3) -> None:
     save(path, 2)
     assert f"__0_0-{'a' * 16}.distcp" in names(path)
     fake.clock = lambda: time.time() + 1.0
-    with mock.patch.object(object_output, "ABANDONED_SECONDS", -10.0):
+    with mock.patch.object(save_output_objects, "ABANDONED_SECONDS", -10.0):
         save(path, 3)
     assert load(path) == 3
     assert f"__0_0-{'a' * 16}.distcp" not in names(path)
@@ -182,7 +182,7 @@ def test_a_repeated_request_does_not_name_files_that_another_job_has_removed(fak
     save(path, 1)
     assert lost
     assert load(path) == 1
-    with mock.patch.object(object_output, "_REPEAT_SECONDS", -10.0):
+    with mock.patch.object(save_output_objects, "_REPEAT_SECONDS", -10.0):
         save(path, 3)  # removes what the other one has left
     assert load(path) == 3
     assert len(names(path)) == 3
@@ -191,10 +191,10 @@ def test_a_repeated_request_does_not_name_files_that_another_job_has_removed(fak
 def test_files_that_another_process_has_just_saved_are_removed_by_a_later_save(fake: FakeS3) -> None:
     path = place(fake)
     save(path, 1)
-    object_output._saved_here.clear()  # as in another process
+    save_output_objects._saved_here.clear()  # as in another process
     save(path, 2)
     assert len(names(path)) == 5
-    with mock.patch.object(object_output, "_REPEAT_SECONDS", -10.0):
+    with mock.patch.object(save_output_objects, "_REPEAT_SECONDS", -10.0):
         save(path, 3)
     assert len(names(path)) == 3
     assert load(path) == 3
@@ -254,8 +254,8 @@ def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new(fake: FakeS3)
         start_of_next(fake)
         outcomes.add(load(place(fake)))
         with (
-            mock.patch.object(object_output, "ABANDONED_SECONDS", -10.0),
-            mock.patch.object(object_output, "_REPEAT_SECONDS", -10.0),
+            mock.patch.object(save_output_objects, "ABANDONED_SECONDS", -10.0),
+            mock.patch.object(save_output_objects, "_REPEAT_SECONDS", -10.0),
         ):
             save(place(fake), 3)
         assert load(place(fake)) == 3
@@ -279,7 +279,7 @@ def test_a_failure_before_the_commit_leaves_the_old_checkpoint_and_nothing_else(
     save(place(fake), 1)
     before = names(place(fake))
     with (
-        mock.patch.object(object_output.ObjectOutput, "check_files", side_effect=OSError("broken")),
+        mock.patch.object(save_output_objects.ObjectOutput, "check_files", side_effect=OSError("broken")),
         pytest.raises(CheckpointException, match="broken"),
     ):
         save(place(fake), 2)
@@ -298,7 +298,7 @@ def _moments(fake: FakeS3, start: Start, of: object) -> list[Moment]:
 
 
 def _save_from_ranks(endpoint: str, value: float, folder: str) -> list[str]:
-    from rankless.storage.s3.store import S3
+    from rankless.storage.s3.s3_store import S3
 
     path = S3(endpoint=endpoint, credentials=("key", "secret"), region="r").path(f"{BUCKET}/run/c")
     with mock.patch("tempfile.gettempdir", return_value=folder):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import rankless
 from rankless.engine.plan.ranges import IndexBox
 from rankless.errors import CorruptCheckpointError
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from rankless.storage.direct_io import BufferedReader
 from tests.helpers.boxes import split_box
 from tests.helpers.commands import assert_needs_no_torch

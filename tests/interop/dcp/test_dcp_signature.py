@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import rankless.dcp as ours
+from rankless.dcp.reader import checksums_json
 from rankless.dcp_versions import DCP_VERSION, SerializationFormat
 from rankless.errors import InvalidArgumentError
-from rankless.formats.dcp import checksums
 from tests.helpers.torch_limits import HAS_DCP_VERSION
 
 #: What torch's have and ours do not, and why.
@@ -165,7 +165,7 @@ def test_planners_are_told_the_version_of_the_format(tmp_path: Path, writer: typ
         metadata = pickle.loads(file.read_bytes())  # noqa: S301
         del metadata.__dict__["version"]
         file.write_bytes(pickle.dumps(metadata))
-        (tmp_path / "a" / checksums.NAME).unlink(missing_ok=True)
+        (tmp_path / "a" / checksums_json.NAME).unlink(missing_ok=True)
     for reader in (dcp.FileSystemReader, ours.FileSystemReader):
         planner = dcp.DefaultLoadPlanner()
         dcp.load(state(0), storage_reader=reader(tmp_path / "a"), planner=planner, no_dist=True)

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import rankless
 from rankless.dcp import FileSystemReader, FileSystemWriter
-from rankless.dcp.staging import create_staging, find_staging, staging_directory
+from rankless.dcp.pending_dcp import create_pending, find_pending, pending_directory
+from rankless.dcp.reader import checksums_json
+from rankless.dcp.reader.checksums_json import ChecksumRecord, VerifiedReader
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError, UnsafePickleError
-from rankless.formats.dcp import checksums
-from rankless.formats.dcp.checksums import ChecksumRecord, VerifiedReader
 from rankless.ondisk.block_crcs import crc64
-from rankless.run.staging_dir import StagingDirectory
+from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import atomic_rename
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.reader_pool import ReaderPool
@@ -204,7 +204,7 @@ def test_a_thread_that_fails_fails_the_save(tmp_path: Path) -> None:
 def test_a_save_that_was_killed_leaves_no_trace_after_the_next(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save(str(path), 1)
-    killed = create_staging(path, overwrite=True)
+    killed = create_pending(path, overwrite=True)
     (killed.path / "__0_0.distcp").write_bytes(b"half")
     killed.release()
     assert len(names(tmp_path)) == 2
@@ -218,11 +218,11 @@ def test_a_save_that_was_killed_between_two_renames(tmp_path: Path) -> None:
     """As it may be where names cannot be exchanged: the checkpoint that was there is found again."""
     path = tmp_path / "c"
     save(str(path), 1)
-    create_staging(path, overwrite=True).release()
-    path.rename(staging_directory(path).displaced_path)
+    create_pending(path, overwrite=True).release()
+    path.rename(pending_directory(path).displaced_path)
     load(str(path), 1)
-    assert len(names(tmp_path)) == 3  # with the staging directory and its lock file
-    shutil.copytree(path, staging_directory(path).displaced_path)  # one that was replaced, but not removed any more
+    assert len(names(tmp_path)) == 3  # with the pending directory and its lock file
+    shutil.copytree(path, pending_directory(path).displaced_path)  # one that was replaced, but not removed any more
     save(str(path), 2)
     load(str(path), 2)
     assert names(tmp_path) == ["c"]
@@ -256,7 +256,7 @@ def test_a_checkpoint_that_has_lost_its_name_to_a_save_that_failed_gets_it_back(
 
 
 def test_two_that_save_to_one_path_do_not_mix(tmp_path: Path) -> None:
-    held = create_staging(tmp_path / "c", overwrite=True)
+    held = create_pending(tmp_path / "c", overwrite=True)
     with pytest.raises(CheckpointException, match="another process saves"):
         save(str(tmp_path / "c"), 1)
     held.discard()
@@ -268,14 +268,14 @@ def test_a_save_that_removes_what_it_replaced_still_has_the_path_to_itself(tmp_p
     path, refused = tmp_path / "c", []
     save(str(path), 1)
 
-    def remove_late(staging: StagingDirectory) -> None:
+    def remove_late(staging: PendingDirectory) -> None:
         with pytest.raises(StorageError, match="another process uses"):
-            create_staging(path, overwrite=True)
+            create_pending(path, overwrite=True)
         refused.append(staging.displaced_path.exists())
         remove_displaced(staging)
 
-    remove_displaced = StagingDirectory.remove_displaced
-    with mock.patch.object(StagingDirectory, "remove_displaced", remove_late):
+    remove_displaced = PendingDirectory.remove_displaced
+    with mock.patch.object(PendingDirectory, "remove_displaced", remove_late):
         save(str(path), 2)
     assert refused == [True]
     load(str(path), 2)
@@ -286,10 +286,10 @@ def test_a_host_asks_the_server_which_directory_has_the_name_of_staging(tmp_path
     """All saves to a path use one hidden name, which a client of NFS remembers until the parent is listed."""
     listed: list[Path] = []
     with (
-        mock.patch("rankless.dcp.staging.is_local", return_value=False),
-        mock.patch("rankless.dcp.staging.posix.list_names", side_effect=listed.append),
+        mock.patch("rankless.dcp.pending_dcp.is_local", return_value=False),
+        mock.patch("rankless.dcp.pending_dcp.posix.list_names", side_effect=listed.append),
     ):
-        assert find_staging(tmp_path / "c") == staging_directory(tmp_path / "c").path
+        assert find_pending(tmp_path / "c") == pending_directory(tmp_path / "c").path
     assert listed == [tmp_path]
 
 
@@ -299,7 +299,7 @@ def test_files_in_another_directory_fail_the_save(tmp_path: Path) -> None:
     save(str(path), 1)
     other.mkdir()
     with (
-        mock.patch("rankless.dcp.folder_output.find_staging", return_value=other),
+        mock.patch("rankless.dcp.save_output_folder.find_pending", return_value=other),
         pytest.raises(CheckpointException, match=r"does not have __0_0\.distcp"),
     ):
         save(str(path), 2)
@@ -379,7 +379,7 @@ def test_the_metadata_of_another_save_is_found(saved: Path, tmp_path: Path) -> N
 
 
 def test_checksums_that_are_none(saved: Path) -> None:
-    file = saved / checksums.NAME
+    file = saved / checksums_json.NAME
     good = json.loads(file.read_bytes())
     unordered = {name: records[::-1] for name, records in good["files"].items()}
     for change in ({"version": 2}, {"metadata": 5}, {"files": {}}, {"files": unordered}):

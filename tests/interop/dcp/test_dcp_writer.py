@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import rankless
-from rankless.conversion import dcp_writer
+from rankless.dcp.writer import dcp_files
 from rankless.dcp_versions import DCP_VERSION
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers import dcp_matrix
@@ -159,7 +159,7 @@ def test_each_record_is_what_torch_writes(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_chunks_and_files_are_not_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_writer, "_CHUNK", 100)
+    monkeypatch.setattr(dcp_files, "_CHUNK", 100)
     tensors = {"long": torch.arange(250.0), "wide": torch.arange(120.0).view(3, 40), "one": torch.tensor(1.0)}
     tensors["deep"] = torch.arange(240).view(10, 4, 6).to(torch.int16)
     torch.save(tensors, tmp_path / "a.pt")

@@ -15,7 +15,7 @@ import rankless
 import rankless.lightning as ours
 from rankless.errors import InvalidArgumentError
 from rankless.lightning.fabric import SingleDeviceStrategy as FabricStrategy
-from rankless.storage.s3.store import S3
+from rankless.storage.s3.s3_store import S3
 from tests.helpers.equality import equal_bits
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3

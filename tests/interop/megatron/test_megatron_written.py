@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 import rankless
-from rankless.conversion import dcp_writer
+from rankless.dcp.writer import dcp_files
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from tests.helpers.cost import limit_cost
 from tests.helpers.equality import equal_bits
@@ -153,7 +153,7 @@ def as_plain(value: Any) -> Any:
 
 def test_the_folder_is_as_megatron_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads the tensors, the chunks are small, and the modules have the states that Megatron asks for."""
-    monkeypatch.setattr(dcp_writer, "_CHUNK", 1024)
+    monkeypatch.setattr(dcp_files, "_CHUNK", 1024)
     save_hf(tmp_path / "hf", "mixtral")
     folder = rankless.convert(tmp_path / "hf", tmp_path / "out", to="megatron", max_shard_size=8192) / "release"
     assert json.loads((folder / "metadata.json").read_text()) == {

@@ -19,10 +19,10 @@ import torch
 from typer.testing import CliRunner
 
 import rankless
+from rankless import nxd
 from rankless.cli.main import app
-from rankless.compat import nxd
-from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
 from rankless.errors import FormatError, InvalidArgumentError
+from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
 from tests.helpers.nxd_files import (
     extract_golden,
     load_rank_file,
@@ -66,7 +66,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
 def test_a_save_that_fails_is_never_taken_for_complete(tmp_path: Path) -> None:
     """There the exit of the process marks it as done."""
     code = (
-        "import torch, sys\nfrom rankless.compat import nxd\n"
+        "import torch, sys\nfrom rankless import nxd\n"
         "from tests.helpers.nxd_training import FailingScheduler\n"
         "nxd.save_checkpoint(sys.argv[1], 'good', torch.nn.Linear(2, 2), async_save=True)\n"
         "scheduler = FailingScheduler()\n"
@@ -228,7 +228,7 @@ def test_its_flags_are_looked_at_before_anything_is_done(
     assert message in actual.output + actual.stderr
     assert (tmp_path / "out").exists() == (code == 0)
     assert read_files(source) == before
-    command = [sys.executable, "-m", "rankless.compat.nxd.convert_zero_checkpoints", *where, *flags]
+    command = [sys.executable, "-m", "rankless.nxd.convert_zero_checkpoints", *where, *flags]
     if not code:
         again = subprocess.run(command, capture_output=True, text=True, check=False)
         assert again.returncode == 2  # there is an output now

@@ -1,4 +1,4 @@
-"""Tests ``rankless.compat.nxd``: the guide's samples run as they are written, except for the import."""
+"""Tests ``rankless.nxd``: the guide's samples run as they are written, except for the import."""
 
 import inspect
 import json
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rankless
-from rankless.compat import nxd
+from rankless import nxd
 from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
 from tests.helpers.nxd_files import rank_file_name, save_rank_file
 from tests.helpers.nxd_training import Net, equal_models, make_training, train_step, write_nxd

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import rankless
-from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
 from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -24,6 +23,7 @@ from rankless.errors import (
     RanklessError,
     UnsafePickleError,
 )
+from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.nxd_files import (

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.compat.nxd.convert.zero import ZeroRequest, convert_zero_checkpoints
 from rankless.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -19,6 +18,7 @@ from rankless.errors import (
     RanklessError,
     TagExistsError,
 )
+from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
 from rankless.run.cleanup import clean_up
 from rankless.storage import atomic_rename
 from tests.helpers.nxd_files import (
@@ -261,7 +261,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
 def test_a_converter_that_is_killed_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a", sample(2))
     before = read_files(source)
-    monkeypatch.setattr("rankless.compat.nxd.convert.torch_files._verify_range", lambda *_: 1 / 0)
+    monkeypatch.setattr("rankless.nxd.writer.torch_files._verify_range", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "b", 3)
     assert read_files(source) == before

@@ -30,7 +30,7 @@ from rankless.errors import (
     OptimizerMismatchError,
     UnsupportedValueError,
 )
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from tests.helpers.commands import assert_needs_no_torch
 from tests.helpers.equality import equal_bits
 from tests.helpers.fingerprint import fingerprint

@@ -14,8 +14,8 @@ from rankless.conversion.torch_names_hash import names_hash
 from rankless.errors import UnsupportedValueError
 from rankless.formats.torchfile.pickler import TORCH, StorageRef, pickle_tree
 from rankless.formats.torchfile.zip_writer import NAMES, ZipFrame
-from rankless.ondisk.files import TensorInfo
-from rankless.state.tensors import NAMES as DTYPES
+from rankless.ondisk.data_files import TensorInfo
+from rankless.state.tensor_views import NAMES as DTYPES
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 TENSORS = st.builds(

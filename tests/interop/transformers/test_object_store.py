@@ -12,7 +12,7 @@ import torch
 import rankless
 from rankless.errors import NoCheckpointError
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.s3.store import S3
+from rankless.storage.s3.s3_store import S3
 from rankless.transformers import Trainer
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3

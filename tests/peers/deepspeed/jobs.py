@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rankless.compat.deepspeed import load_checkpoint, save_checkpoint
+from rankless.deepspeed import load_checkpoint, save_checkpoint
 from rankless.errors import RanklessError
 from tests.peers.deepspeed.engines import full_state, make_engine, plain_values, train
 

@@ -1,4 +1,4 @@
-"""Tests of ``rankless.compat.deepspeed``: engines are saved and resumed with other ranks, and another stage of ZeRO.
+"""Tests of ``rankless.deepspeed``: engines are saved and resumed with other ranks, and another stage of ZeRO.
 
 The oracle is the run that saved: its state as DeepSpeed's functions return it, and what it became two steps later.
 """

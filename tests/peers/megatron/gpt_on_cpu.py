@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rankless.formats.megatron.folder import resolve_iteration
+from rankless.megatron.reader.megatron_directory import resolve_iteration
 
 
 class OnCpu(TorchFunctionMode):

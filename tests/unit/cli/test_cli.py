@@ -19,7 +19,7 @@ from rankless.cli.format_values import format_lines
 from rankless.cli.show.modules import summarize_modules
 from rankless.inspection.brief_text import format_brief
 from rankless.observe.units import format_size
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.run_directories import list_names
 

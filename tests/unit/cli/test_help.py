@@ -16,7 +16,7 @@ from rankless.cli.completion import DTYPES, FORMATS
 from rankless.conversion.pipeline import TARGETS
 from rankless.conversion.tensor_filter import FLOATING
 from rankless.formats.registry import NXD
-from rankless.state.tensors import DTYPES as TORCH
+from rankless.state.tensor_views import DTYPES as TORCH
 
 RANKLESS = [sys.executable, "-m", "rankless"]
 IMPORTS = [sys.executable, "-X", "importtime", "-m", "rankless"]

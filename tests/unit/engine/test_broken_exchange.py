@@ -13,7 +13,7 @@ import torch
 from rankless.engine.io import read_shared, write_stripes
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.placements import PlacementLayout
+from rankless.engine.plan.layout_types import PlacementLayout
 from rankless.errors import CorruptCheckpointError, PeerFailedError, StorageError
 from rankless.ondisk import block_crcs
 from rankless.storage.direct_io import BufferedReader, DirectWriter

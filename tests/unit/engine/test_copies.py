@@ -16,7 +16,7 @@ from rankless.engine.io.copy_exchange import CopyExchange
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan import copy_plan
 from rankless.engine.plan.copy_plan import CopyPlan, CopyRun, plan_copy, take_runs
-from rankless.engine.plan.placements import PlacementLayout, Replicated, Sharded
+from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded
 from rankless.errors import RankFailedError, StateError
 from rankless.storage.memory import Bytes
 from tests.helpers.examples import examples

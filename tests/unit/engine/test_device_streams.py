@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rankless.engine.io.device_copies import DeviceCopies
-from rankless.engine.io.device_intake import DeviceIntake
+from rankless.engine.io.device_read_buffers import DeviceReadBuffers
 from rankless.engine.io.device_staging import DeviceStaging
 from rankless.engine.io.device_streams import begin_copies, copy_stream_of, synchronize_devices
 from rankless.errors import DeviceError
@@ -54,9 +54,9 @@ def test_if_one_device_is_lost_the_copies_of_the_others_are_waited_for() -> None
 def test_a_load_waits_for_the_copies_of_all_devices_and_reports_a_lost_one() -> None:
     lost, busy = lost_and_busy()
     with (
-        mock.patch("rankless.engine.io.device_intake.pin_for", side_effect=lambda _, buffer: buffer),
+        mock.patch("rankless.engine.io.device_read_buffers.pin_for", side_effect=lambda _, buffer: buffer),
         pytest.raises(DeviceError, match="lost"),
-        DeviceIntake(mock.Mock(), 2**20, 1, [lost, busy]),
+        DeviceReadBuffers(mock.Mock(), 2**20, 1, [lost, busy]),
     ):
         pass
     assert busy.wait.call_count == 1

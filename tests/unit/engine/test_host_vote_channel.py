@@ -21,17 +21,17 @@ from torch.distributed import HashStore, Store
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement, HostMap
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
-from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.vote import RankFailure, VoteOutcome, VoteRound
 from rankless.engine.comm.vote_channel import VoteChannel
-from rankless.storage import host_board
-from rankless.storage.host_board import HostBoard
+from rankless.storage import host_mailbox
+from rankless.storage.host_mailbox import HostMailbox
 from tests.helpers.examples import examples
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _boards_of_threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with mock.patch.object(host_board, "_SHARED_MEMORY", tmp_path_factory.mktemp("boards")):
+    with mock.patch.object(host_mailbox, "_SHARED_MEMORY", tmp_path_factory.mktemp("boards")):
         yield
 
 
@@ -65,9 +65,9 @@ class SimulatedJob:
         self.size, self._hosts, self._name = size, hosts, os.urandom(8).hex()
         self.stores = [CountingStore(store, DaemonExecutor(f"store of rank {rank}")) for rank in range(size)]
 
-    def board(self, rank: int, vote: int = 1) -> HostBoard:
+    def board(self, rank: int, vote: int = 1) -> HostMailbox:
         assert self._hosts is not None
-        return HostBoard(f"{self._name}-{self._hosts.host_of[rank]}-{vote}")
+        return HostMailbox(f"{self._name}-{self._hosts.host_of[rank]}-{vote}")
 
     def channel(self, rank: int, vote: int = 1) -> VoteChannel:
         if self._hosts is None:
@@ -114,7 +114,7 @@ def test_every_rank_gets_the_decision_of_a_vote_without_hosts(case: tuple[HostMa
     size = len(outcomes)
     expected = SimulatedJob(size).vote(outcomes)
     assert SimulatedJob(size, hosts).vote(outcomes) == expected == [expected[0]] * size
-    assert not list(host_board._SHARED_MEMORY.iterdir())
+    assert not list(host_mailbox._SHARED_MEMORY.iterdir())
 
 
 @given(st.lists(st.binary(max_size=3), min_size=1, max_size=20))
@@ -133,7 +133,7 @@ def evenly(hosts: int, ranks_per_host: int) -> HostMap:
 @pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 2), (2, 8), (4, 2), (4, 4)])
 def test_the_store_and_rank_0_handle_one_message_for_each_host(hosts: int, ranks_per_host: int) -> None:
     job = SimulatedJob(hosts * ranks_per_host, evenly(hosts, ranks_per_host))
-    with mock.patch.object(host_board, "TURN_SECONDS", 60.0):
+    with mock.patch.object(host_mailbox, "TURN_SECONDS", 60.0):
         job.vote([VoteOutcome(b"p" * 80)] * job.size)
     set_keys = Counter(key for store in job.stores for key in store.keys_set)
     assert set_keys == Counter([*(f"1/host/{host}" for host in range(hosts)), "1/collected", "1/decision"])
@@ -150,7 +150,7 @@ def test_the_last_rank_of_each_host_that_departs_tells_the_store(can_post: bool)
     hosts = evenly(2, 4)
     job = SimulatedJob(8, hosts)
     channels = [job.channel(rank) for rank in range(8)]
-    posts = mock.patch.object(HostBoard, "post", return_value=False) if not can_post else nullcontext()
+    posts = mock.patch.object(HostMailbox, "post", return_value=False) if not can_post else nullcontext()
     with posts, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda rank: channels[rank].depart(rank), range(8)))
     set_keys = [key for store in job.stores for key in store.keys_set]
@@ -192,12 +192,12 @@ def test_messages_that_are_lost_within_a_host_are_posted_again() -> None:
 @pytest.mark.parametrize("ranks", [(3,), (0, 1), (0, 1, 2, 3)])
 def test_ranks_that_cannot_post_within_their_host_post_to_the_store(ranks: tuple[int, ...]) -> None:
     job = SimulatedJob(4, evenly(2, 2))
-    post = HostBoard.post
+    post = HostMailbox.post
 
-    def post_if_there_is_memory(self: HostBoard, name: str, message: bytes = b"") -> bool:
+    def post_if_there_is_memory(self: HostMailbox, name: str, message: bytes = b"") -> bool:
         return not (name.isdecimal() and int(name) in ranks) and post(self, name, message)
 
-    with mock.patch.object(HostBoard, "post", post_if_there_is_memory):
+    with mock.patch.object(HostMailbox, "post", post_if_there_is_memory):
         decisions = job.vote([VoteOutcome(bytes([rank])) for rank in range(4)])
     assert decisions == [VoteOutcome(b"\x00|\x01|\x02|\x03")] * 4
 

@@ -15,9 +15,9 @@ from rankless.engine.integrity.crc_gather import bucket_of, bucket_size
 from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, merge_adjacent_fragments
 from rankless.engine.integrity.fragments import encode_fragments as encode
 from rankless.engine.io.requests import Fragments
-from rankless.engine.plan import cells, partition, stripes
+from rankless.engine.plan import partition, stripes, writer_cells
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.placements import MeshShape, Placement, Replicated, Sharded
+from rankless.engine.plan.layout_types import MeshShape, Placement, Replicated, Sharded
 from rankless.engine.plan.routes import OwnedStripe
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
@@ -33,8 +33,8 @@ from tests.helpers.tensors import tensor_bytes
 def small() -> Iterator[None]:
     """Sizes that make cells, shares and stripes out of few bytes."""
     with (
-        mock.patch.object(cells, "CELL_BYTES", 32),
-        mock.patch.object(cells, "MAX_GROUPS", 2),
+        mock.patch.object(writer_cells, "CELL_BYTES", 32),
+        mock.patch.object(writer_cells, "MAX_GROUPS", 2),
         mock.patch.object(partition, "MIN_SHARE", 64),
         mock.patch.object(stripes, "STRIPE", 64),
         mock.patch.object(stripes, "NARROW", 40),

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankless.engine.integrity import file_checksums, read_crcs
-from rankless.engine.integrity.file_checksums import find_corrupt_ranges
-from rankless.engine.integrity.read_crcs import HashingReaderPool, Piece, ReadCrcs, decode_pieces
+from rankless.engine.integrity import corrupt_ranges, read_crcs
+from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity.read_crcs import CrcPiece, HashingReaderPool, ReadCrcs, decode_pieces
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.range_checksums import RangeChecksum
@@ -68,7 +68,7 @@ def test_the_same_ranges_are_corrupt_whatever_was_read(
         for number, (name, start, stop, _) in enumerate(ranges)
         if any(other == name and start <= position < stop for other, position in flipped)
     ]
-    with mock.patch.object(file_checksums, "CHUNK", chunk):
+    with mock.patch.object(corrupt_ranges, "CHUNK", chunk):
         assert [*find_corrupt_ranges(checksums, pieces)] == expected
 
 
@@ -115,4 +115,4 @@ def test_adjacent_reads_are_one_piece(tmp_path: Path) -> None:
     crcs = ReadCrcs([RangeChecksum(path, 10, 50, 0, "CRC-32", "a range")])
     for position in range(SIZE):
         crcs.add_bytes(path, position, memoryview(data)[position : position + 1])
-    assert decode_pieces([crcs.encode()]) == [Piece(0, 10, 50, zlib.crc32(data[10:50]))]
+    assert decode_pieces([crcs.encode()]) == [CrcPiece(0, 10, 50, zlib.crc32(data[10:50]))]

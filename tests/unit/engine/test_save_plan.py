@@ -17,7 +17,7 @@ from rankless.engine.plan import partition as sharing
 from rankless.engine.plan import stripes as striping
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.placements import FlatSharded, MeshShape, PlacementLayout, Replicated, Sharded
+from rankless.engine.plan.layout_types import FlatSharded, MeshShape, PlacementLayout, Replicated, Sharded
 from rankless.engine.plan.routes import OwnedStripe, RemoteStripe
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec

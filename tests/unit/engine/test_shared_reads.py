@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.plan.placements import MeshShape, PlacementLayout, Replicated, Sharded
+from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Replicated, Sharded
 from tests.helpers.examples import examples
 from tests.helpers.simulated_io import (
     SavedJob,

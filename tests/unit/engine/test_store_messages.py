@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.session import Session
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.comm.store_messages import StoreMessages
 from rankless.errors import RankTimeoutError
 

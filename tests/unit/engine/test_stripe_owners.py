@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from rankless.engine.plan import stripes
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalTensor
-from rankless.engine.plan.placements import MeshShape, PlacementLayout, Sharded
+from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Sharded
 from rankless.engine.plan.routes import RemoteStripe, StripeRoutes, is_striped
 from rankless.engine.plan.tensor_writers import ShardWriters
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from tests.helpers.simulated_jobs import Job, jobs
 
 Range = tuple[int, int]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.plan import stripes as striping
-from rankless.engine.plan.placements import (
+from rankless.engine.plan.layout_types import (
     FlatSharded,
     MeshShape,
     PlacementLayout,
@@ -22,10 +22,10 @@ from rankless.engine.plan.placements import (
     ranks_by_coordinate,
 )
 from rankless.engine.plan.ranges import ElementRange
-from rankless.engine.plan.shards import LocalShard, local_shard
+from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.engine.plan.stripes import Bytes, count_stripes, is_narrow, split_into_stripes, stripe_slice
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import WIDTHS, dtype_width
-from rankless.ondisk.files import TensorInfo
 from tests.helpers.examples import examples
 from tests.helpers.placements import tensor_layouts
 

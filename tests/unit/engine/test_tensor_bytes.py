@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from tests.helpers.examples import examples
 from tests.helpers.tensors import random_tensor, tensor_bytes
 

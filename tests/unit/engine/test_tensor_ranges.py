@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.plan import tensor_ranges
-from rankless.engine.plan.placements import coordinate_of_rank
+from rankless.engine.plan.layout_types import coordinate_of_rank
 from rankless.engine.plan.save_plan import StripedShard, TensorSpan
-from rankless.engine.plan.shards import local_shard
+from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.engine.plan.tensor_ranges import TensorRanges
 from tests.helpers.examples import examples
 from tests.helpers.placements import tensor_layouts

@@ -9,10 +9,10 @@ import pytest
 
 from rankless.engine.plan.ranges import IndexBox
 from rankless.errors import FormatError
-from rankless.formats.megatron.bucket_assignment import assign_parts
-from rankless.formats.megatron.bucket_search import BufferMatch
-from rankless.formats.megatron.content_proof import round_masters
-from rankless.formats.megatron.rank_parts import RankPart
+from rankless.megatron.reader.bucket_assignment import assign_parts
+from rankless.megatron.reader.bucket_search import BufferMatch
+from rankless.megatron.reader.content_proof import round_masters
+from rankless.megatron.reader.rank_parts import RankPart
 
 BUFFER = cast("Any", None)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankless.liveness.heartbeats import SWEPT_RANKS, Ring, SilenceMeter, find_unchanged
-from rankless.liveness.loss import Evidence, RankLoss
+from rankless.liveness.loss import LossEvidence, RankLoss
 from rankless.liveness.watcher import WatchTimes
 
 
@@ -57,8 +57,8 @@ def test_only_unchanged_heartbeats_are_silent() -> None:
     assert find_unchanged({1: b"5", 2: b"5", 3: b"9"}, {1: b"5", 2: b"6"}) == [1]
 
 
-@pytest.mark.parametrize("evidence", Evidence)
-def test_every_message_names_the_ranks_and_who_noticed_it(evidence: Evidence) -> None:
+@pytest.mark.parametrize("evidence", LossEvidence)
+def test_every_message_names_the_ranks_and_who_noticed_it(evidence: LossEvidence) -> None:
     message = RankLoss((3, 7), evidence, 2, "the detail").message
     assert message.startswith("ranks 3, 7 ")
     assert "the detail" in message

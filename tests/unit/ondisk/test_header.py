@@ -16,7 +16,7 @@ from rankless.errors import CorruptCheckpointError, FormatError, RanklessError
 from rankless.ondisk import header
 from rankless.ondisk.dtypes import WIDTHS
 from rankless.ondisk.header import HeaderEntry
-from rankless.state.tensors import DTYPES
+from rankless.state.tensor_views import DTYPES
 from tests.helpers.examples import examples
 
 FILE = "some/model.safetensors"

@@ -27,10 +27,10 @@ from torch import nn
 import rankless
 from rankless.errors import CorruptCheckpointError, UnsupportedValueError
 from rankless.ondisk import values
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.arrays import ArrayEncoder
-from rankless.state.tensors import NAMES
+from rankless.state.tensor_views import NAMES
 from tests.helpers.examples import examples
 from tests.helpers.fingerprint import fingerprint
 from tests.helpers.forged_values import FORGED_VALUES

@@ -17,8 +17,8 @@ from awscrt.checksums import crc64nvme
 
 from rankless import Azure
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from rankless.storage.azure.azure_service import split_endpoint
 from rankless.storage.azure.environment import parse_connection_string
-from rankless.storage.azure.service import split_endpoint
 from rankless.storage.body import Body
 from rankless.storage.http import retries
 from rankless.storage.http.connection import Address, HttpResponse

@@ -20,7 +20,7 @@ import rankless
 from rankless import GCS
 from rankless.errors import StorageError
 from rankless.storage.body import Body
-from rankless.storage.gcs.checksums import PartChecksums, encode_crc32c, find_crc32c
+from rankless.storage.gcs.object_checksums import PartChecksums, encode_crc32c, find_crc32c
 from rankless.storage.http import retries
 from rankless.storage.http.connection import HttpResponse
 from rankless.storage.object_path import ObjectPath, parse_location

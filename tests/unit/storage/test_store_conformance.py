@@ -22,12 +22,12 @@ from awscrt.checksums import crc64nvme
 
 import rankless
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
+from rankless.storage.azure.azure_store import Azure
 from rankless.storage.azure.environment import parse_connection_string
-from rankless.storage.azure.store import Azure
 from rankless.storage.body import Body
-from rankless.storage.gcs.store import GCS
+from rankless.storage.gcs.gcs_store import GCS
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.s3.store import S3
+from rankless.storage.s3.s3_store import S3
 from rankless.storage.store import ObjectStore, store_of
 from tests.helpers.certificates import Authority
 from tests.helpers.fake_azure import FakeAzure

@@ -7,7 +7,6 @@ import pytest
 
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.manifest import Manifest, Provenance
-from rankless.tier.catalog import HostOffer, OfferedGeneration, find_complete
 from rankless.tier.epochs import (
     begin_epoch,
     find_newest_epoch,
@@ -17,6 +16,7 @@ from rankless.tier.epochs import (
     read_epochs,
     reserve_epoch,
 )
+from rankless.tier.generation_catalog import HostOffer, OfferedGeneration, find_complete
 from rankless.tier.part import GenerationKey
 from tests.helpers.tier_runs import claim_epoch
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankless.tier.catalog import find_rebuilding
-from rankless.tier.copies import choose_partners
+from rankless.tier.copies_on_hosts import choose_partners
+from rankless.tier.generation_catalog import find_rebuilding
 from rankless.tier.parity import ChunkLayout, form_groups
 
 host_lists = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)

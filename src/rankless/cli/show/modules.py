@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rankless.inspection.folding import fold_names, name_pattern
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 #: If a module has more than this share of its group, its submodules are shown instead …
 _DOMINANT_SHARE = 0.9

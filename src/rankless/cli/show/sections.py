@@ -18,7 +18,7 @@ from rankless.inspection.folding import FoldedTensors, fold_tensors
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_count, format_metrics, format_size, format_time
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import Provenance
 from rankless.run.object_run import tag_of
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from rankless.engine.comm import polling
 from rankless.engine.comm.host_map import HostMap, combine_outcomes, separate_outcomes
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import Deadline
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.comm.vote_channel import COLLECTED, DECISION, FAILED, VoteChannel
-from rankless.storage.host_board import TURN_SECONDS, HostBoard
+from rankless.storage.host_mailbox import TURN_SECONDS, HostMailbox
 
 #: The name of the message that direct outcomes are wanted.
 _DIRECT = "direct"
@@ -33,7 +33,7 @@ class HostVoteChannel(VoteChannel):
 
     names_each_departure = False
 
-    def __init__(self, store: DeadlineStore, vote: int | str, hosts: HostMap, rank: int, board: HostBoard) -> None:
+    def __init__(self, store: DeadlineStore, vote: int | str, hosts: HostMap, rank: int, board: HostMailbox) -> None:
         super().__init__(store, vote, len(hosts.host_of))
         self._hosts, self._rank, self._board = hosts, rank, board
         self._own_ranks = hosts.ranks_of[hosts.host_of[rank]]

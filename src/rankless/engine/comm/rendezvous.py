@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import Store
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import poll_until
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.comm.vote import COORDINATOR_RANK, GRACE_SECONDS
 from rankless.errors import RankTimeoutError
 

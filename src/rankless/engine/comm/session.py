@@ -21,10 +21,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.known_failures import known_failures
 from rankless.engine.comm.polling import Deadline, poll_until
 from rankless.engine.comm.rendezvous import SessionStore, rendezvous_of
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.comm.vote import (
     COORDINATOR_RANK,
     GRACE_SECONDS,
@@ -45,7 +45,7 @@ from rankless.errors import (
     RankTimeoutError,
 )
 from rankless.observe.spans import span, traced
-from rankless.storage.host_board import HostBoard, reachable_id, remove_stale_boards
+from rankless.storage.host_mailbox import HostMailbox, reachable_id, remove_stale_boards
 
 #: The size in bytes of the digest of a host's id.
 _HOST_BYTES = 8
@@ -273,7 +273,7 @@ class Session:
             return VoteChannel(store, vote, self.size)
         if vote == 1:
             remove_stale_boards()
-        board = HostBoard(f"{store.prefix()}{hosts.host_of[self.rank]}/{vote}".replace("/", "-"))
+        board = HostMailbox(f"{store.prefix()}{hosts.host_of[self.rank]}/{vote}".replace("/", "-"))
         return HostVoteChannel(store, vote, hosts, self.rank, board)
 
     def run_on_all(self, phase: str, work: Callable[[], T]) -> T:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.session import Session, translate_store_errors
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.comm.vote import format_ranks
 from rankless.errors import RankFailedError, RankTimeoutError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankless.engine.comm.store import DeadlineStore
+from rankless.engine.comm.job_store import DeadlineStore
 
 #: The names of messages for all ranks: rank 0 has found all outcomes, its decision, and the type of a rank's error.
 COLLECTED, DECISION, FAILED = "collected", "decision", "failed"

@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.session import Session, translate_store_errors
-from rankless.engine.comm.store import DeadlineStore
 from rankless.engine.integrity.block_sums import BlockSums
 from rankless.engine.integrity.fragments import (
     FragmentTable,

@@ -32,7 +32,7 @@ KINDS: Mapping[str, ChecksumKind] = {
 }
 
 
-class Piece(NamedTuple):
+class CrcPiece(NamedTuple):
     """Bytes ``[start, stop)`` of a file, inside the range with this number, and their CRC."""
 
     number: int
@@ -63,8 +63,8 @@ class ReadCrcs:
         self.checksums = checksums
         self._starts = [(checksum.file, checksum.start) for checksum in checksums]
         #: Pieces by number and end, and those whose end another one has: bytes that were read several times.
-        self._pieces: dict[tuple[int, int], Piece] = {}
-        self._repeated: list[Piece] = []
+        self._pieces: dict[tuple[int, int], CrcPiece] = {}
+        self._repeated: list[CrcPiece] = []
         self._lock = threading.Lock()
 
     def add_bytes(self, file: Path, offset: int, data: memoryview) -> None:
@@ -75,10 +75,10 @@ class ReadCrcs:
             start, stop = max(offset, checksum.start), min(offset + len(data), checksum.stop)
             if checksum.file == file and start < stop:
                 crc = KINDS[checksum.kind].compute(data[start - offset : stop - offset])
-                self._add_piece(Piece(number, start, stop, crc))
+                self._add_piece(CrcPiece(number, start, stop, crc))
             number += 1
 
-    def _add_piece(self, piece: Piece) -> None:
+    def _add_piece(self, piece: CrcPiece) -> None:
         """Add a piece, joined to the one that ends where it begins, so that there are few.
 
         Pieces of different chunks of the file are not joined: ranks that read the same bytes in any order have equal
@@ -90,14 +90,14 @@ class ReadCrcs:
                 del self._pieces[piece.number, piece.start]
                 combine_pair = KINDS[self.checksums[piece.number].kind].combine
                 crc = combine_pair(before.crc, piece.crc, piece.stop - piece.start)
-                piece = Piece(piece.number, before.start, piece.stop, crc)
+                piece = CrcPiece(piece.number, before.start, piece.stop, crc)
             same_end = self._pieces.get((piece.number, piece.stop))
             if same_end is not None:
                 self._repeated.append(same_end)
             self._pieces[piece.number, piece.stop] = piece
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[CrcPiece]:
         """The CRCs of what was read."""
         return [*self._pieces.values(), *self._repeated]
 
@@ -106,12 +106,12 @@ class ReadCrcs:
         return msgspec.msgpack.encode(self.pieces)
 
 
-def decode_pieces(reports: Iterable[bytes]) -> list[Piece]:
+def decode_pieces(reports: Iterable[bytes]) -> list[CrcPiece]:
     """Return the pieces of all ranks, given the results of :meth:`ReadCrcs.encode`."""
-    return [piece for raw in reports for piece in msgspec.msgpack.decode(raw, type=list[Piece])]
+    return [piece for raw in reports for piece in msgspec.msgpack.decode(raw, type=list[CrcPiece])]
 
 
-def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[Piece]) -> Iterator[Piece | Unread]:
+def tile_range(number: int, checksum: RangeChecksum, pieces: Iterable[CrcPiece]) -> Iterator[CrcPiece | Unread]:
     """Yield the tiles of range ``number`` in order: pieces, and what is in none. Of overlapping pieces one is used."""
     at = checksum.start
     for piece in sorted(pieces):

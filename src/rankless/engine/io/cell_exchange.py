@@ -1,4 +1,4 @@
-"""Exchange of the bytes in cells that another host writes: see :mod:`rankless.engine.plan.cells`.
+"""Exchange of the bytes in cells that another host writes: see :mod:`rankless.engine.plan.writer_cells`.
 
 Each pair of ranks exchanges at most one message, which ends with a CRC: the network must not change bytes unnoticed.
 Small messages go through the key-value store. So a rank is connected to few others, even if thousands send it some

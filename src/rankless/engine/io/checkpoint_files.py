@@ -13,7 +13,7 @@ from rankless.errors import RankMismatchError
 from rankless.observe.spans import span, traced
 from rankless.ondisk import block_crcs, manifest
 from rankless.ondisk.block_crcs import Fragment
-from rankless.ondisk.files import DataFile, build_index, index_path
+from rankless.ondisk.data_files import DataFile, build_index, index_path
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.storage import posix
 from rankless.storage.direct_io import BufferedWriter

@@ -29,7 +29,7 @@ _IN_FLIGHT = 8
 _CRC = np.dtype("<u8")
 
 
-class _Turn(NamedTuple):
+class _MessageTurn(NamedTuple):
     """The place of a message in the order of all messages: that of each pair of ranks one after another, in rounds."""
 
     round: int
@@ -40,7 +40,7 @@ class _Turn(NamedTuple):
 class _Message(NamedTuple):
     """One message to, or from, another rank."""
 
-    turn: _Turn
+    turn: _MessageTurn
     peer: int
     is_sent: bool
     runs: Sequence[CopyRun]
@@ -117,7 +117,7 @@ class CopyExchange:
     ) -> Iterator[_Message]:
         distance = (receiver - sender) % self._size
         for number, message_runs in enumerate(split_into_messages(runs)):
-            turn = _Turn(number, distance, sender)
+            turn = _MessageTurn(number, distance, sender)
             yield _Message(turn, receiver if is_sent else sender, is_sent, message_runs)
 
     def _begin(self, message: _Message, p2p: P2PExchange) -> _MessageInFlight:

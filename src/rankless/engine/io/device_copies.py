@@ -23,7 +23,7 @@ from rankless.storage.memory import Bytes
 _SMALL = 2**20
 
 
-class Piece(NamedTuple):
+class CopyPiece(NamedTuple):
     """``nbytes`` bytes of a shard from ``start`` on, and the offset in memory that they are copied to."""
 
     shard: TensorBytes
@@ -57,9 +57,9 @@ class DeviceCopies:
         for stream in streams:
             stream.follow_caller()
 
-    def enqueue(self, pieces: Iterable[Piece], memory: Bytes) -> None:
+    def enqueue(self, pieces: Iterable[CopyPiece], memory: Bytes) -> None:
         """Enqueue copies into ``memory``. The shards must not change before these are done."""
-        by_device: dict[torch.device, list[Piece]] = {}
+        by_device: dict[torch.device, list[CopyPiece]] = {}
         for piece in pieces:
             by_device.setdefault(piece.shard.device, []).append(piece)
         for stream in self._streams:
@@ -79,9 +79,9 @@ class DeviceCopies:
             wait_for_copies(self._streams)
 
 
-def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def join_pieces(pieces: Iterable[CopyPiece]) -> Iterator[CopyPiece]:
     """Join pieces that follow one another both in a shard and in memory."""
-    joined: Piece | None = None
+    joined: CopyPiece | None = None
     for piece in pieces:
         if joined is not None and _follows(piece, joined):
             joined = joined._replace(nbytes=joined.nbytes + piece.nbytes)
@@ -93,12 +93,12 @@ def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield joined
 
 
-def _follows(piece: Piece, before: Piece) -> bool:
+def _follows(piece: CopyPiece, before: CopyPiece) -> bool:
     ends = before.start + before.nbytes, before.offset + before.nbytes
     return piece.shard is before.shard and (piece.start, piece.offset) == ends
 
 
-def _enqueue_piece(piece: Piece, batch: _Batch) -> None:
+def _enqueue_piece(piece: CopyPiece, batch: _Batch) -> None:
     source = piece.shard.view_on_device(piece.start, piece.start + piece.nbytes)
     if source is not None:
         batch.add(source, piece.offset)

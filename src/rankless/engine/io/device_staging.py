@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankless.engine.io.device_copies import CopyMark, DeviceCopies, Piece
+from rankless.engine.io.device_copies import CopyMark, CopyPiece, DeviceCopies
 from rankless.engine.io.device_streams import CopyStream, wait_for_copies
 from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.requests import ShardOf
@@ -120,11 +120,11 @@ class DeviceStaging:
             for chunk, (start, stop) in zip(sampled, itertools.pairwise(stops), strict=True)
         ], memory
 
-    def _sample_pieces(self, copy_of: Callable[[_Sample], Bytes], memory: Bytes) -> Iterator[Piece]:
+    def _sample_pieces(self, copy_of: Callable[[_Sample], Bytes], memory: Bytes) -> Iterator[CopyPiece]:
         return self._pieces((StagedChunk(sample.staged.chunk, copy_of(sample)) for sample in self._samples), memory)
 
-    def _pieces(self, chunks: Iterable[StagedChunk], memory: Bytes) -> Iterator[Piece]:
+    def _pieces(self, chunks: Iterable[StagedChunk], memory: Bytes) -> Iterator[CopyPiece]:
         for chunk, destination in chunks:
             offset = destination.ctypes.data - memory.ctypes.data - chunk.offset
             for tensor, start, stop, local, _, position in chunk.file_ranges:
-                yield Piece(self._shard_of(tensor), local, stop - start, offset + position)
+                yield CopyPiece(self._shard_of(tensor), local, stop - start, offset + position)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rankless.engine.io.device_copies import CopyMark, DeviceCopies, Piece
+from rankless.engine.io.device_copies import CopyMark, CopyPiece, DeviceCopies
 from rankless.engine.io.device_streams import CopyStream
 from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.staging_memory import Arena, StagingMemory
@@ -59,12 +59,12 @@ def _finish(window: Bytes, copied: CopyMark) -> Bytes:
     return window
 
 
-def _fill_window(group: Sequence[ShardRange], window: Bytes, streams: Sequence[CopyStream]) -> Iterator[Piece]:
+def _fill_window(group: Sequence[ShardRange], window: Bytes, streams: Sequence[CopyStream]) -> Iterator[CopyPiece]:
     """Copy what is not on one of the devices, and yield the pieces that are."""
     devices, used = {stream.device for stream in streams}, 0
     for shard, start, stop in group:
         if shard.device in devices:
-            yield Piece(shard, start, stop - start, used)
+            yield CopyPiece(shard, start, stop - start, used)
         else:
             shard.copy_out(start, window[used : used + stop - start])
         used += stop - start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rankless.engine.io.intake import HostIntake, Intake
+from rankless.engine.io.read_buffers import HostReadBuffers, ReadBuffers
 from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
@@ -39,9 +39,9 @@ def read_file_ranges(
     grain = _choose_grain(files)
     with (
         SourceReader(files, make_readers(ExactReaderFactory())) as reader,
-        _open_intake(sink_of, grain, streams if file_ranges else ()) as intake,
+        _open_buffers(sink_of, grain, streams if file_ranges else ()) as buffers,
     ):
-        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain.threads, intake, on_moved)
+        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain.threads, buffers, on_moved)
 
 
 def read_host_shared(
@@ -60,10 +60,10 @@ def read_host_shared(
     """
     with (
         SourceReader(files, make_readers(BufferedReader)) as reader,
-        _open_intake(sink_of, _FILE_GRAIN, streams if file_ranges else ()) as intake,
+        _open_buffers(sink_of, _FILE_GRAIN, streams if file_ranges else ()) as buffers,
     ):
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
-        return _read_all(reader, chunks, _FILE_GRAIN.threads, intake, on_moved)
+        return _read_all(reader, chunks, _FILE_GRAIN.threads, buffers, on_moved)
 
 
 class _ReadGrain(NamedTuple):
@@ -83,13 +83,13 @@ def _choose_grain(files: Sequence[Source]) -> _ReadGrain:
     return _OBJECT_GRAIN if any(isinstance(path, ObjectPath) for path in paths_of(files)) else _FILE_GRAIN
 
 
-def _open_intake(sink_of: SinkOf, grain: _ReadGrain, streams: Sequence[CopyStream]) -> Intake:
-    """Return the way into the tensors. That of the host needs no torch."""
+def _open_buffers(sink_of: SinkOf, grain: _ReadGrain, streams: Sequence[CopyStream]) -> ReadBuffers:
+    """Return the memory to read into. Without accelerators this imports no torch."""
     if not streams:
-        return HostIntake(sink_of, grain.nbytes)
-    from rankless.engine.io.device_intake import DeviceIntake  # noqa: PLC0415 - imports torch
+        return HostReadBuffers(sink_of, grain.nbytes)
+    from rankless.engine.io.device_read_buffers import DeviceReadBuffers  # noqa: PLC0415 - imports torch
 
-    return DeviceIntake(sink_of, grain.nbytes, grain.threads, streams)
+    return DeviceReadBuffers(sink_of, grain.nbytes, grain.threads, streams)
 
 
 def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[IoChunk]:
@@ -98,22 +98,22 @@ def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[
 
 
 def _read_all(
-    reader: SourceReader, chunks: Iterable[IoChunk], threads: int, intake: Intake, on_moved: OnBytesMoved
+    reader: SourceReader, chunks: Iterable[IoChunk], threads: int, buffers: ReadBuffers, on_moved: OnBytesMoved
 ) -> Fragments:
     def read_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
-        fragments = _read_chunk(chunk, intake, reader)
+        fragments = _read_chunk(chunk, buffers, reader)
         on_moved(chunk.size)
         return fragments
 
     return merge_fragments(run_in_threads(read_one, chunks, threads))
 
 
-def _read_chunk(chunk: IoChunk, intake: Intake, reader: SourceReader) -> list[tuple[int, Fragment]]:
-    in_place = intake.view(chunk.file_ranges[0]) if len(chunk.file_ranges) == 1 else None
+def _read_chunk(chunk: IoChunk, buffers: ReadBuffers, reader: SourceReader) -> list[tuple[int, Fragment]]:
+    in_place = buffers.view(chunk.file_ranges[0]) if len(chunk.file_ranges) == 1 else None
     if in_place is not None:
         return [_read_in_place(chunk, in_place, reader)]
-    with intake.take_buffer() as buffer:
-        return _read_buffered(chunk, intake, buffer[: chunk.size], reader)
+    with buffers.take_buffer() as buffer:
+        return _read_buffered(chunk, buffers, buffer[: chunk.size], reader)
 
 
 def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple[int, Fragment]:
@@ -123,7 +123,9 @@ def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple
     return make_fragment(chunk.file_ranges[0], crc)
 
 
-def _read_buffered(chunk: IoChunk, intake: Intake, data: Bytes, reader: SourceReader) -> list[tuple[int, Fragment]]:
+def _read_buffered(
+    chunk: IoChunk, buffers: ReadBuffers, data: Bytes, reader: SourceReader
+) -> list[tuple[int, Fragment]]:
     """Read into a buffer, and write each file range to its sink."""
     reader.read(chunk.file, chunk.offset, data.data)
     fragments = []
@@ -131,7 +133,7 @@ def _read_buffered(chunk: IoChunk, intake: Intake, data: Bytes, reader: SourceRe
     for file_range in chunk.file_ranges:  # adjacent in the file
         tensor, start, stop, local, _, _ = file_range
         range_bytes = data[done : done + stop - start]
-        intake.write(tensor, local, range_bytes)
+        buffers.write(tensor, local, range_bytes)
         fragments.append((tensor, Fragment(start, stop, crc64(range_bytes))))
         done += stop - start
     return fragments

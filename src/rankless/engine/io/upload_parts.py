@@ -27,10 +27,10 @@ from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.part_assembly import PartAssembly
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, merge_fragments
 from rankless.engine.io.write_stripes import hash_fragments
-from rankless.engine.plan.cells import CellGrain
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.transfers import TransferTable, cut_out
+from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.worker_threads import run_in_threads

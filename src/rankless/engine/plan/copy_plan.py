@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.engine.plan.global_spec import GlobalTensor
-from rankless.engine.plan.placements import Coordinate, Division, ranks_by_coordinate
+from rankless.engine.plan.layout_types import Coordinate, Division, ranks_by_coordinate
 from rankless.engine.plan.save_plan import ReplicatedShard
-from rankless.engine.plan.shards import local_shard
+from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.errors import StateError
 from rankless.observe.spans import traced
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 
 #: Ranks that hold the same bytes do not divide fewer bytes than this among them.
 MIN_SHARE = 64 * 2**10

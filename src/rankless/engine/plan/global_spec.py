@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from rankless.engine.plan import placements
-from rankless.engine.plan.placements import Coordinate, Division, MeshShape, PlacementLayout
-from rankless.engine.plan.shards import local_shard
+from rankless.engine.plan import layout_types
+from rankless.engine.plan.layout_types import Coordinate, Division, MeshShape, PlacementLayout
+from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import RankMismatchError, StateError
-from rankless.ondisk.files import TensorInfo, intern_info
+from rankless.ondisk.data_files import TensorInfo, intern_info
 
 #: Stands for ranks of a mesh that are not in the process group.
 _OUTSIDE = -1
@@ -47,7 +47,7 @@ class GlobalTensor(msgspec.Struct, frozen=True):
         """Return the ranks, ascending, that hold a shard."""
         if not self.layouts and self.is_complete:
             return self.whole_ranks
-        rank_sets = [placements.ranks_by_coordinate(layout).get(coordinate, ()) for layout in self.layouts]
+        rank_sets = [layout_types.ranks_by_coordinate(layout).get(coordinate, ()) for layout in self.layouts]
         if len(rank_sets) == 1 and not self.whole_ranks and self.is_complete:
             return rank_sets[0]
         ranks = {*itertools.chain(*rank_sets), *self.whole_ranks}
@@ -59,13 +59,13 @@ class GlobalTensor(msgspec.Struct, frozen=True):
             return ()
         if not self.is_complete and rank not in self.reporting_ranks:
             return None
-        coordinates = (placements.coordinate_of_rank(layout, rank) for layout in self.layouts)
+        coordinates = (layout_types.coordinate_of_rank(layout, rank) for layout in self.layouts)
         return next((coordinate for coordinate in coordinates if coordinate is not None), None)
 
     def all_ranks(self) -> tuple[int, ...]:
         """Return the ranks, ascending, that hold any shard."""
         if len(self.layouts) == 1 and not self.whole_ranks and self.is_complete:
-            return placements.sorted_ranks(self.layouts[0].mesh)
+            return layout_types.sorted_ranks(self.layouts[0].mesh)
         ranks = {*self.whole_ranks, *itertools.chain(*(layout.mesh.ranks for layout in self.layouts))}
         return tuple(sorted(ranks & {*self.reporting_ranks}))
 
@@ -137,7 +137,7 @@ class GlobalSpec:
 
     def _on_meshes(self, layout: LayoutSpec, tables: Sequence[int]) -> tuple[PlacementLayout, ...]:
         meshes = dict.fromkeys(self._to_group_ranks(self.mesh_tables[table].table[layout.mesh]) for table in tables)
-        return tuple(placements.intern_layout(PlacementLayout(mesh, layout.placements)) for mesh in meshes)
+        return tuple(layout_types.intern_layout(PlacementLayout(mesh, layout.placements)) for mesh in meshes)
 
     def _to_group_ranks(self, mesh: MeshShape) -> MeshShape:
         """Return a mesh of global ranks as a mesh of ranks of the group."""
@@ -248,7 +248,7 @@ class GlobalSpec:
                     "which is not in the process group that saves or loads it"
                 )
         coordinate_by_rank: dict[int, Coordinate] = {}
-        shards = (item for layout in layouts for item in placements.ranks_by_coordinate(layout).items())
+        shards = (item for layout in layouts for item in layout_types.ranks_by_coordinate(layout).items())
         for coordinate, rank in ((coordinate, rank) for coordinate, ranks in shards for rank in ranks):
             if rank != _OUTSIDE and coordinate_by_rank.setdefault(rank, coordinate) != coordinate:
                 raise RankMismatchError(
@@ -279,7 +279,7 @@ def _check_shards(global_tensor: GlobalTensor) -> None:
             ranks = sorted(
                 rank
                 for layout in global_tensor.layouts
-                for rank in placements.ranks_by_coordinate(layout).get(coordinate, ())
+                for rank in layout_types.ranks_by_coordinate(layout).get(coordinate, ())
             )
             name = f"{global_tensor.group} tensor {global_tensor.name!r}"
             raise StateError(

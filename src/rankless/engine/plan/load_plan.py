@@ -20,7 +20,7 @@ from rankless.engine.plan.routes import (
     is_striped,
     local_stripes,
 )
-from rankless.engine.plan.shards import local_shard
+from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.ondisk.block_crcs import BLOCK_BYTES
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalTensor
-from rankless.engine.plan.placements import Coordinate
+from rankless.engine.plan.layout_types import Coordinate
 from rankless.engine.plan.ranges import ElementRange
-from rankless.engine.plan.shards import LocalShard, local_shard
+from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.engine.plan.stripes import StripeSlice, count_stripes, is_narrow, split_into_stripes, stripe_slice
 
 #: Returns the file ranges of bytes ``[start, stop)`` of a tensor; their ``local`` counts from ``start``.

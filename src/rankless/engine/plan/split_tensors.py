@@ -10,8 +10,8 @@ from functools import lru_cache
 import msgspec
 
 from rankless.engine.plan.ranges import ElementRange, merge_ranges
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
-from rankless.ondisk.files import TensorInfo
 
 #: The most ranges that a tensor may be split into: to plan and write more takes minutes.
 _MAX_RANGES = 2**16

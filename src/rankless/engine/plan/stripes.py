@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankless.engine.plan.ranges import ElementRange
-from rankless.engine.plan.shards import LocalShard, count_below
+from rankless.engine.plan.shard_byte_ranges import LocalShard, count_below
 from rankless.storage.memory import Bytes
 
 #: The most bytes of a stripe.

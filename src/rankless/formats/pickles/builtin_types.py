@@ -23,10 +23,10 @@ BYTES_IO = "io.BytesIO"
 
 _UUID_BITS = 128
 
-#: Steps for an entry of a set or dict, and for the first entries of a namespace.
+#: Units of work for an entry of a set or dict, and for the first entries of a namespace.
 _ENTRY, _FIRST = 4, 16
 
-#: Steps for an empty deque, in addition to those of any object.
+#: Units of work for an empty deque, in addition to those of any object.
 _DEQUE = 32
 
 #: The size of the state of a date or time, in bytes.

@@ -15,7 +15,7 @@ _DEPTH = 8
 #: Types whose values are always keys, and cheap to hash.
 _CHEAP = frozenset({str, int, float, bool, bytes, type(None), complex})
 
-#: Steps for hashing another object, such as a stored tensor.
+#: Units of work for hashing another object, such as a stored tensor.
 _OBJECT = 16
 
 

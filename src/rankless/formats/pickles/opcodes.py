@@ -19,10 +19,10 @@ Opcode = Callable[[SafeUnpickler], None]
 #: The longest integer in bytes: Python prints no number of more than 4300 digits.
 _INTEGER = 1251
 
-#: Steps for the memory of each empty container.
+#: Units of work for the memory of each empty container.
 _COSTS: dict[type, int] = {list: 4, dict: 5, set: 14}
 
-#: Steps for a tuple, a frozenset, the first items of a dict, and a mark.
+#: Units of work for a tuple, a frozenset, the first items of a dict, and a mark.
 _TUPLE, _FROZEN, _FIRST, _MARK = 3, 14, 8, 4
 
 _U8, _U16, _U32, _U64 = (struct.Struct(f"<{letter}") for letter in "BHIQ")

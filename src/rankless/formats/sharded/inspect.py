@@ -14,7 +14,7 @@ from pathlib import Path
 from rankless.errors import RanklessError
 from rankless.formats.sharded.index import ShardIndex, read_index
 from rankless.formats.sharded.model_files import MODEL, OPTIMIZER, ModelFile, folders_of, list_model_files
-from rankless.formats.sharded.shards import merge_states, read_shard
+from rankless.formats.sharded.shard_files import merge_states, read_shard
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.store import store_of

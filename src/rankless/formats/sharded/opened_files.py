@@ -9,7 +9,7 @@ from typing import Any
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.sharded.index import ShardIndex, read_index
 from rankless.formats.sharded.model_files import ModelFile
-from rankless.formats.sharded.shards import read_shard
+from rankless.formats.sharded.shard_files import read_shard
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.store import store_of

@@ -23,8 +23,8 @@ from rankless.formats.sharded.model_files import (
     parse_file_name,
 )
 from rankless.formats.sharded.opened_files import OpenedFiles
-from rankless.formats.sharded.shards import PICKLED, merge_states
-from rankless.formats.tree.contents import classify_tree
+from rankless.formats.sharded.shard_files import PICKLED, merge_states
+from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.storage.store import store_of
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankless.errors import ReadBudgetError
-from rankless.formats.pickles.arrays import NUMPY, as_plain_array
 from rankless.formats.pickles.builtin_types import PLAIN, plain_record
+from rankless.formats.pickles.numpy_arrays import NUMPY, as_plain_array
 from rankless.formats.pickles.unpickler import AllowedCallable, OpaqueObject
 from rankless.formats.stored_tensor import InlineTensor, UnreadableTensor
-from rankless.formats.torchfile.dtypes import DTYPES, OTHERS, STORAGES
 from rankless.formats.torchfile.objects import (
     TorchDevice,
     TorchDtype,
@@ -23,13 +22,14 @@ from rankless.formats.torchfile.objects import (
     TorchStorageType,
     TorchTensor,
 )
-from rankless.ondisk.files import TensorInfo
+from rankless.formats.torchfile.torch_dtypes import DTYPES, OTHERS, STORAGES
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 
 #: The most dimensions that torch supports, and the limit of its sizes, offsets and strides.
 _DIMENSIONS, _LARGEST = 64, 2**63
 
-#: Steps for a tensor, and for each of its dimensions.
+#: Units of work for a tensor, and for each of its dimensions.
 _TENSOR, _DIMENSION = 32, 8
 
 

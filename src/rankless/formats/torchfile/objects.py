@@ -11,10 +11,10 @@ from rankless.engine.io.sources import ChunkedSource, SourceChunk, StridedLocati
 from rankless.engine.plan.ranges import IndexBox
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.torchfile.dtypes import DTYPES, dtype_width
+from rankless.formats.torchfile.torch_dtypes import DTYPES, dtype_width
 from rankless.formats.torchfile.zip_reader import FileWindow
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import WIDTHS
-from rankless.ondisk.files import TensorInfo
 
 #: The limit of a tensor's size in bytes.
 _LARGEST = 2**63

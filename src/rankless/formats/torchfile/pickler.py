@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rankless.errors import UnsupportedValueError
-from rankless.formats.torchfile.dtypes import DTYPES, STORAGES
 from rankless.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
+from rankless.formats.torchfile.torch_dtypes import DTYPES, STORAGES
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import WIDTHS
-from rankless.ondisk.files import TensorInfo
 
 _PROTOCOL = 2
 

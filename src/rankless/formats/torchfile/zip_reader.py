@@ -29,7 +29,7 @@ _EXTRA, _EXTRA64 = struct.Struct("<2H"), 1
 TORCH_LOAD = "If you trust who wrote it, load it with torch.load(weights_only=False), and save it again without that"
 
 
-class RangeReader(Protocol):
+class FileRangeReader(Protocol):
     """A reader of bytes of files."""
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
@@ -46,7 +46,7 @@ class FileWindow:
     path: Path
     start: int
     size: int
-    readers: RangeReader
+    readers: FileRangeReader
     advice: str = TORCH_LOAD
 
     @property

@@ -7,10 +7,10 @@ from typing import Any
 
 from rankless.formats.stored_tensor import is_tensor
 from rankless.formats.tree.optimizer_states import GROUPS, STATE, is_flattened
-from rankless.formats.tree.traversal import is_extra
+from rankless.formats.tree.tree_traversal import is_extra
 from rankless.ondisk.read_budget import ReadBudget
 
-#: Steps for an entry of a model's state dict.
+#: Units of work for an entry of a model's state dict.
 _ENTRY = 4
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rankless.errors import InvalidArgumentError
 from rankless.formats.stored_tensor import is_tensor
 from rankless.formats.tree.classify import TreeClassifier
-from rankless.formats.tree.traversal import Path, iterate_leaves
+from rankless.formats.tree.tree_traversal import Path, iterate_leaves
 from rankless.formats.tree.unique_names import collision_error
 from rankless.ondisk.read_budget import ReadBudget
 

@@ -23,7 +23,7 @@ _ABOVE = 8
 #: A limit that is larger than any number of levels.
 _LEVELS = 2**10
 
-#: Steps for a container, in addition to those for its items.
+#: Units of work for a container, in addition to those for its items.
 _CONTAINER = 2
 
 _LEAVES = frozenset({str, int, float, bool, type(None), bytes})
@@ -32,12 +32,12 @@ _TABLES = frozenset({dict, OrderedDict, Counter})
 
 
 def check_expanded_size(tree: Any, budget: ReadBudget) -> None:
-    """Charge the steps for walking a tree to the budget.
+    """Charge the units for walking a tree to the budget.
 
     Raises ``CorruptCheckpointError`` if the tree is nested too deeply or contains itself.
     """
-    steps, _ = _SizeCounter(budget).measure_value(tree, 0)
-    budget.spend(steps)
+    units, _ = _SizeCounter(budget).measure_value(tree, 0)
+    budget.spend(units)
 
 
 class _SizeCounter:
@@ -46,7 +46,7 @@ class _SizeCounter:
         self._sizes: dict[int, int] = {}
 
     def measure_value(self, value: Any, depth: int) -> tuple[int, int]:
-        """Return the steps for a value, and its levels of nesting."""
+        """Return the units for a value, and its levels of nesting."""
         items = _list_inner_values(value)
         if items is None:
             return 1, 0
@@ -56,26 +56,26 @@ class _SizeCounter:
             raise CorruptCheckpointError(f"its values are nested deeper than {MAX_DEPTH} levels, or inside themselves")
         size = self._sizes.get(id(value))
         if size is None:
-            steps, levels = self._measure_items(items, depth)
-            self._sizes[id(value)] = steps * _LEVELS + levels  # one number, because there may be many containers
-            return steps, levels
-        steps, levels = divmod(size, _LEVELS)
+            units, levels = self._measure_items(items, depth)
+            self._sizes[id(value)] = units * _LEVELS + levels  # one number, because there may be many containers
+            return units, levels
+        units, levels = divmod(size, _LEVELS)
         if depth + levels > MAX_DEPTH + _ABOVE:
             raise CorruptCheckpointError(f"its values are nested deeper than {MAX_DEPTH} levels, or inside themselves")
-        return steps, levels
+        return units, levels
 
     def _measure_items(self, items: Iterable[Any], depth: int) -> tuple[int, int]:
-        steps, levels = _CONTAINER, 0
+        units, levels = _CONTAINER, 0
         for item in items:
             if type(item) in _LEAVES:
-                steps += 1
+                units += 1
                 continue
-            item_steps, item_levels = self.measure_value(item, depth + 1)
-            steps += item_steps
+            item_units, item_levels = self.measure_value(item, depth + 1)
+            units += item_units
             levels = max(levels, item_levels + 1)
-            if steps > self._budget.left:  # stop here, because these numbers can grow exponentially
-                self._budget.spend(steps)
-        return steps, levels
+            if units > self._budget.left:  # stop here, because these numbers can grow exponentially
+                self._budget.spend(units)
+        return units, levels
 
 
 def _list_inner_values(value: Any) -> Iterable[Any] | None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankless.errors import FormatError, ReadBudgetError
-from rankless.formats.pickles import arrays
+from rankless.formats.pickles import numpy_arrays
 from rankless.formats.pickles.builtin_types import BYTES_IO, read_bytes_io
 from rankless.formats.pickles.unpickler import OpaqueObject
 from rankless.formats.stored_tensor import StoredTensor, UnreadableTensor, UnreadTensor
 from rankless.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
-from rankless.formats.tree.traversal import Path, show_path
+from rankless.formats.tree.tree_traversal import Path, show_path
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import ArrayCodec
 
@@ -39,7 +39,7 @@ class LeafDecoder:
     budget: ReadBudget
 
     def __call__(self, path: Path, value: Any) -> Any:
-        """Return the decoded value, see :data:`rankless.formats.tree.traversal.Leaf`.
+        """Return the decoded value, see :data:`rankless.formats.tree.tree_traversal.Leaf`.
 
         Raises ``FormatError``, naming the path, if the value cannot be decoded.
         """
@@ -55,9 +55,9 @@ class LeafDecoder:
         try:
             if record.name == BYTES_IO:
                 return read_bytes_io(record)
-            if arrays.is_array(record):
-                self.budget.spend_memory(arrays.array_nbytes(record))
-                return arrays.make_array(record)
+            if numpy_arrays.is_array(record):
+                self.budget.spend_memory(numpy_arrays.array_nbytes(record))
+                return numpy_arrays.make_array(record)
         except ReadBudgetError:
             raise
         except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.stored_tensor import is_tensor
-from rankless.formats.tree.traversal import check_keys
+from rankless.formats.tree.tree_traversal import check_keys
 from rankless.formats.tree.unique_names import collision_error, index_by_name, index_by_text
 from rankless.ondisk.hash_limits import has_safe_hash
 from rankless.ondisk.param_order import BY_NUMBER, ORDERED
@@ -24,7 +24,7 @@ STATE, GROUPS = "state", "param_groups"
 #: The keys of a group that list its parameters; all other keys are settings.
 _PARAMS, _NAMES = "params", "param_names"
 
-#: Steps for a parameter, or for a state or setting of one.
+#: Units of work for a parameter, or for a state or setting of one.
 _PARAMETER = 4
 
 #: A function that strips wrapper prefixes from the name of a parameter.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rankless.errors import FormatError
 from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
-from rankless.formats.tree.contents import TreeContents
-from rankless.ondisk.files import TensorInfo
+from rankless.formats.tree.tree_contents import TreeContents
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.store import store_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rankless.errors import FormatError
-from rankless.formats.tree.traversal import Path, show_key_path
+from rankless.formats.tree.tree_traversal import Path, show_key_path
 
 
 def collision_error(name: str, first: Path, second: Path) -> FormatError:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rankless.state.tensors import local_tensor
+from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
 
 

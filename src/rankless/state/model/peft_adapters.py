@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from rankless.errors import StateError, UnsafeNameError
-from rankless.ondisk.files import ADAPTER_CONFIG, adapter_group
+from rankless.ondisk.data_files import ADAPTER_CONFIG, adapter_group
 from rankless.ondisk.validation import check_relative_path
 from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model.hf_config import base_config_files, unwrap_model
-from rankless.state.model.view import ModelView
-from rankless.state.tensors import TensorView, view_of
+from rankless.state.model.model_view import ModelView
+from rankless.state.tensor_views import TensorView, view_of
 
 #: The folder, next to the configuration, of the base model's configuration files.
 BASE = "base"

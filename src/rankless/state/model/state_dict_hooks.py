@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankless.engine.plan.split_tensors import SplitLayout, split_tiles
-from rankless.state.model.view import is_extra
+from rankless.state.model.model_view import is_extra
 
 _TO = torch.ops.aten._to_copy.default  # noqa: SLF001
 

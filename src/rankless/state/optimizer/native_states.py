@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from rankless.errors import OptimizerMismatchError
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.state.optimizer.adapters import TorchOptimizer
+from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup
 from rankless.state.optimizer.probe import ProbedState, probe_states
-from rankless.state.optimizer.view import GroupMember, ParamGroup
 
 
 def check_state_shapes(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rankless.errors import OptimizerMismatchError, StateError
 from rankless.ondisk import values
-from rankless.state.optimizer.view import ParamGroup, parameter_names
+from rankless.state.optimizer.optimizer_view import ParamGroup, parameter_names
 
 #: The encoded groups of one optimizer in a checkpoint, each with a class, parameters, settings and states.
 EncodedGroups = list[dict[str, Any]]

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 
 from rankless.errors import OptimizerMismatchError
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.param_order import ORDERED
 from rankless.ondisk.validation import split_state_key
-from rankless.state.model.view import ParamRef
+from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.native_states import probe_member
+from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup
 from rankless.state.optimizer.param_groups import EncodedGroups
-from rankless.state.optimizer.view import GroupMember, ParamGroup
 from rankless.state.tensor_subclasses import is_description
 
 #: The shapes of the states of a parameter by their names.

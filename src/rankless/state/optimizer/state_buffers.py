@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from rankless.errors import OptimizerMismatchError
-from rankless.ondisk.files import TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import state_key
 from rankless.state.model.flat_shards import blank_flat_state
-from rankless.state.model.view import ParamRef
+from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
+from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_states
 from rankless.state.optimizer.probe import probe_states
-from rankless.state.optimizer.view import GroupMember, ParamGroup, place_states
-from rankless.state.tensors import DTYPES, TensorView
+from rankless.state.tensor_views import DTYPES, TensorView
 
 
 def provide_state_buffer(

@@ -1,0 +1,37 @@
+"""Opening a folder of Accelerate or the ``Trainer``, a part of which DeepSpeed or PEFT may have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankless.accelerate.reader.folder_parts import list_parts
+from rankless.accelerate.reader.training_reader import TrainingReader
+from rankless.deepspeed.reader.deepspeed_file_names import list_tag_files
+from rankless.deepspeed.reader.deepspeed_reader import DeepSpeedReader
+from rankless.deepspeed.reader.tag_folders import find_tag, is_deepspeed
+from rankless.errors import InvalidArgumentError
+from rankless.formats.composite_reader import CompositeReader
+from rankless.formats.peft import PeftReader, is_peft
+from rankless.formats.reader import Reader
+from rankless.formats.sharded.model_files import MODEL, OPTIMIZER
+
+
+def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
+    """Return the reader for a folder; ``keys`` are those of DeepSpeed.
+
+    Raises ``FormatError``, or ``InvalidArgumentError`` if there are keys, but no files of DeepSpeed.
+    """
+    parts = list_parts(path)
+    if keys and not is_deepspeed(path):
+        raise InvalidArgumentError(
+            f"keys: {', '.join(keys)} would have no effect: {path} is a folder of Accelerate or the Trainer without "
+            "files of DeepSpeed, whose components are found by the names of their files; leave keys out"
+        )
+    if is_deepspeed(path):
+        optimizers = len(list_tag_files(find_tag(path)).optimizers)
+        others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER}, writers=optimizers)
+        return CompositeReader(path, [DeepSpeedReader(path, keys), others])
+    if MODEL not in parts and is_peft(path):
+        return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, parts, elsewhere={MODEL})])
+    return TrainingReader(path, parts)

@@ -1,1 +1,0 @@
-"""Checkpoint functions of other systems, under their original names: see NOTICE."""

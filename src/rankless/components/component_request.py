@@ -1,0 +1,87 @@
+"""The request to save one component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rankless.components.content import MODEL, OPTIMIZER
+from rankless.components.destination import Destination
+from rankless.components.file_layouts import Layout
+from rankless.engine.comm.call_check import CallDescription
+from rankless.errors import InvalidArgumentError
+from rankless.ondisk.data_files import ADAPTER
+from rankless.state.model import model_traversal as models
+from rankless.state.optimizer import adapters
+from rankless.state.training import ONLY_ADAPTERS, TrainingObjects
+
+
+@dataclass(frozen=True)
+class ComponentRequest:
+    """The arguments of a save of one component.
+
+    ``training`` has the component. ``layout`` lays it out in files, and ``format_text`` describes that layout.
+    ``prefix`` is put before names. ``async_save``: the call returns when the component is copied.
+    """
+
+    destination: Destination
+    training: TrainingObjects
+    layout: Layout
+    format_text: str
+    prefix: str = ""
+    async_save: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of the component: ``"model"``, ``"optimizer"``, or ``"adapter"`` for the adapters of a model."""
+        if self.training.model is None:
+            return OPTIMIZER
+        return ADAPTER if self.training.adapters == ONLY_ADAPTERS else MODEL
+
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+        arguments = {
+            "the path": repr(str(self.destination.path)),
+            "the prefix": repr(self.prefix),
+            "the format of the files": self.format_text,
+            "state_dict_hooks": str(self.training.state_dict_hooks),
+            "async_save": str(bool(self.async_save)),
+            "the source of parameter names": "a model" if self.training.naming_model is not None else "nothing",
+        }
+        if self.kind == OPTIMIZER and self.training.naming_model is None:
+            arguments["the optimizer's parameters, known by their positions without model="] = _shapes_by_position(
+                self.training
+            )
+        subject = {MODEL: "a model", ADAPTER: "the adapters of a model", OPTIMIZER: "an optimizer"}[self.kind]
+        return CallDescription(f"save of {subject}", arguments)
+
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if the training objects are not exactly one component."""
+        slots = models.model_components(self.training.model) or adapters.optimizer_components(self.training.optimizer)
+        kind = OPTIMIZER if self.training.model is None else MODEL
+        if list(slots) != [kind]:
+            raise InvalidArgumentError(f"pass one {kind}, not a dict of several: they are saved one at a time")
+
+    def check_destination(self) -> None:
+        """Raise ``InvalidArgumentError`` if the destination exists and cannot be replaced."""
+        self.destination.check_replaceable()
+
+    def packing_key(self) -> bytes:
+        """Return all that determines, besides the tensors, which file holds which tensor."""
+        return self.format_text.encode()
+
+
+def _shapes_by_position(training: TrainingObjects) -> str:
+    """Return the shapes of unnamed parameters: ranks must not mix different parameters that have one position."""
+    return ", ".join(str(list(shape)) for shape in _unnamed_shapes(adapters.optimizer_components(training.optimizer)))
+
+
+def _unnamed_shapes(slots: Mapping[str, Sequence[Any]]) -> Iterator[torch.Size]:
+    optimizers = (item for items in slots.values() for item in items if isinstance(item, torch.optim.Optimizer))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "param_names" not in group:
+                yield from (parameter.shape for parameter in group["params"])

@@ -1,0 +1,174 @@
+"""A save of one component on all ranks. Each step ends in a vote.
+
+Subclasses write the files on a disk, or into an object store.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rankless.components.component_files import ComponentFile, FileSet, FragmentsOf
+from rankless.components.component_request import ComponentRequest
+from rankless.components.content import ComponentContent, component_content, name_in_component
+from rankless.engine.comm.session import RankGroup
+from rankless.engine.integrity import replicas
+from rankless.engine.io.requests import Fragments
+from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
+from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.save_plan import TensorSpan, plan_into_files
+from rankless.engine.plan.split_tensors import split_ranges
+from rankless.engine.plan.writer_cells import CellGrain
+from rankless.errors import RankMismatchError, UnsupportedValueError
+from rankless.save.save_negotiation import SaveAgreement, negotiate_save
+from rankless.save.save_operation import SaveOperation
+from rankless.state.capture import STATE
+
+
+class OpenedOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The output that rank 0 has opened: a pending directory with the files, or their uploads, by their ids.
+
+    ``frames`` are the files as all ranks must know them.
+    """
+
+    frames: list[FileFrame] = []
+    folder: str = ""
+    uploads: list[str] = []
+
+
+class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
+    """The layout of a component: the names of its files, what rank 0 has opened, and the spans of each tensor."""
+
+    files: list[str] = []
+    opened: OpenedOutput = OpenedOutput()
+    spans: dict[str, list[TensorSpan]] = {}
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ComponentSave(SaveOperation[Path]):
+    """A save of one component. If it fails, it leaves nothing behind, and all ranks raise the same error."""
+
+    def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
+        super().__init__(ranks, timeout)
+        self._request, self._layout = request, _ComponentLayout()
+        #: On rank 0, the files and the names of the tensors in them, by number.
+        self._files, self._names = list[ComponentFile](), list[str]()
+        self._started_at = time.perf_counter()
+
+    @property
+    def path(self) -> Path:
+        """The final path of the file or folder."""
+        return self._request.destination.path
+
+    def prepare_save(self) -> None:
+        """Agree on what to save, create the files, and check that replicas are equal."""
+        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), b"")
+        self._captured = agreement.captured
+        global_spec = agreement.global_spec
+        if global_spec is None:
+            raise RankMismatchError("the ranks did not agree on what to save")
+        self._lay_out_files(agreement, global_spec)
+        self._check_replicas(global_spec, agreement.host_of)
+
+    def mark_returned(self) -> float:
+        """Note that the caller continues. Returns for how many seconds it was blocked."""
+        return time.perf_counter() - self._started_at
+
+    @abstractmethod
+    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedOutput:
+        """Open the output, on rank 0."""
+
+    @abstractmethod
+    def _choose_cells(self, host_of: Sequence[int]) -> tuple[Sequence[int], CellGrain | None]:
+        """Return the host of each rank, and the cells of which each has one writer, for the plan."""
+
+    def _fragments_by_name(self, fragments: Fragments) -> FragmentsOf:
+        """Return a function that returns the fragments of a stored tensor, on rank 0."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        return lambda name: fragments.get(numbers[name], [])
+
+    def _lay_out_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
+        def lay_out_files(_: list[bytes]) -> bytes:
+            file_set = self._request.layout(self._content_to_save(agreement, global_spec))
+            laid_out = [file.lay_out() for file in file_set.files]
+            starts = [file.starts for file in laid_out]
+            self._files, self._names = list(file_set.files), [name for of_file in starts for name in of_file]
+            spans = _tensor_spans(file_set.content, starts, self._tensors_to_save(global_spec))
+            opened = self._open_files(file_set, [file.frame for file in laid_out])
+            return _encode(_ComponentLayout(file_set.names, opened, spans))
+
+        _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
+        self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
+
+    def _content_to_save(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> ComponentContent:
+        kind, captured = self._request.kind, agreement.captured
+        if any(tensor.group == STATE for tensor in global_spec.iter_tensors()):
+            raise UnsupportedValueError(
+                f"the {kind} has values that contain tensors of more than 64 KiB, which these files cannot store: "
+                "use save_checkpoint"
+            )
+        companions = {name.removeprefix(f"{kind}/"): data for name, data in captured.small_files.items()}
+        values = agreement.merged_values.get(kind, {})
+        return component_content(kind, global_spec, values, companions, self._request.prefix)
+
+    def _tensors_to_save(self, global_spec: GlobalSpec) -> dict[str, GlobalTensor]:
+        """Return the tensors of the component by their names in it, sorted."""
+        named = ((name_in_component(self._request.kind, tensor), tensor) for tensor in global_spec.iter_tensors())
+        return dict(sorted(((name, tensor) for name, tensor in named if name is not None), key=lambda item: item[0]))
+
+    def _check_replicas(self, global_spec: GlobalSpec, host_of: Sequence[int]) -> None:
+        """Plan the save, and compare replicas."""
+        tensors = self._tensors_to_save(global_spec)
+        hosts, grain = self._choose_cells(host_of)
+
+        def plan_and_hash() -> bytes:
+            keys = {name: (tensor.group, tensor.name) for name, tensor in tensors.items()}
+            spans = {keys[name]: of_tensor for name, of_tensor in self._layout.spans.items()}
+            numbered = sorted((span.tensor, key) for key, of_tensor in spans.items() for span in of_tensor)
+            self._plan = plan_into_files(
+                global_spec,
+                self._session.rank,
+                list(dict(numbered).values()),
+                spans,
+                file_sizes=[frame.size for frame in self._layout.opened.frames],
+                host_of=hosts,
+                grain=grain,
+            )
+            return self._writer.hash_replicas(0)[0]
+
+        def compare_hashes(posted: list[bytes]) -> bytes:
+            return b"=" if replicas.have_equal_replicas(posted) else b"!"
+
+        _, decision = self._session.vote("comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes)
+        if decision == b"!":
+            raise self._writer.describe_replica_mismatch()
+
+
+def _tensor_spans(
+    content: ComponentContent, starts: Sequence[Mapping[str, int]], tensors: Mapping[str, GlobalTensor]
+) -> dict[str, list[TensorSpan]]:
+    """Return where the bytes of each tensor go. Stored tensors are numbered in the order of the files."""
+    spans: dict[str, list[TensorSpan]] = {name: [] for name in tensors}
+    sources: dict[str, list[tuple[str, ElementRange, int]]] = {}
+    for source, tensor in tensors.items():
+        whole = [(ElementRange(0, tensor.info.nbytes), source, 0)]
+        for byte_range, name, at in split_ranges(tensor.info, tensor.splits) if tensor.splits else whole:
+            sources.setdefault(name, []).append((source, byte_range, at))
+    number = 0
+    for file, names in enumerate(starts):
+        for name, offset in names.items():
+            origin, nbytes = content.origins[name], content.tensors[name].nbytes
+            for source, byte_range, at in sources[origin.name]:
+                low, high = max(at, origin.start), min(at + byte_range.stop - byte_range.start, origin.start + nbytes)
+                if low < high or not nbytes:
+                    start, into = byte_range.start + low - at, low - origin.start
+                    spans[source].append(TensorSpan(start, start + high - low, number, into, file, offset + into))
+            number += 1
+    return {name: sorted(of_tensor) for name, of_tensor in spans.items()}

@@ -1,0 +1,108 @@
+"""The pending directory of a DCP save, and the checks before an older checkpoint is replaced."""
+
+from __future__ import annotations
+
+import errno
+import re
+from contextlib import closing
+from pathlib import Path
+
+from rankless.dcp.reader import checksums_json
+from rankless.dcp.reader.dcp_directory import METADATA
+from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
+from rankless.ondisk.block_crcs import crc64
+from rankless.ondisk.hidden_names import HiddenName
+from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import PendingLock
+from rankless.storage import posix
+from rankless.storage.filesystems import is_local
+
+#: Names of the files of a DCP checkpoint. They are removed when another checkpoint replaces it.
+_DCP_FILES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums_json.NAME)}")
+
+
+def pending_directory(final: Path) -> PendingDirectory:
+    """Return the pending directory of saves to a path.
+
+    Its name is the same on all ranks and at each save, because planners cache what the first save returned.
+    """
+    digest = f"{crc64(final.name.encode()):016x}"
+    return PendingDirectory(final, HiddenName(final.name, digest, digest, "partial"))
+
+
+def find_pending(final: Path) -> Path:
+    """Return the path of the pending directory that rank 0 has created for this save.
+
+    A client of a network file system may remember the name as that of an earlier save, which has become a checkpoint.
+    It asks the server again if the parent directory is listed.
+    """
+    if not is_local(final.parent):
+        posix.list_names(final.parent)
+    return pending_directory(final).path
+
+
+def create_pending(final: Path, *, overwrite: bool) -> PendingDirectory:
+    """Create the pending directory (rank 0 only), and remove what an interrupted save left there.
+
+    Raises ``TagExistsError`` if something is in the way, ``StorageError`` if a save is in progress.
+    """
+    pending = pending_directory(final)
+    finish_interrupted_replace(final.parent)
+    _check_destination(final, overwrite=overwrite)
+    if posix.path_exists(pending.path):
+        _remove_leftover(pending)
+    pending.create()
+    try:
+        pending.remove_earlier_displaced()
+    except BaseException:
+        pending.discard()
+        raise
+    return pending
+
+
+def _remove_leftover(pending: PendingDirectory) -> None:
+    """Remove the pending directory of an interrupted save. Raises ``StorageError`` if its writer may be alive."""
+    path = pending.path
+    busy = StorageError(
+        errno.EBUSY, f"{path} exists: another process saves to {pending.final}; if none does, remove it"
+    )
+    with posix.wrap_os_errors("lock", path):
+        try:
+            lock = PendingLock(path.parent, pending.name)
+        except BlockingIOError as error:
+            raise busy from error
+    with closing(lock):
+        if not lock.has_dead_owner(path) and _list_entries(path):
+            raise busy
+        pending.discard()
+    if posix.path_exists(path):
+        raise StorageError(
+            errno.EBUSY,
+            f"{path} was left by an interrupted save and cannot be removed: check the permissions of {path.parent}",
+        )
+
+
+def _check_destination(final: Path, *, overwrite: bool) -> None:
+    if not posix.path_exists(final):
+        return
+    if not posix.is_directory(final):
+        raise TagExistsError(f"{final} exists and is not a folder; choose another path")
+    others = [name for name in _list_entries(final) if not _DCP_FILES.fullmatch(name)]
+    if others:
+        raise TagExistsError(
+            f"{final} contains {others[0]!r}, which is not part of a distributed checkpoint and would be lost; choose "
+            "another path, or move it away"
+        )
+    if not overwrite and posix.is_file(final / METADATA):
+        raise TagExistsError(f"there is a checkpoint at {final}; choose another path, or pass overwrite=True")
+
+
+def _list_entries(folder: Path) -> list[str]:
+    return sorted(posix.list_names(folder))
+
+
+def check_same_on_all_ranks(*, use_collectives: bool) -> None:
+    """Raise ``InvalidArgumentError`` if ranks do not use collectives to agree that all is written."""
+    if not use_collectives:
+        raise InvalidArgumentError("an atomic checkpoint needs all ranks to agree: leave use_collectives=True")

@@ -1,0 +1,1 @@
+"""Writes folders of ``torch.distributed.checkpoint`` in conversions."""

@@ -1,0 +1,86 @@
+"""Comparison of file ranges with their checksums. What was not read before is read in chunks by several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from rankless.engine.integrity.read_crcs import KINDS, CrcPiece, Unread, tile_range
+from rankless.engine.plan.file_ranges import CHUNK
+from rankless.errors import CorruptCheckpointError
+from rankless.ondisk.range_checksums import RangeChecksum
+from rankless.process.worker_threads import run_in_threads
+from rankless.storage.memory import BufferPool
+from rankless.storage.reader_pool import ReaderPool
+
+
+def find_corrupt_ranges(
+    checksums: Sequence[RangeChecksum], pieces: Sequence[CrcPiece] = ()
+) -> dict[int, CorruptCheckpointError]:
+    """Compare ranges with their checksums. Return the errors of those that differ, by number.
+
+    ``pieces`` are the CRCs of bytes that were read. The others are read now.
+    """
+    errors = {number: _mismatch_error(checksums[number]) for number in _find_contradictions(pieces)}
+    crcs = dict.fromkeys(range(len(checksums)), 0)
+    tiles = list(_tile_ranges(checksums, pieces))
+    read = iter(_read_tiles([tile for tile in tiles if isinstance(tile, Unread)], checksums))
+    for tile in tiles:
+        crc = tile.crc if isinstance(tile, CrcPiece) else next(read)
+        if isinstance(crc, CorruptCheckpointError):
+            errors.setdefault(tile.number, crc)
+        else:
+            combine_pair = KINDS[checksums[tile.number].kind].combine
+            crcs[tile.number] = combine_pair(crcs[tile.number], crc, tile.stop - tile.start)
+    for number, crc in crcs.items():
+        if crc != checksums[number].crc:
+            errors.setdefault(number, _mismatch_error(checksums[number]))
+    return errors
+
+
+def _find_contradictions(pieces: Sequence[CrcPiece]) -> set[int]:
+    """Return the numbers of ranges of which the same bytes were read with different results."""
+    ordered = sorted(pieces)
+    return {
+        piece.number
+        for piece, other in pairwise(ordered)
+        if piece[:3] == other[:3] and piece.crc != other.crc  # number, start and stop
+    }
+
+
+def _tile_ranges(checksums: Sequence[RangeChecksum], pieces: Sequence[CrcPiece]) -> Iterator[CrcPiece | Unread]:
+    by_number: dict[int, list[CrcPiece]] = {}
+    for piece in pieces:
+        by_number.setdefault(piece.number, []).append(piece)
+    for number, checksum in enumerate(checksums):
+        for tile in tile_range(number, checksum, by_number.get(number, ())):
+            yield from [tile] if isinstance(tile, CrcPiece) else _split_unread(tile)
+
+
+def _split_unread(unread: Unread) -> Iterator[Unread]:
+    for start in range(unread.start, unread.stop, CHUNK):
+        yield Unread(unread.number, start, min(unread.stop, start + CHUNK))
+
+
+def _read_tiles(tiles: Sequence[Unread], checksums: Sequence[RangeChecksum]) -> list[int | CorruptCheckpointError]:
+    buffers = BufferPool(CHUNK)
+    with ReaderPool() as readers:
+        return run_in_threads(lambda tile: _compute_crc(tile, checksums[tile.number], readers, buffers), tiles)
+
+
+def _compute_crc(
+    tile: Unread, checksum: RangeChecksum, readers: ReaderPool, buffers: BufferPool
+) -> int | CorruptCheckpointError:
+    data = buffers.get()[: tile.stop - tile.start].data
+    try:
+        readers.read(checksum.file, tile.start, data)
+    except CorruptCheckpointError as error:  # the file is truncated
+        return error
+    return KINDS[checksum.kind].compute(data)
+
+
+def _mismatch_error(checksum: RangeChecksum) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{checksum.file} is corrupt: its bytes {checksum.start} to {checksum.stop}, {checksum.name}, "
+        f"do not match their {checksum.kind}"
+    )

@@ -1,0 +1,171 @@
+"""The steps of one copy between running ranks, on all of them together.
+
+As in a load, everything that can be checked is checked before any tensor of the caller is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+import msgspec
+
+from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.integrity import replicas
+from rankless.engine.io.copy_exchange import CopiedBytes, CopyExchange
+from rankless.engine.io.device_streams import begin_copies
+from rankless.engine.io.p2p import P2PExchange
+from rankless.engine.io.requests import ShardOf
+from rankless.engine.plan.copy_plan import CopyPlan, plan_copy
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.errors import RankFailedError, RankTimeoutError, ReplicaMismatchError
+from rankless.live_copy.copy_negotiation import SourceState, agree_on_sources, exchange_source
+from rankless.live_copy.copy_request import CopyRequest
+from rankless.live_copy.copy_result import CopyResult
+from rankless.live_copy.receiver import RankNumbers, Receiver
+from rankless.observe.spans import traced
+from rankless.observe.warning import warn_caller
+from rankless.state.restore import format_lines
+
+_encode = msgspec.msgpack.Encoder().encode
+
+#: A rank's encoded spec and meshes; empty if another rank sends equal ones.
+_EncodedSpec = tuple[bytes, bytes]
+
+
+class CopyOperation:
+    """The steps of one copy; each ends in a vote.
+
+    The objects that are copied into are unchanged until every check has passed on every rank.
+    """
+
+    def __init__(self, request: CopyRequest, ranks: RankGroup, timeout: float) -> None:
+        self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
+        #: On rank 0, the tolerated missing things of all ranks.
+        self._missing: list[str] = []
+
+    @traced("copy state", "call")
+    def run(self) -> CopyResult:
+        """Run all steps of the copy, on all ranks."""
+        sources = agree_on_sources(self._request, self._session)
+        given = self._request.find_given(self._session.rank)
+        source = exchange_source(given, sources, self._session, self._ranks.global_ranks())
+        receiver, requested = self._match_receivers(source)
+        plan = self._plan_copy(source, receiver, requested)
+        moved = self._copy_tensors(source, receiver, plan)
+        self._session.run_on_all("putting values in place", receiver.apply)
+        if self._missing:
+            warn_caller(f"copied {source.name}, but not all that was asked for:\n{format_lines(self._missing)}")
+        return self._build_result(source, receiver, moved)
+
+    def _match_receivers(self, source: SourceState) -> tuple[Receiver, GlobalSpec]:
+        """Match the objects of the receivers with the source. Return those of this rank, and the requests of all."""
+        session, request, global_ranks = self._session, self._request, self._ranks.global_ranks()
+        numbers = RankNumbers(session.rank, global_ranks[session.rank], session.size)
+
+        def decide(posted: list[bytes]) -> bytes:
+            digests = [msgspec.msgpack.decode(raw, type=SpecDigests) for raw in posted]
+            return _encode(SpecDirectory.from_digests(digests))
+
+        receiver, raw = session.vote(
+            "matching the state of the sources",
+            lambda: Receiver.match(request.find_filled(session.rank), source, request.policy, numbers),
+            lambda matched: _encode(digest_specs(*matched.build_spec())),
+            decide,
+        )
+        directory = msgspec.msgpack.decode(raw, type=SpecDirectory)
+        spec, meshes = receiver.build_spec()
+        _, raw = session.vote(
+            "exchanging the specs of the receivers",
+            lambda: directory.encode_contribution(session.rank, spec, meshes),
+            _encode,
+            lambda posted: _encode([msgspec.msgpack.decode(raw, type=_EncodedSpec) for raw in posted]),
+        )
+        encoded_specs = msgspec.msgpack.decode(raw, type=list[_EncodedSpec])
+        return receiver, directory.build_global_spec(encoded_specs, global_ranks, is_partial=True)
+
+    def _plan_copy(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> CopyPlan:
+        """Run the last checks before the caller's objects are changed, and plan which rank sends what."""
+        joins = self._request.sources is not None
+        plan = CopyPlan(())
+        tolerated: list[str] = []
+
+        def check_and_plan() -> bytes:
+            nonlocal plan, tolerated
+            tolerated = receiver.check_matches(source, requested, joins=joins)
+            tensors = {(tensor.group, tensor.name): tensor for tensor in requested.iter_tensors()}
+            plan = plan_copy(source.tensors, tensors, self._session.rank)
+            begin_copies(source.captured.tensors.values())
+            return replicas.digest_replicas(plan, _shards_of(plan, source), 0)
+
+        def decide(posted: list[bytes]) -> bytes:
+            contributions = [msgspec.msgpack.decode(raw, type=tuple[bytes, list[str]]) for raw in posted]
+            self._missing = list(dict.fromkeys(name for _, names in contributions for name in names))
+            return _encode(replicas.have_equal_replicas([digests for digests, _ in contributions]))
+
+        _, raw = self._session.vote(
+            "matching the state with what it is copied into",
+            check_and_plan,
+            lambda digests: _encode((digests, tolerated)),
+            decide,
+        )
+        if not msgspec.msgpack.decode(raw, type=bool):
+            self._raise_replica_mismatch(plan, source)
+        return plan
+
+    def _raise_replica_mismatch(self, plan: CopyPlan, source: SourceState) -> NoReturn:
+        _, message = self._session.vote(
+            "comparing replicas",
+            lambda: replicas.replica_details(plan, _shards_of(plan, source)),
+            lambda details: details,
+            lambda posted: replicas.describe_mismatch(plan, posted, outcome="copied").encode(),
+        )
+        raise ReplicaMismatchError(message.decode())
+
+    def _copy_tensors(self, source: SourceState, receiver: Receiver, plan: CopyPlan) -> CopiedBytes:
+        """Fill the tensors of the receivers."""
+
+        def copy() -> CopiedBytes:
+            sinks = receiver.make_sinks({key: number for number, key in enumerate(plan.tensors)})
+            begin_copies(sinks.values())
+            exchange = CopyExchange(plan, _shards_of(plan, source), sinks.__getitem__, self._session.size)
+            exchange.copy_local()
+            if self._session.size > 1:
+                with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+                    exchange.exchange(p2p)
+            return exchange.count_bytes()
+
+        try:
+            return self._session.run_on_all("copying", copy)
+        except (RankFailedError, RankTimeoutError) as error:
+            raise type(error)(
+                f"{error}. The objects that the state is copied into may be partly filled: do not use them. "
+                "Those of the sources are unchanged"
+            ) from error
+
+    def _build_result(self, source: SourceState, receiver: Receiver, moved: CopiedBytes) -> CopyResult:
+        totals = CopyResult(
+            user_content=self._request.objects.user_content,
+            sources=tuple(source.ranks),
+            sent_bytes=moved.sent,
+            received_bytes=moved.received,
+            local_bytes=moved.local,
+        )
+        if receiver.targets is None:
+            return totals
+        exact, reconstructed = receiver.targets.classify_components()
+        report = receiver.targets.report
+        return replace(
+            totals,
+            user_content=receiver.targets.user_content,
+            missing=tuple(report.missing),
+            unexpected=tuple(name for _, name in report.unexpected),
+            exact=tuple(exact),
+            reconstructed=tuple(reconstructed),
+        )
+
+
+def _shards_of(plan: CopyPlan, source: SourceState) -> ShardOf:
+    """Return the function that returns this rank's shard of a tensor of the source."""
+    return lambda number: source.captured.tensors[plan.tensors[number]]

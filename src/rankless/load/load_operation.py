@@ -1,0 +1,389 @@
+"""The steps of one load, from selecting the checkpoint to applying the last value, on all ranks together.
+
+Everything that can be checked without changing the caller's tensors is checked before they are changed.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rankless.engine.comm.call_check import vote_same_call
+from rankless.engine.comm.polling import poll_until
+from rankless.engine.comm.session import RankGroup, require_equal
+from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity.block_verification import ChecksumVerifier
+from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
+from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs
+from rankless.engine.plan.global_spec import GlobalSpec
+from rankless.engine.plan.spec import PER_RANK
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    MismatchError,
+    NoCheckpointError,
+    RanklessError,
+    RankMismatchError,
+    StorageError,
+)
+from rankless.formats.adapter_files import read_adapter_files
+from rankless.formats.detect import open_reader
+from rankless.formats.native import NativeReader
+from rankless.formats.reader import CheckpointValues, Reader, check_read
+from rankless.formats.remapped_reader import underlying_reader
+from rankless.formats.training_step import find_step
+from rankless.load.file_crcs import check_read_crcs, encode_read_crcs, find_read_crcs
+from rankless.load.fused_experts import renamed_tensors, with_fused_experts
+from rankless.load.load_request import LoadRequest
+from rankless.load.load_result import RestoreResult
+from rankless.load.reads import Reads
+from rankless.load.selection import CheckpointSelector, SelectedCheckpoint
+from rankless.observe.events import Event
+from rankless.observe.reporter import EventReporter
+from rankless.observe.spans import span
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.manifest import Manifest
+from rankless.run.journal import append_entry, describe_event
+from rankless.state.array_decoder import ArrayDecoder
+from rankless.state.per_rank import RankState, SavedRankStates, restore_resized, restore_same_world_size
+from rankless.state.restore import LoadTargets, format_lines
+from rankless.state.training import TrainingObjects
+from rankless.storage.filesystems import is_local
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.posix import host_id, list_names, path_exists
+from rankless.storage.reader_pool import ReaderPool
+
+#: Seconds that a rank waits for a checkpoint that another host sees.
+_VISIBILITY_SECONDS = 5.0
+
+if TYPE_CHECKING:
+    from rankless.load.tier_load import TierLoad
+
+
+class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
+    """The checkpoint's fingerprint on one rank, the rank's host, and the digests of its requested tensors."""
+
+    fingerprint: str
+    host: str
+    spec: bytes
+    meshes: bytes
+
+
+class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
+    """The decision of rank 0 on the contributions: the directory of specs, and the number of hosts."""
+
+    spec_directory: SpecDirectory
+    hosts: int
+
+
+#: The group of the values that a load always returns.
+CONTENT = "user_content"
+
+_encode = msgspec.msgpack.Encoder().encode
+
+#: A rank's encoded spec and meshes; empty if another rank sends equal ones.
+_EncodedSpec = tuple[bytes, bytes]
+
+
+class LoadOperation:
+    """The steps of one load; each ends in a vote.
+
+    The caller's objects are unchanged until every check has passed on every rank.
+    """
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        ranks: RankGroup,
+        timeout: float,
+        selector: CheckpointSelector,
+        tier: TierLoad | None = None,
+    ) -> None:
+        self._tier = tier
+        self._request, self._ranks, self._session = request, ranks, ranks.open_session(timeout)
+        self._selector = selector
+        self._reporter = EventReporter(
+            request.path, self._forward_event, is_coordinator=ranks.rank == COORDINATOR_RANK, began=request.began
+        )
+        self.selected = SelectedCheckpoint()
+        self._manifest: Manifest | None = None
+        self._format = ""
+        #: The caller's tensors that may have been filled.
+        self.filled: set[tuple[str, str]] = set()
+        #: Whether the last step has begun, which applies the values.
+        self.is_applying = False
+        #: On rank 0, the tolerated missing things of all ranks, and differences of configurations.
+        self._missing: list[str] = []
+        self._differences: list[str] = []
+
+    def run(self) -> RestoreResult:
+        """Run all steps of the load, on all ranks."""
+        self.selected = self._select_checkpoint()
+        folder = self.selected.locate(self._request.path)
+        reader, targets, plan = self._prepare_reads(folder)
+        verified = self._read_tensors(reader, targets, plan)
+        self.is_applying = True
+        self._session.run_on_all("putting values in place", targets.apply)
+        if self._tier is not None:
+            self._tier.finish(self._session, self._manifest, self.selected.generation)
+        result = self._build_result(targets, verified=verified)
+        self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
+        self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
+        if self._missing:
+            warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")
+        if self._differences:
+            warn_caller(f"loaded {folder} into a model of another configuration:\n{format_lines(self._differences)}")
+        return result
+
+    def _forward_event(self, event: Event) -> None:
+        """Write into the journal of its run, on rank 0, that a training continues, and call the listener."""
+        is_coordinator, manifest = self._session.rank == COORDINATOR_RANK, self._manifest
+        entry = describe_event(event, time.time()) if is_coordinator and self._request.policy.per_rank_content else None
+        if entry is not None and manifest is not None:
+            append_entry(
+                event.path.parent, msgspec.structs.replace(entry, run=manifest.run, world_size=self._session.size)
+            )
+        self._request.on_event(event)
+
+    def _prepare_reads(self, folder: Path) -> tuple[Reader, LoadTargets, Reads]:
+        """Do all that precedes the reads. What other hosts have of a local checkpoint is on this one afterwards."""
+        tier, generation = self._tier, self.selected.generation
+        while True:
+            if tier is not None and generation is not None:
+                tier.assemble(self._session, generation)
+            reader, targets, decision = self._match_targets(folder)
+            global_spec = self._exchange_specs(targets, decision)
+            plan = self._plan_reads(reader, targets, global_spec, decision)
+            if tier is None or generation is None or tier.fetch(self._session, plan):
+                return reader, targets, plan
+
+    def _select_checkpoint(self) -> SelectedCheckpoint:
+        """Return the checkpoint that rank 0 selects for all ranks."""
+        request = self._request
+
+        def check_arguments() -> bytes:
+            request.check_arguments()
+            return b""
+
+        raw = vote_same_call(
+            self._session,
+            "finding the checkpoint",
+            request.describe_call(),
+            check_arguments,
+            lambda _: _encode(self._selector.select_next()),
+        )
+        return msgspec.msgpack.decode(raw, type=SelectedCheckpoint)
+
+    def _match_targets(self, folder: Path) -> tuple[Reader, LoadTargets, _LoadDecision]:
+        """Read the metadata and match the stored tensors with the caller's, allocating new tensors if needed."""
+        request, rank = self._request, self._session.rank
+        components = set(request.training.component_names())
+
+        def read_metadata() -> tuple[Reader, LoadTargets]:
+            reader = self._open_reader(folder)
+            if request.verify:
+                with span("verify small files", "verify"):
+                    reader.check_files()
+            check_read(reader, lambda note: note.group in components)
+            targets = LoadTargets(request.training, reader.groups, reader.tied, request.policy, renamed_tensors(reader))
+            arrays = ArrayDecoder(reader.groups.get(PER_RANK, {}))
+            values = reader.read_values(rank, targets.shared, arrays)
+            targets.match_targets(values.shared, *self._restore_rank_state(reader, values, arrays))
+            targets.fill_inventory(rank)
+            if rank == COORDINATOR_RANK:
+                with suppress(RanklessError):  # a corrupt configuration prevents a load only if all is verified
+                    self._differences = list(targets.explain_adapters(read_adapter_files(underlying_reader(reader))))
+            return reader, targets
+
+        def encode_contribution(matched: tuple[Reader, LoadTargets]) -> bytes:
+            reader, targets = matched
+            digests = digest_specs(targets.inventory.build_spec(), targets.inventory.build_meshes())
+            return _encode(_MatchedContent(reader.fingerprint, host_id(), digests.spec, digests.meshes))
+
+        def decide(posted: list[bytes]) -> bytes:
+            contents = [msgspec.msgpack.decode(raw, type=_MatchedContent) for raw in posted]
+            require_equal(f"the contents of {folder}", [content.fingerprint for content in contents])
+            directory = SpecDirectory.from_digests([SpecDigests(content.spec, content.meshes) for content in contents])
+            return _encode(_LoadDecision(directory, len({content.host for content in contents})))
+
+        matched, raw = self._session.vote("reading the metadata", read_metadata, encode_contribution, decide)
+        return *matched, msgspec.msgpack.decode(raw, type=_LoadDecision)
+
+    def _restore_rank_state(
+        self, reader: Reader, values: CheckpointValues, arrays: ArrayDecoder
+    ) -> tuple[RankState, ArrayDecoder]:
+        """Return the per-rank state that this rank gets back, and the decoder of the tensors in it."""
+        rank, training, generators = self._session.rank, self._request.training, self._request.policy.rng
+        if values.rank_values is None or values.world_size != self._session.size:
+            arrays = ArrayDecoder(arrays.infos)
+        saved = SavedRankStates(values.ranks, arrays, partial(reader.block_crcs, PER_RANK), str(reader.path))
+        if values.rank_values is not None and values.world_size == self._session.size:
+            rank_state = restore_same_world_size(
+                values.rank_values, saved, rank, training.dataloader, generators=generators
+            )
+            return rank_state, arrays
+        return restore_resized(saved, rank, self._session.size, training.dataloader, generators=generators), arrays
+
+    def _exchange_specs(self, targets: LoadTargets, decision: _LoadDecision) -> GlobalSpec:
+        """Return the tensors that all ranks request. Of ranks with equal specs only the lowest rank sends its spec."""
+        directory = decision.spec_directory
+        spec, meshes = targets.inventory.build_spec(), targets.inventory.build_meshes()
+        if directory.is_uniform:
+            return directory.share_spec(spec, meshes, self._ranks.global_ranks())
+        _, raw = self._session.vote(
+            "exchanging tensor specs",
+            lambda: directory.encode_contribution(self._session.rank, spec, meshes),
+            _encode,
+            lambda posted: _encode([msgspec.msgpack.decode(raw, type=_EncodedSpec) for raw in posted]),
+        )
+        encoded_specs = msgspec.msgpack.decode(raw, type=list[_EncodedSpec])
+        return directory.build_global_spec(encoded_specs, self._ranks.global_ranks())
+
+    def _plan_reads(
+        self, reader: Reader, targets: LoadTargets, global_spec: GlobalSpec, decision: _LoadDecision
+    ) -> Reads:
+        """Run the last checks before the caller's objects are changed, and plan which rank reads what."""
+        request = self._request
+        # Of a generation in the local tier, each host gets what it lacks before.
+        exchange_is_needed = self.selected.generation is None
+        has_page_cache = decision.hosts == 1 and not isinstance(request.path, ObjectPath)
+        exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
+
+        def check_and_plan() -> Reads:
+            tensors = list(global_spec.iter_tensors())
+            keys = {key for spec in global_spec.specs for key in spec.known_names}
+            known_names = {key: global_spec.known_names(key) for key in keys}
+            targets.check_matches({(tensor.group, tensor.name) for tensor in tensors}, known_names, str(reader.path))
+            self._check_refilled(targets, reader.path)
+            exchanges = exchange and exchange_is_needed and self._session.size > 1
+            return Reads.build(reader, targets, tensors, self._ranks, exchange=exchanges)
+
+        def collect_missing(posted: list[bytes]) -> bytes:
+            names = [name for raw in posted for name in msgspec.msgpack.decode(raw, type=list[str])]
+            self._missing = list(dict.fromkeys(names))
+            return b""
+
+        def encode_missing(_: Reads) -> bytes:
+            return _encode(targets.report.tolerated_reasons(request.policy))
+
+        phase = "matching the checkpoint with what it is loaded into"
+        return self._session.vote(phase, check_and_plan, encode_missing, collect_missing)[0]
+
+    def _check_refilled(self, targets: LoadTargets, folder: Path) -> None:
+        """Raise ``MismatchError`` if a failed attempt filled a tensor that this checkpoint does not fill."""
+        stale = sorted(self._selector.filled - targets.filled)
+        if stale:
+            raise MismatchError(f"{folder} has no {'/'.join(stale[0])}, which would keep values of another checkpoint")
+
+    def _open_reader(self, folder: Path) -> Reader:
+        keys = self._request.keys
+        if self._session.rank != COORDINATOR_RANK and self.selected.generation is None:
+            self._await_checkpoint(folder)
+        try:
+            if self._tier is not None and self.selected.generation is not None:
+                opened: Reader = self._tier.open_reader(folder, keys)
+            else:
+                opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
+            reader = self._request.reader_adapter(opened)
+            self._format = opened.format
+            self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
+            return with_fused_experts(reader, self._request.training)
+        except NoCheckpointError:
+            if self._session.rank == COORDINATOR_RANK:
+                raise
+            raise RankMismatchError(
+                f"{folder}, which rank 0 selected, does not exist on this rank: "
+                "all ranks must load from a shared file system"
+            ) from None
+
+    def _await_checkpoint(self, folder: Path) -> None:
+        """Make this host see the checkpoint that rank 0 has selected, if that is on another host.
+
+        A client of a network file system may remember for half a minute that a name was missing, or was another
+        directory. It asks the server again if the directory is listed. If that does not help, the caller raises.
+        """
+        if isinstance(folder, ObjectPath) or is_local(folder.parent):
+            return
+
+        def is_visible() -> bool:
+            with suppress(StorageError):
+                list_names(folder.parent)
+                return path_exists(folder) and self.selected.still_exists(self._request.path)
+            return False
+
+        # The other ranks wait for the error of this one for at most the timeout.
+        seconds = min(_VISIBILITY_SECONDS, self._session.timeout / 2)
+        poll_until(is_visible, seconds, lambda: f"{folder} to appear on this host")
+
+    def _read_tensors(self, reader: Reader, targets: LoadTargets, plan: Reads) -> bool:
+        """Fill the targets. Return whether every byte was verified."""
+        verifier = None
+        if self._request.verify:
+            reads_again = self._tier is None or self.selected.generation is None or self._tier.reads_again
+            verifier = ChecksumVerifier(underlying_reader(reader), list(plan.number), reads_again=reads_again)
+        on_moved = self._reporter.progress_counter("load", plan.nbytes).add
+
+        def fill_targets() -> RankCrcs:
+            targets.materialize_models()
+            targets.count_changes()
+            lacks_crcs = verifier is not None and not verifier.has_every_crc
+            crcs = find_read_crcs(plan) if lacks_crcs else ReadCrcs([])
+            make_readers = partial(HashingReaderPool, crcs=crcs) if crcs.checksums else ReaderPool
+            fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
+            partly_read = verifier.verify_local(fragments) if verifier else {}
+            return RankCrcs(encode_fragments(partly_read), encode_read_crcs(crcs))
+
+        def verify_crcs(posted: list[bytes]) -> bytes:
+            if verifier:
+                reports = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in posted]
+                verifier.verify_across_ranks(decode_fragments(report.fragments for report in reports))
+                check_read_crcs(report.pieces for report in reports)
+            elif not reader.is_current():  # without CRCs, only this detects that files of two checkpoints were read
+                raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read")
+            return b""
+
+        self.filled = targets.filled
+        try:
+            self._session.vote("reading", fill_targets, _encode, verify_crcs)
+        except (CorruptCheckpointError, StorageError, CheckpointReplacedError) as error:
+            *other_args, message = error.args
+            advice = _partly_filled_advice(self._request.training)
+            raise type(error)(*other_args, f"{message}. {advice}") from error
+        return verifier is not None and verifier.has_all_crcs(plan.iter_stored(targets))
+
+    def _build_result(self, targets: LoadTargets, *, verified: bool) -> RestoreResult:
+        manifest = self._manifest
+        exact, reconstructed = targets.classify_components()
+        return RestoreResult(
+            user_content=targets.user_content,
+            per_rank_content=targets.per_rank_content,
+            tag=self.selected.tag,
+            step=manifest.step if manifest else find_step(self._format, targets.user_content),
+            verified=verified,
+            missing=tuple(targets.report.missing),
+            unexpected=tuple(name for _, name in targets.report.unexpected),
+            exact=tuple(exact),
+            reconstructed=tuple(reconstructed),
+            skipped_checkpoints=tuple(record.tag for record in self.selected.corrupt),
+            run=manifest.run if manifest else "",
+            path=self.selected.locate(self._request.path),
+            id=manifest.id if manifest else "",
+            source="run directory" if self.selected.generation is None else "local tier",
+            corrupt_parts=() if self._tier is None else self._tier.problems,
+            matched_by=dict(targets.matched_by),
+        )
+
+
+def _partly_filled_advice(training: TrainingObjects) -> str:
+    filled = [name for name in training.component_names() if name.partition("/")[0] in {"model", "optimizer"}]
+    return (
+        f"The {' and '.join(filled)} passed may be partly filled: do not use them"
+        if filled
+        else "The objects passed were not changed"
+    )

@@ -1,0 +1,123 @@
+"""The generations in the local tiers of all hosts: each rank lists those of its host, and all ranks exchange them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rankless.engine.comm.session import RankGroup, Session
+from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.tier.epochs import read_epochs
+from rankless.tier.generation_catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
+from rankless.tier.job import TierJob
+from rankless.tier.part import GenerationKey
+from rankless.tier.parts_in_run import CollectedParts
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True)
+class TierHosts:
+    """The hosts of a job, and what their local tiers have together.
+
+    Attributes:
+        host_of: The number of each rank's host.
+        writers: The beginnings of the names of files, one for each host.
+        local: On rank 0, the complete generations, oldest first.
+        unreadable: On rank 0, why labels of generations could not be read.
+    """
+
+    host_of: Sequence[int]
+    writers: Sequence[str]
+    local: Sequence[LocalCheckpoint] = ()
+    unreadable: Sequence[str] = ()
+
+    def ranks_on_host_of(self, rank: int) -> list[int]:
+        """Return the ranks on the host of a rank."""
+        return [other for other, host in enumerate(self.host_of) if host == self.host_of[rank]]
+
+
+class _Gathered(msgspec.Struct, frozen=True, array_like=True):
+    """The decision of rank 0. The run directory lacks the parts of ``ranks`` of the generation ``lacking``."""
+
+    host_of: list[int]
+    writers: list[str]
+    lacking: GenerationKey | None
+    ranks: list[int]
+
+
+def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
+    """Let all ranks tell which generations their hosts have."""
+    local: list[LocalCheckpoint] = []
+    unreadable: list[str] = []
+
+    def list_own() -> HostOffer:
+        return HostOffer(tier.folder.identity, tier.slots.writer, list_offers(tier.folder))
+
+    def decide(posted: list[bytes]) -> bytes:
+        offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
+        epochs = read_epochs(tier.run)
+        local.extend(find_complete(offers, epochs))
+        unreadable.extend(one.problem for offer in offers for one in offer.generations if one.problem)
+        host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
+        writers = [offers[rank].writer for rank in first_ranks]
+        return _encode(_Gathered(host_of, writers, *_find_lacking(tier, offers, local, epochs)))
+
+    _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
+    gathered: _Gathered = msgspec.msgpack.decode(raw, type=_Gathered)
+    hosts = TierHosts(gathered.host_of, gathered.writers, local, unreadable)
+    if gathered.lacking is not None:
+        _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)
+    return hosts
+
+
+def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:
+    """Begin a job: reserve an epoch, and gather the hosts.
+
+    From then on, an earlier job that is still alive changes nothing in their folders.
+    """
+    session = ranks.open_session(timeout)
+
+    def find_newest_epoch() -> int:
+        return tier.folder.find_newest_epoch()  # the folder may be refused
+
+    _, raw = session.vote(
+        "beginning to look into the local tier",
+        find_newest_epoch,
+        _encode,
+        lambda posted: tier.reserve_epoch(max(map(msgspec.msgpack.decode, posted))).encode(),
+    )
+    # On all hosts before any of them looks: else an earlier job may complete one and remove another meanwhile.
+    session.run_on_all("taking over the local tier", lambda: tier.take_over(raw.decode()))
+    hosts = gather_hosts(tier, session)
+    session.leave()
+    return hosts
+
+
+def _find_lacking(
+    tier: TierJob, offers: Sequence[HostOffer], local: Sequence[LocalCheckpoint], epochs: Mapping[int, int]
+) -> tuple[GenerationKey | None, list[int]]:
+    """Return the newest generation that only hosts and the run directory have together, and what this one lacks."""
+    collected = CollectedParts.of(tier.run)
+    shared = list_offers(collected.folder) if collected.exist else []
+    together = find_complete([*offers, HostOffer("", "", shared)], epochs)
+    newest = together[-1].key if shared and together else None
+    if newest is None or newest in {one.key for one in local}:
+        return None, []
+    size = together[-1].manifest.provenance.world_size
+    return newest, sorted(set(range(size)) - {rank for one in shared if one.key == newest for rank in one.ranks})
+
+
+def _complete_collected(
+    tier: TierJob, session: Session, hosts: TierHosts, key: GenerationKey, ranks: Sequence[int]
+) -> None:
+    """Put parts of the hosts into the run directory, from where rank 0 writes the checkpoint."""
+    on_host = hosts.ranks_on_host_of(session.rank)
+    share = ranks[on_host.index(session.rank) :: len(on_host)]
+    collected = CollectedParts.of(tier.run)
+    session.run_on_all(
+        "putting parts of the local tier into the run directory",
+        lambda: collected.put_host_parts(tier.folder, key, share),
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: ``reader`` reads them, ``writer`` writes ``torch_dist``. Neither needs Megatron."""

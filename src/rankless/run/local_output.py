@@ -1,0 +1,165 @@
+"""Unpublished outputs: a hidden directory that is renamed, or a local one that is uploaded to an object store.
+
+A store cannot rename, so the files of a folder appear there one after another. The files that name others, such as
+indexes and manifests, are the last ones: without them no reader takes a part of a folder for the whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from rankless.engine.io.upload_files import upload_file
+from rankless.errors import InvalidArgumentError, RanklessError, StorageError, TagExistsError
+from rankless.ondisk import manifest
+from rankless.run.cleanup import clean_up
+from rankless.run.pending_dir import PendingDirectory
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.posix import is_directory, make_private_directory, walk_files
+from rankless.storage.store import map_requests
+
+#: The ends of the names of files that name other files, in the order in which they are uploaded.
+_LAST = (".index.json", "adapter_config.json", "config.json", ".metadata", manifest.NAME)
+
+#: The files that mark a checkpoint of NxD as begun and as complete.
+_MARKERS = ("checkpoint", "done")
+
+
+class PendingOutput(Protocol):
+    """A local directory, in which an output is built. One process, rank 0, creates, publishes and removes it."""
+
+    @property
+    def path(self) -> Path:
+        """The path of the directory."""
+
+    @property
+    def is_locked(self) -> bool:
+        """True if this process has created the directory, and has not published or removed it."""
+
+    def create(self, nbytes: int = 0) -> None:
+        """Create the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind."""
+
+    def publish(self, entry: str = "") -> None:
+        """Give the directory, or one entry of it, its final path. Raises ``TagExistsError`` if that exists."""
+
+    def replace(self, entry: str = "") -> None:
+        """Give the directory, or one entry of it, its final path, in place of what is there."""
+
+    def remove_displaced(self) -> None:
+        """Remove what was replaced, and what is left of the directory."""
+
+    def discard(self) -> None:
+        """Remove the directory after a failure."""
+
+
+class LocalOutput:
+    """A directory for temporary files of this host, whose contents are uploaded to a path in an object store."""
+
+    def __init__(self, final: ObjectPath) -> None:
+        self._final = final
+
+    @cached_property
+    def _local(self) -> PendingDirectory:
+        try:
+            folder = Path(tempfile.gettempdir()) / f"rankless-{os.getuid()}"
+        except FileNotFoundError as error:
+            raise StorageError(errno.ENOENT, f"there is no directory for temporary files: {error.strerror}") from error
+        return PendingDirectory(folder / self._final.name[:100])
+
+    @property
+    def path(self) -> Path:
+        """See :class:`PendingOutput`."""
+        return self._local.path
+
+    @property
+    def is_locked(self) -> bool:
+        """See :class:`PendingOutput`."""
+        return "_local" in self.__dict__ and self._local.is_locked
+
+    def create(self, nbytes: int = 0) -> None:
+        """See :class:`PendingOutput`. What dead processes have left on this host is removed first."""
+        folder = self._local.final.parent
+        make_private_directory(folder)
+        clean_up(folder)
+        self._local.create(nbytes)
+
+    def publish(self, entry: str = "") -> None:
+        """See :class:`PendingOutput`. If it fails, nothing is left of it."""
+        if self._final.store.path_exists(self._final):
+            raise TagExistsError(f"{self._final} exists already; choose another path, or remove it first")
+        written: list[ObjectPath] = []
+        try:
+            for path, source in self._list_sources(entry).items():
+                upload_file(path, source)
+                written.append(path)
+        except BaseException:
+            with suppress(RanklessError):
+                map_requests(self._final.store.remove_file, written)
+            raise
+        self.discard()
+
+    def replace(self, entry: str = "") -> None:
+        """See :class:`PendingOutput`. Other objects below the path stay."""
+        for path, source in self._list_sources(entry).items():
+            upload_file(path, source)
+
+    def remove_displaced(self) -> None:
+        """See :class:`PendingOutput`."""
+        self.discard()
+
+    def discard(self) -> None:
+        """See :class:`PendingOutput`."""
+        self._local.discard()
+
+    def _list_sources(self, entry: str) -> dict[ObjectPath, Path]:
+        """Return the files by their final paths, in the order in which they are uploaded."""
+        output = self.path / entry
+        if not is_directory(output):
+            return {self._final: output}
+        names = [str(file.relative_to(output)) for file in walk_files(output)]
+        names.sort(key=upload_order)
+        return {self._final / name: output / name for name in names}
+
+
+def upload_order(name: str) -> int:
+    """Return a number by which files are sorted, so that those that name others are uploaded last."""
+    if name in _MARKERS:
+        return len(_LAST) + 1 + _MARKERS.index(name)
+    return max((rank for rank, end in enumerate(_LAST, 1) if name.endswith(end)), default=0)
+
+
+def make_output(final: Path) -> PendingOutput:
+    """Return an unpublished output; nothing is created."""
+    return LocalOutput(final) if isinstance(final, ObjectPath) else PendingDirectory(final)
+
+
+@contextmanager
+def pending_directory(final: Path) -> Iterator[Path]:
+    """Create a pending directory for a new path, and publish it at the end of the ``with`` block.
+
+    On failure the directory is removed. Raises ``TagExistsError`` if ``final`` was created meanwhile.
+    """
+    if not isinstance(final, ObjectPath):
+        clean_up(final.parent, tag=final.name)
+    pending = make_output(final)
+    pending.create()
+    try:
+        yield pending.path
+        pending.publish()
+    except BaseException:
+        pending.discard()
+        raise
+
+
+def check_hosts(final: Path, host_of: Sequence[int]) -> None:
+    """Raise ``InvalidArgumentError`` if ranks on several hosts build an output that is uploaded by one."""
+    if isinstance(final, ObjectPath) and len({*host_of}) > 1:
+        raise InvalidArgumentError(
+            f"{final} is in an object store, and such an output is built on one host: let the ranks of one host call it"
+        )

@@ -1,0 +1,203 @@
+"""The pending directory: whatever appears at a path in one step is built in a hidden directory next to it.
+
+A directory with its final name is therefore complete: it gets the name by one rename, after everything in it is
+durable. A lock (:mod:`rankless.run.pending_lock`) shows other processes that its writer is alive. If the writer dies,
+the next process that finds the directory without a locked lock file removes it: see :mod:`rankless.run.cleanup`.
+
+Checkpoints, components, conversions, DCP folders and Lightning's files all go through :class:`PendingDirectory`, so
+there is one place where two jobs that write to one path meet.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
+from rankless.formats.native import is_native
+from rankless.ondisk.hidden_names import HiddenName
+from rankless.run.catalog import is_run_directory
+from rankless.run.cleanup import restore_displaced
+from rankless.run.object_run import check_output_name
+from rankless.run.pending_lock import PendingLock, acquire_lock, confirm_lock
+from rankless.run.pointers import find_tag
+from rankless.run.scan import read_info
+from rankless.storage import atomic_rename, directory_trees, posix
+from rankless.storage.object_path import ObjectPath, is_bucket
+from rankless.storage.store import store_of
+
+#: The most attempts to replace a path while other processes change it.
+_ATTEMPTS = 100
+
+
+def hidden_name(final: Path) -> HiddenName:
+    """Return a new random name of a pending directory for ``final``."""
+    return HiddenName(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial")
+
+
+def accept_any(path: Path) -> None:
+    """Allow every existing path to be replaced."""
+    del path
+
+
+class PendingDirectory:
+    """A hidden directory, whose contents get the path ``final`` in one step.
+
+    One process, rank 0, creates, publishes and removes it. The other ranks know its path, and write files into it.
+    """
+
+    def __init__(self, final: Path, name: HiddenName | None = None) -> None:
+        """Describe the directory; nothing is created. ``name``: its hidden name, by default a random one."""
+        self.final, self.name = final, name or hidden_name(final)
+        self._lock: PendingLock | None = None
+
+    @property
+    def path(self) -> Path:
+        """The path of the pending directory."""
+        return self.final.parent / self.name.name
+
+    @property
+    def displaced_path(self) -> Path:
+        """The hidden path of what was at the final path before :meth:`replace`."""
+        return self.final.parent / self.name.with_state("replaced").name
+
+    @property
+    def removal_path(self) -> Path:
+        """The hidden path of what was replaced while it is being deleted."""
+        return self.final.parent / self.name.with_state("removed").name
+
+    @property
+    def is_locked(self) -> bool:
+        """True if this process has created the directory, and has not published or removed it."""
+        return self._lock is not None
+
+    def create(self, nbytes: int = 0) -> None:
+        """Create and lock the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind.
+
+        Raises ``StorageError`` if the file system has not enough space, or if another process uses the name.
+        """
+        posix.make_durable_directory(self.final.parent)
+        posix.check_space(self.final.parent, nbytes)
+        lock = self._lock = acquire_lock(self.final.parent, self.name)
+        weakref.finalize(self, lock.close)
+        try:
+            posix.make_empty_directory(self.path)
+        except BaseException:
+            self.release()
+            raise
+
+    def confirm_lock(self) -> None:
+        """Record that this host, which is not the creator's, sees the lock of the directory."""
+        confirm_lock(self.final.parent, self.name)
+
+    def publish(self, entry: str = "") -> None:
+        """Rename the directory, or one entry of it, to the final path. Raises ``TagExistsError`` if that exists."""
+        atomic_rename.rename_noreplace(self.path / entry, self.final)
+        if entry:  # the rest of the directory is still there
+            self.discard()
+        else:
+            self.release()
+
+    def replace(self, entry: str = "", check_replaceable: Callable[[Path], None] = accept_any) -> None:
+        """Rename the directory, or one entry of it, to the final path, in place of what is there.
+
+        What was there is then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
+        deleted it. ``check_replaceable`` raises ``TagExistsError`` if the checkpoint at a path must keep its name.
+        Other processes may replace or remove the final path meanwhile.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            check_replaceable(self.final)
+            try:
+                self._replace_once(self.path / entry, check_replaceable)
+            except (TagExistsError, StorageError) as error:
+                is_changed = isinstance(error, TagExistsError) or error.errno == errno.ENOENT
+                if not is_changed or attempt == _ATTEMPTS:
+                    raise
+                self._drop_displaced()
+            else:
+                break
+
+    def _replace_once(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
+        if not posix.path_exists(self.final):
+            atomic_rename.rename_noreplace(output, self.final)
+        elif posix.is_file(output) and posix.is_file(self.final):
+            atomic_rename.replace_file(output, self.final)
+        else:
+            atomic_rename.exchange_directories(output, self.final, self.displaced_path)
+            self._undo_replace(output, check_replaceable)
+
+    def _undo_replace(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
+        """Swap back if a checkpoint that must keep the name took it after the check.
+
+        Then that one has its name again, and the output is in the pending directory again.
+        """
+        try:
+            check_replaceable(self.displaced_path)
+        except TagExistsError:
+            atomic_rename.exchange_directories(self.displaced_path, self.final, output)
+            raise
+        except StorageError:
+            return  # the output has the name by now, which an unreadable old checkpoint does not undo
+
+    def _drop_displaced(self) -> None:
+        """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy."""
+        with suppress(StorageError):
+            if posix.path_exists(self.final):
+                directory_trees.remove_directory(self.displaced_path, self.removal_path)
+
+    def remove_displaced(self) -> None:
+        """Delete what :meth:`replace` displaced, and what else is left of the directory. Then release the lock."""
+        try:
+            with suppress(StorageError):  # there may be none
+                directory_trees.remove_directory(self.displaced_path, self.removal_path)
+            for path in (self.displaced_path, self.path, self.removal_path):
+                directory_trees.remove_tree(path)
+        finally:
+            self.release()
+
+    def remove_earlier_displaced(self) -> None:
+        """Delete what an interrupted save of the same hidden name displaced, unless that is the only copy."""
+        if restore_displaced(self.final.parent, self.name):
+            for path in (self.displaced_path, self.removal_path):
+                directory_trees.remove_tree(path)
+
+    def release(self) -> None:
+        """Release the lock. Later calls do nothing."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def discard(self) -> None:
+        """Remove the directory and release the lock, after a failure. What cannot be removed stays hidden.
+
+        The directory stays if it marks a displaced checkpoint that could not get its name back.
+        """
+        with suppress(StorageError):
+            if restore_displaced(self.final.parent, self.name):
+                directory_trees.remove_tree(self.path)
+        self.release()
+
+
+def check_destination(final: Path) -> None:
+    """Check that something new can be written to a path.
+
+    Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is a bucket, or inside a rankless
+    checkpoint, whose manifest lists all files in it.
+    """
+    if isinstance(final, ObjectPath):
+        check_output_name(final)
+    if is_bucket(final):
+        raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")
+    has_tag = isinstance(final, ObjectPath) and find_tag(final.parent, final.name) is not None
+    if has_tag or store_of(final).path_exists(final):
+        raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
+    for folder in final.resolve().parents:
+        if is_bucket(folder):  # it is no checkpoint
+            break
+        info = read_info(folder, folder.name) if is_native(folder) else None
+        if info is not None and info.status == "complete" and not is_run_directory(folder):
+            raise InvalidArgumentError(f"{final} is inside the checkpoint {folder}: choose a path outside of it")

@@ -1,0 +1,484 @@
+"""The ``RunDirectory``: saves into and loads from one run directory, with settings that are given once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import torch.distributed as dist
+
+from rankless.engine.comm.call_check import CallDescription, vote_same_call
+from rankless.engine.comm.session import RankGroup, check_process_group, current_process_group
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.errors import InvalidArgumentError
+from rankless.load.load_result import RestoreResult
+from rankless.observe.events import OnEvent, ignore_event
+from rankless.observe.reporter import with_progress_bar
+from rankless.observe.spans import span, traced
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.validation import check_keys, check_timeout
+from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
+from rankless.run.catalog import list_checkpoints
+from rankless.run.corruption import CorruptRecord
+from rankless.run.retention import Retention, as_policy
+from rankless.run.scan import CheckpointInfo
+from rankless.run.tags import TagArgument, check_tag_argument
+from rankless.save.background import background_saves
+from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
+from rankless.save.checkpoint_save import CheckpointSave
+from rankless.save.handle import SaveHandle
+from rankless.save.metrics import copy_metrics
+from rankless.save.save_request import SaveRequest
+from rankless.save.training_save import SavePlanCache, TrainingSave
+from rankless.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
+from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.tier.tier_options import LocalTier, as_local_tier
+
+#: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
+_STAGING_MARGIN = 8 * 2**20
+
+_log = logging.getLogger("rankless")
+
+if TYPE_CHECKING:
+    from rankless.load.load_request import LoadRequest
+    from rankless.load.tier_load import TierLoad
+    from rankless.tier.job import TierJob
+
+
+class RunDirectory:
+    """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
+
+    The objects to save are arguments of each call; a :class:`rankless.Checkpointer` is given them once. A
+    ``RunDirectory`` is a context manager; at the end of the ``with`` block it waits for its background saves.
+
+    Args:
+        path: The run directory, on a file system that all ranks share, or its URL in an object store. It is created by
+            the first save.
+        keep: The number of checkpoints to keep, or a retention policy (see :mod:`rankless.run.retention`). A save
+            removes only checkpoints of its own run: the run that was loaded from, or a new one.
+        async_save: The default of ``async_save`` in :meth:`save`.
+        process_group: The ranks that save and load together. By default the default process group, or this process
+            alone if there is none.
+        timeout: The number of seconds that ranks wait for each other before all of them fail.
+        local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
+        options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
+        more: Fields of :class:`rankless.SaveOptions`, which documents them; they have precedence over ``options``.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        keep: Retention | int | None = None,
+        async_save: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 600.0,
+        local: LocalTier | str | PathLike[str] | None = None,
+        options: SaveOptions | None = None,
+        **more: Unpack[SaveKeywords],
+    ) -> None:
+        self.path = parse_location(path)
+        self._local = as_local_tier(local)
+        self._tier = self._find_tier(self._local)
+        #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
+        self.runs: set[str] = set()
+        #: The checkpoints that loads found corrupt. A save may take their tags.
+        self.corrupt: set[CorruptRecord] = set()
+        #: The checkpoint with which the next save may share files.
+        self.base = Base()
+        #: The options of a save that passes none.
+        self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
+        self.options.check()
+        self._keep, self._async_save = as_policy(keep), async_save
+        self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
+        self._plans = SavePlanCache()
+        #: Whether the newest save asked for statistics: what drains it later lets them be computed.
+        self._measures_newest = False
+        self._ranks: RankGroup | None = None
+
+    @property
+    def _on_event(self) -> OnEvent:
+        return self.options.on_event or ignore_event
+
+    def _find_tier(self, local: LocalTier | None) -> TierJob | None:
+        if local is None:
+            return None
+        from rankless.tier.job import tier_jobs  # noqa: PLC0415 - other saves do not need its modules
+
+        return tier_jobs.get_state(local.path, self.path)
+
+    def save(
+        self,
+        tag: str,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        user_content: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        per_rank_content: Any = None,
+        step: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        keep: Retention | int | None = None,
+        overwrite: bool = False,
+        async_save: bool | None = None,
+        forced: bool = False,
+        options: SaveOptions | None = None,
+        **more: Unpack[SaveKeywords],
+    ) -> SaveHandle[CheckpointInfo]:
+        """Save a training state as the checkpoint ``tag``. If a save of this path is in progress, wait for it first.
+
+        Args:
+            tag: The checkpoint's name: one path component, such as ``"step_1000"``.
+            model: A module in any layout (plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel, compiled) or a state dict.
+                Pass a list for the parts of one model, such as pipeline stages. Pass a dict for separate models; each
+                gets a directory of its own, such as ``model/generator``.
+            optimizer: A ``torch.optim.Optimizer`` (also a ``ZeroRedundancyOptimizer``), the state dict of one, or a
+                list or dict of them. It is not stepped, and its states keep their own dtypes.
+            scheduler: An object with ``state_dict`` and ``load_state_dict``, or a state dict. Saved from rank 0.
+            user_content: A tree of plain values, tensors and arrays. Saved from rank 0.
+            dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's
+                ``StatefulDataLoader``. Each rank's state is saved.
+            stateful: A dict of objects with ``state_dict`` and ``load_state_dict`` whose state is the same on all
+                ranks, such as ``{"scaler": scaler}``.
+            per_rank_content: A tree of values like ``user_content``, but saved from each rank and returned to that
+                rank.
+            step: The training step, stored in the manifest and used by retention policies.
+            metrics: Numbers or tensors of one element by name, stored in the manifest and used by retention policies.
+                Values that are not finite are stored as null.
+            keep: The number of newest checkpoints of this run to keep, or a policy such as
+                ``KeepLast(5) | KeepEvery(1000) | KeepBest("val_loss", 3)``; by default that of the constructor, or else
+                nothing is removed. Others are removed after this one is committed, and only checkpoints of the same
+                run. A process continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed
+                or copied checkpoints are never removed.
+            overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``.
+            async_save: Return as soon as the training state may change again, and write in the background. The next
+                save to the same path, :func:`rankless.finalize` and the end of the process wait for the background
+                save. By default as in the constructor.
+            forced: Save even if the retention policy needs a metric that was not passed.
+            options: Options that few need, in place of those of the constructor: see :class:`rankless.SaveOptions`.
+            more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
+
+        Returns:
+            A handle of the save. The checkpoint is complete and durable when this function returns, or, with
+            ``async_save``, when the handle's ``wait()`` returns. With a local tier, that holds for the checkpoints that
+            are drained; all others are complete in the tier then.
+
+        Every rank raises the same error. Existing checkpoints are left unchanged then.
+
+        Raises:
+            TagExistsError: A checkpoint with this tag exists. A corrupt one that an earlier load in this process had to
+                skip is hidden instead, and does not raise.
+            UnsupportedValueError: Some values cannot be stored; the message names each by its path.
+            InvalidArgumentError: An argument or an option is invalid, or there is no argument of this name.
+            StateError: The objects contradict each other, or cannot be stored in the way that an option demands.
+            ReplicaMismatchError: Ranks hold different values of one tensor.
+            RankMismatchError: Ranks were called with different arguments, or do not share a file system.
+            RankTimeoutError: A rank did not arrive in time.
+            StorageError: The file system or the object store reported an error.
+        """
+        began = time.perf_counter()
+        chosen = with_keywords(self.options, options, more, RunDirectory.save)
+        training = TrainingObjects(
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            per_rank_content,
+            stateful,
+            dataloader,
+            chosen.rng,
+            state_dict_hooks=chosen.state_dict_hooks,
+            frozen_apart=chosen.frozen == "apart",
+            adapters=ONLY_ADAPTERS if chosen.adapter_only else WITH_ADAPTERS,
+            files={} if chosen.files is None else chosen.files,
+        )
+        request = SaveRequest(
+            path=self.path,
+            tag=tag,
+            training=training,
+            options=chosen,
+            step=step,
+            metrics=copy_metrics({} if metrics is None else metrics),
+            overwrite=overwrite,
+            keep=self._keep if keep is None else as_policy(keep),
+            async_save=self._async_save if async_save is None else async_save,
+            forced=forced,
+            began=began,
+        )
+        with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
+            request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
+            self._measures_newest = chosen.stats is True
+            request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
+            if request.async_save:
+                return self._run_save(request)
+            with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
+                return self._run_save(replace(request, on_event=listener))
+
+    def _with_statistics(self, on_event: OnEvent, stats: object) -> OnEvent:
+        """Return a listener that, on the coordinator, lets statistics be computed if they are requested."""
+        if stats is not True or self._current_ranks().rank != COORDINATOR_RANK:
+            return on_event
+        from rankless.inspection.background_statistics import keep_statistics  # noqa: PLC0415 - other saves need none
+
+        return keep_statistics(on_event)
+
+    def _run_save(self, request: SaveRequest) -> SaveHandle[CheckpointInfo]:
+        save = self._make_save(request)
+        try:
+            return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
+        finally:
+            if save.run_id:
+                self.runs.add(save.run_id)
+
+    @traced("begin the save", "import")
+    def _make_save(self, request: SaveRequest) -> TrainingSave:
+        if self._tier is not None and self._local is not None:
+            return self._make_tier_save(request, self._tier, self._local)
+        if isinstance(self.path, ObjectPath):
+            from rankless.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
+
+            return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
+        return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
+
+    def _make_tier_save(self, request: SaveRequest, tier: TierJob, local: LocalTier) -> TrainingSave:
+        if isinstance(self.path, ObjectPath):
+            from rankless.save.object_tier_save import ObjectTierSave  # noqa: PLC0415 - as above
+
+            return ObjectTierSave(request, self.path, self._current_ranks(), self._plans, self._timeout, tier, local)
+        from rankless.save.folder_tier_save import FolderTierSave  # noqa: PLC0415 - as above
+
+        return FolderTierSave(request, self._current_ranks(), self._plans, self.base, self._timeout, tier, local)
+
+    def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        """Return the event listener, on the coordinator combined with a progress bar."""
+        return (
+            with_progress_bar(label, on_event)
+            if self._current_ranks().rank == COORDINATOR_RANK
+            else nullcontext(on_event)
+        )
+
+    def finalize(self) -> None:
+        """Wait for the background saves of this path. All ranks must call it if there is a local tier.
+
+        Then the newest checkpoint in the local tier is written into the run directory, unless it is there.
+
+        Raises:
+            Exception: The error of the first save that failed. Each error is raised once.
+        """
+        self.wait()
+        self.drain()
+
+    def wait(self) -> None:
+        """Wait for the background saves of this path, and for no other rank."""
+        background_saves.finalize(self.path)
+
+    def load(
+        self,
+        tag: TagArgument = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        options: LoadOptions | None = None,
+        **more: Unpack[LoadKeywords],
+    ) -> Any:
+        """Return ``restore(...).user_content``: load ``tag`` or the latest checkpoint, and return its user content.
+
+        The arguments and errors are those of :meth:`restore`.
+        """
+        chosen = with_keywords(LoadOptions(), options, more, RunDirectory.load)
+        restored = self.restore(
+            tag, model, optimizer, scheduler, dataloader=dataloader, stateful=stateful, options=chosen
+        )
+        if restored.per_rank_content is not None and _is_resume_call(optimizer, dataloader):
+            warn_caller(
+                f"the checkpoint {restored.tag!r} has per_rank_content, which only restore() returns: call that instead"
+            )
+        return restored.user_content
+
+    def restore(
+        self,
+        tag: TagArgument = None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        dataloader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        options: LoadOptions | None = None,
+        **more: Unpack[LoadKeywords],
+    ) -> RestoreResult:
+        """Load ``tag`` or the latest checkpoint in place, and report what was loaded.
+
+        The arguments, the result and the errors are those of :func:`rankless.restore`. :class:`rankless.LoadOptions`
+        documents ``options``, and its fields are the further keyword arguments.
+        """
+        chosen = with_keywords(LoadOptions(), options, more, RunDirectory.restore)
+        # Imported here, as a job that only saves needs none of it, and no reader of another format.
+        from rankless.load.load_request import LoadRequest  # noqa: PLC0415
+        from rankless.state.restore import RestorePolicy, as_components  # noqa: PLC0415
+
+        check_keys(chosen.keys)
+        selected = check_tag_argument(tag)
+        policy = RestorePolicy(
+            strict=chosen.strict if isinstance(chosen.strict, bool) else True,
+            lenient=_lenient_components(chosen.strict),
+            cast_dtype=chosen.cast_dtype,
+            rng=optimizer is not None if chosen.rng is None else chosen.rng,
+            per_rank_content=_is_resume_call(optimizer, dataloader),
+            # Components that were not requested explicitly may be missing, but a warning says so.
+            allow_missing=as_components(chosen.allow_missing)
+            | {"per_rank_content"}
+            | ({"rng"} if chosen.rng is None else set()),
+        )
+        request = LoadRequest(
+            path=self.path,
+            tag=selected,
+            training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
+            policy=policy,
+            verify=chosen.verify,
+            share_reads=chosen.share_reads,
+            on_corruption=chosen.on_corruption,
+            keys=chosen.keys or {},
+            on_event=chosen.on_event or self._on_event,
+        )
+        with span("load", "call", str(selected or "")):
+            return self._run_load(request)
+
+    def _run_load(self, request: LoadRequest) -> RestoreResult:
+        with span("import", "import"):
+            from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
+
+        title = f"loading {request.tag or self.path.name}"
+        with self._with_progress_bar(title, request.on_event) as listener:
+            tier = None if self._tier is None else self._open_tier(self._tier)
+            restored = load_with_fallback(
+                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
+            )
+        if tier is not None and restored.source == "local tier":
+            self._drain_assembled(tier, self._on_event)
+        if restored.run:
+            self.runs.add(restored.run)
+        self.base.checkpoint = self._find_base(restored)
+        return restored
+
+    @traced("open the local tier", "import")
+    def _open_tier(self, tier: TierJob) -> TierLoad:
+        from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - other loads do not need its modules
+
+        background_saves.finalize(self.path)
+        return TierLoad(tier, self._current_ranks(), self._timeout)
+
+    def _drain_assembled(self, tier: TierLoad, on_event: OnEvent) -> None:
+        """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
+        from rankless.save.drain_choice import make_drain  # noqa: PLC0415 - as above
+        from rankless.save.generation_drain import DrainOptions  # noqa: PLC0415 - as above
+
+        if tier.assembly is None or self._local is None:
+            return
+        options = DrainOptions(self._local.on_failure, self._keep, on_event)
+        drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
+        with background_saves.path_turn(self.path, self._process_group):
+            background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
+
+    def drain(self) -> None:
+        """Write the newest checkpoint of this job into the run directory, if only the local tier has it.
+
+        Saves in the background must have ended. All ranks must call it.
+        """
+        if self._tier is None or self._tier.newest is None or self._tier.is_drained:
+            return
+        from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - as above
+
+        newest = TierLoad(self._tier, self._current_ranks(), self._timeout)
+        newest.assemble_newest(self._tier.newest)
+        self._drain_assembled(newest, self._with_statistics(self._on_event, self._measures_newest))
+        self.wait()
+
+    @traced("find the base of the next save", "read")
+    def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
+        """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
+        if not restored.id or restored.path is None or restored.path.parent != self.path:
+            return None
+        if restored.source != "run directory":
+            return None
+        if isinstance(self.path, ObjectPath):  # objects cannot be linked
+            return None
+        return loaded_base(restored.path, restored.id, is_coordinator=self._current_ranks().rank == COORDINATOR_RANK)
+
+    def compare_calls(self, call: CallDescription, check: Callable[[], None]) -> None:
+        """Raise ``RankMismatchError`` if ranks make different calls. Run ``check`` on rank 0; all raise its error."""
+
+        def check_and_agree(_: list[bytes]) -> bytes:
+            check()
+            return b""
+
+        session = self._current_ranks().open_session(self._timeout)
+        vote_same_call(session, "beginning", call, lambda: b"", check_and_agree)
+
+    def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
+        """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
+
+        ``estimate_bytes`` returns the bytes that this rank will stage, from the number of ranks. Whatever it raises is
+        logged only: the first save finds out what is wrong.
+        """
+        if not self._async_save or self._tier is not None:
+            return
+        try:
+            nbytes = estimate_bytes(self._current_ranks().size)
+            background_saves.prepare_memory(nbytes + nbytes // 8 + _STAGING_MARGIN)
+        except Exception:  # noqa: BLE001 - logged
+            _log.debug("the memory of the first save is not prepared", exc_info=True)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among those that save and load together."""
+        return self._current_ranks().rank
+
+    def list(self) -> list[CheckpointInfo]:
+        """Return the checkpoints in the run directory, oldest first. See :func:`rankless.list_checkpoints`."""
+        return list_checkpoints(self.path)
+
+    def _current_ranks(self) -> RankGroup:
+        if self._ranks is None or self._ranks.process_group is not current_process_group(self._process_group):
+            self._ranks = RankGroup(self._process_group)
+            self._plans = SavePlanCache()  # a plan is for one rank, and the rank may have changed
+        return self._ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finalize()
+        else:
+            self.wait()
+
+
+def _lenient_components(strict: object) -> frozenset[str]:
+    """Return the components that ``strict`` excludes by name. Raises ``InvalidArgumentError`` for any other type."""
+    if isinstance(strict, bool):
+        return frozenset()
+    if not isinstance(strict, Mapping) or not all(isinstance(value, bool) for value in strict.values()):
+        raise InvalidArgumentError(f"strict must be a bool, or a dict such as {{'model': False}}; got {strict!r}")
+    return frozenset(name for name, value in strict.items() if not value)
+
+
+def _is_resume_call(optimizer: Any, dataloader: Any) -> bool:
+    """Return whether a load resumes training, and so must restore the per-rank content."""
+    return optimizer is not None or dataloader is not None

@@ -1,0 +1,141 @@
+"""The arguments of a save, and their checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankless.engine.comm.call_check import CallDescription
+from rankless.errors import InvalidArgumentError, TagExistsError
+from rankless.formats.native import is_native
+from rankless.observe.events import OnEvent, ignore_event
+from rankless.ondisk import manifest
+from rankless.ondisk.data_files import parse_size
+from rankless.ondisk.validation import check_number, check_tag
+from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
+from rankless.options import SaveOptions
+from rankless.run.catalog import cached_checkpoints
+from rankless.run.corruption import CorruptRecord, find_corrupt
+from rankless.run.retention import Retention
+from rankless.save.metrics import read_metrics
+from rankless.state.training import TrainingObjects
+from rankless.storage import posix
+from rankless.storage.object_path import ObjectPath
+
+#: Names of files and folders of a checkpoint, and the most bytes of a file that the caller adds.
+_RESERVED_FILES = frozenset({manifest.NAME, SHARED_FILE, RANKS_FILE, "model", "optimizer", "adapter"})
+_MAX_FILE_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """A request to save a training state as the checkpoint ``path/tag``.
+
+    ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
+    the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may continue. ``corrupt``:
+    checkpoints whose tags the save may take. ``known_tags``: the tags of the run directory if they are known without
+    reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of this save, which calls
+    that of the options. ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    """
+
+    path: Path
+    tag: str
+    training: TrainingObjects
+    options: SaveOptions
+    step: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    overwrite: bool = False
+    keep: Retention | None = None
+    async_save: bool = False
+    forced: bool = False
+    runs: frozenset[str] = frozenset()
+    corrupt: frozenset[CorruptRecord] = frozenset()
+    known_tags: frozenset[str] | None = None
+    local: str = "none"
+    on_event: OnEvent = ignore_event
+    began: float = field(default_factory=time.perf_counter)
+
+    def describe_call(self) -> CallDescription:
+        """Return the arguments that must be equal on all ranks."""
+        options = self.options
+        background = f"{options.staging}, {options.staging_check} check"
+        arguments = {
+            "the path": repr(str(self.path)),
+            "the tag": repr(self.tag),
+            "what is saved": ", ".join(self.training.component_names()) or "nothing",
+            "max_shard_size": str(options.max_shard_size),
+            "overwrite": str(self.overwrite),
+            "state_dict_hooks": str(self.training.state_dict_hooks),
+            "what is kept": repr(self.keep),
+            "async_save and staging": background if self.async_save else "synchronous",
+            "replica_check": repr(options.replica_check),
+            "incremental": str(options.incremental),
+            "keep_full_every": str(options.keep_full_every),
+            "frozen": repr(options.frozen),
+            "stats": str(options.stats),
+            "the local tier": self.local,
+            "files": ", ".join(sorted(map(repr, self.training.files))),
+        }
+        return CallDescription("save", arguments)
+
+    def check_arguments(self) -> None:
+        """Raise ``InvalidArgumentError`` if an argument is invalid."""
+        check_tag(self.tag)
+        self.options.check()
+        self.manifest_numbers()
+        _check_files(self.training.files)
+        if self.keep is not None and not self.forced:
+            self.keep.check_requirements(self.step, self.metrics)
+
+    def check_destination(self) -> None:
+        """Raise ``TagExistsError`` if the tag is taken and must not be overwritten."""
+        final = self.path / self.tag
+        if self.known_tags is not None:
+            if self.tag in self.known_tags and not self.overwrite:
+                raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+            return
+        if isinstance(final, ObjectPath):
+            self._check_object_destination(final)
+            return
+        exists = posix.path_exists(final)
+        if self.overwrite and posix.is_directory_without(final, manifest.NAME):
+            raise TagExistsError(f"{final} is not a rankless checkpoint and is not overwritten; choose another tag")
+        if exists and not self.overwrite and self.find_corrupt() is None:
+            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+
+    def _check_object_destination(self, final: ObjectPath) -> None:
+        if not self.overwrite and any(info.tag == self.tag for info in cached_checkpoints(self.path)):
+            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+        if self.overwrite and is_native(final):
+            raise TagExistsError(f"{final} was copied there, and is not overwritten; choose another tag, or remove it")
+
+    def find_corrupt(self) -> CorruptRecord | None:
+        """Return the checkpoint with this tag if it was found corrupt, else ``None``."""
+        return find_corrupt(self.corrupt, self.path, self.tag)
+
+    def packing_key(self) -> bytes:
+        """Return an encoding of the arguments that determine how tensors are packed into files."""
+        return str(parse_size(self.options.max_shard_size)).encode()
+
+    def manifest_numbers(self) -> tuple[int | float | None, dict[str, float | None]]:
+        """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""
+        step = None if self.step is None else check_number("step", self.step)
+        return step, read_metrics(self.metrics)
+
+
+def _check_files(files: object) -> None:
+    """Raise ``InvalidArgumentError`` unless these are small files whose names no other file of a checkpoint has."""
+    if not isinstance(files, Mapping):
+        raise InvalidArgumentError(f"files must be a dict of bytes by name; got {type(files).__qualname__}")
+    for name, data in files.items():
+        check_tag(name)
+        if name in _RESERVED_FILES or name.endswith((".safetensors", ".safetensors.index.json")):
+            raise InvalidArgumentError(f"files has the name {name!r}, which files of a checkpoint have: choose another")
+        if not isinstance(data, bytes) or len(data) > _MAX_FILE_BYTES:
+            raise InvalidArgumentError(
+                f"files must have at most {_MAX_FILE_BYTES} bytes for each name; {name!r} has "
+                f"{len(data) if isinstance(data, bytes) else type(data).__qualname__}"
+            )

@@ -1,0 +1,198 @@
+"""A restore of an optimizer: states are checked and allocated first, and applied when all bytes are read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rankless.errors import OptimizerMismatchError
+from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.validation import split_state_key, state_key
+from rankless.state.model.model_view import ParamRef
+from rankless.state.optimizer.adapters import TorchOptimizer
+from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
+from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_wrapper
+from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
+from rankless.state.optimizer.probe import ProbedState, probe_states
+from rankless.state.optimizer.state_buffers import provide_state_buffer, view_target
+from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
+from rankless.state.tensor_views import TensorView, local_tensor, view_of
+
+
+class OptimizerRestore:
+    """The states and settings that the groups of an optimizer get. :attr:`targets` are the tensors to fill.
+
+    Parameters that have no state in the checkpoint, :attr:`missing`, are left unchanged.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        saved: EncodedGroups,
+        infos: Mapping[str, TensorInfo],
+        tolerance: MatchTolerance,
+    ) -> None:
+        """Match, check and allocate. ``saved`` and ``infos`` are the checkpoint's groups and states, of all ranks.
+
+        Raises ``OptimizerMismatchError`` if the optimizer's class differs or, unless tolerated, its parameters or
+        groups.
+        """
+        self._groups, self._saved, self._tolerance = groups, saved, tolerance
+        matching = match_groups(groups, saved, tolerance)
+        self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
+        self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
+        self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
+        self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
+        self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
+        self.targets: dict[str, TensorView] = {}
+        by_name: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in infos.items():
+            fqn, state = split_state_key(name)
+            by_name.setdefault(fqn, {})[state] = info
+        missing = set(self.missing)
+        for group, saved_group in zip(groups, self._matched, strict=True):
+            check_state_shapes(group, saved_group, by_name)
+            for member in group.members:
+                has_state = not member.refs or any(ref.name not in missing for ref in member.refs)
+                if has_state and group.adapter.owns_state(member.key):
+                    self._states.append((group, member, self._allocate_states(group, member, by_name)))
+
+    def check_trained(self, trained: set[str]) -> list[str]:
+        """Return the parameters of the checkpoint that no rank trains; see :func:`check_trained`."""
+        return check_trained(self._saved, trained, self._tolerance)
+
+    def _allocate_states(
+        self, group: ParamGroup, member: GroupMember, infos: Mapping[str, Mapping[str, TensorInfo]]
+    ) -> dict[str, torch.Tensor]:
+        allocated: dict[str, torch.Tensor] = {}
+        if all(ref.flat is not None and not ref.flat.parameter.numel() for ref in member.refs):
+            return allocated  # no gradient under FSDP1, so the optimizer has no state of it
+        _check_equal_keys(member, infos)
+        for ref in member.refs:
+            stored = dict(infos.get(ref.name, {}))
+            for state, saved in saved_wrappers(self._saved_states.get(ref.name, {}), stored).items():
+                allocated[state] = self._allocate_wrapper(group, member, ref, state, saved)
+                for inner, target in place_wrapper(ref, state, allocated[state]).inner.items():
+                    info = stored.pop(f"{state}.{inner}")
+                    if (target.shape, target.dtype) != (info.shape, info.dtype):
+                        raise _different_wrapper(ref, f"{state}.{inner}", f"{info} in the checkpoint, {target} here")
+                    self.targets[state_key(ref.name, f"{state}.{inner}")] = target
+            for state, info in stored.items():
+                name = state_key(ref.name, state)
+                buffer = allocated.get(state)
+                if buffer is not None and info.shape == ():
+                    self.targets[name] = self._add_shared_scalar(member, state, buffer)
+                    continue
+                if buffer is None:
+                    buffer = allocated[state] = provide_state_buffer(group, member, ref, state, info)
+                self.targets[name] = view_target(ref, state, buffer, info)
+        return allocated
+
+    def _allocate_wrapper(
+        self, group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, saved: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Return the tensor of a wrapper subclass that a state is kept in: the existing one if it fits, else a new one.
+
+        Raises ``OptimizerMismatchError`` if the optimizer creates another kind of tensor here.
+        """
+        existing = group.adapter.get_states(member.key).get(state)
+        if not isinstance(existing, torch.Tensor) or not is_wrapper(existing):
+            existing = None
+        if existing is not None and place_wrapper(ref, state, existing).description == saved:
+            return existing
+        probed = self._probe_states(group, member).get(state)
+        created = None if probed is None else probed.make_empty()
+        here = None if created is None or not is_wrapper(created) else place_wrapper(ref, state, created).description
+        if created is None or here != saved:
+            raise _different_wrapper(ref, state, explain_difference(saved, here))
+        return created
+
+    def _probe_states(self, group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:
+        """Return the states that an optimizer creates for a parameter. Parameters that are alike are probed once."""
+        parameter = member.key
+        if not isinstance(group.adapter, TorchOptimizer) or not isinstance(parameter, torch.Tensor):
+            return {}
+        local, layout = local_tensor(parameter), getattr(parameter, "placements", None)
+        mesh = getattr(parameter, "device_mesh", None)
+        key = id(group), parameter.shape, parameter.dtype, local.shape, local.device, layout, mesh
+        if key not in self._probed:
+            self._probed[key] = probe_states(group.adapter.optimizer, parameter)
+        return self._probed[key]
+
+    def _add_shared_scalar(self, member: GroupMember, state: str, first: torch.Tensor) -> TensorView:
+        """Add a target for a scalar that must be equal for all parameters that share a flat parameter."""
+        scalar = torch.empty_like(first)
+        scalars = next((tensors for _, tensors in self._must_be_equal if tensors[0] is first), None)
+        if scalars is None:
+            scalars = [first]
+            self._must_be_equal.append((f"{state!r} of {member.refs[0].name!r}", scalars))
+        scalars.append(scalar)
+        return view_of(scalar, state)
+
+    def pair_settings(self) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Yield the settings of each group, live, with the saved ones that it gets; empty if it keeps its own."""
+        for group, saved in zip(self._groups, self._matched, strict=True):
+            yield group.settings, saved["settings"] if saved is not None else {}
+
+    def apply(self) -> None:
+        """Put the states into the optimizer, after :func:`put_settings`."""
+        for subject, scalars in self._must_be_equal:
+            if not all(torch.equal(scalars[0], scalar) for scalar in scalars[1:]):
+                raise OptimizerMismatchError(
+                    f"{subject} and of parameters that share its flat parameter differ in the checkpoint; FSDP1 keeps "
+                    "one value for all of them: wrap with use_orig_params=True"
+                )
+        for group, member, tensors in self._states:
+            plain = {name: value for ref in member.refs for name, value in self._saved_states.get(ref.name, {}).items()}
+            plain = as_native_states(group, member, plain)
+            group.adapter.set_states(member.key, {**plain, **tensors} or None)
+        for group in self._groups:
+            group.adapter.on_replaced()
+
+
+def saved_wrappers(plain: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Mapping[str, Any]]:
+    """Return the descriptions of a parameter's states of wrapper subclasses, of which all inner tensors are stored."""
+    return {
+        state: value
+        for state, value in plain.items()
+        if is_description(value) and all(f"{state}.{inner}" in infos for inner in value["inner"])
+    }
+
+
+def _different_wrapper(ref: ParamRef, state: str, difference: str) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"optimizer state {state_key(ref.name, state)!r}: {difference}; create the optimizer with the settings that it "
+        "was saved with, and shard its parameter such that every rank keeps whole blocks of its states"
+    )
+
+
+def _check_equal_keys(member: GroupMember, infos: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """Raise ``OptimizerMismatchError`` if the parameters in a flat parameter do not have the same states."""
+    first = member.refs[0] if member.refs else None
+    for ref in member.refs[1:]:
+        if first is not None and infos.get(ref.name, {}).keys() != infos.get(first.name, {}).keys():
+            raise OptimizerMismatchError(
+                f"the checkpoint has different optimizer states of {first.name!r} and {ref.name!r}, which FSDP1 "
+                "keeps as one here: wrap with use_orig_params=True"
+            )
+
+
+def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Put saved settings into the groups of all optimizers that are loaded together.
+
+    A tensor, such as a learning rate that a captured step reads, is filled in place. But if several groups share it, it
+    cannot hold a value for each: then they get separate tensors, as ``Optimizer.load_state_dict`` gives them.
+    """
+    use_counts = Counter(id(value) for group, _ in pairs for value in group.values() if isinstance(value, torch.Tensor))
+    for group, saved in pairs:
+        for name, value in saved.items():
+            current = group.get(name)
+            if not isinstance(current, torch.Tensor):
+                group[name] = value
+            elif use_counts[id(current)] > 1:
+                group[name] = current.clone().copy_(torch.as_tensor(value))
+            else:
+                current.copy_(torch.as_tensor(value))

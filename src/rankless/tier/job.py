@@ -1,0 +1,296 @@
+"""The state of a run's local tier in one process: its slots, and the order of its saves.
+
+After the first save or load, nothing of it needs the run directory: a save into the tier must not wait for storage.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from rankless.errors import StateError, StorageError, TagExistsError
+from rankless.ondisk.manifest import LARGEST
+from rankless.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
+from rankless.run.cleanup import delete_checkpoints
+from rankless.run.scan import CheckpointInfo
+from rankless.tier.epochs import begin_epoch, find_newest_epoch, name_job, read_epochs, reserve_epoch
+from rankless.tier.host_folder import TierFolder
+from rankless.tier.part import GenerationKey
+from rankless.tier.slots import Slot, Slots
+from rankless.tier.tier_options import LocalTier
+
+
+@dataclass(frozen=True)
+class NextSave:
+    """The decision about one save: its epoch and identity, and whether it is drained."""
+
+    epoch: int
+    identity: CheckpointIdentity
+    drains: bool
+
+
+class TierJob:
+    """The local tier of a run, as this process uses it."""
+
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self.run = path, run
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._folder: TierFolder | None = None
+        self._slots: Slots | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        #: On rank 0: the epoch of this job, its newest sequence number and run, and the tags that are taken.
+        self._epoch, self._sequence, self._run_id = 0, 0, ""
+        #: On rank 0, the epoch that the newest load has reserved.
+        self._reserved = 0
+        self._tags: set[str] = set()
+        #: On rank 0, the checkpoints in the run directory, as far as this job knows.
+        self.durable: list[CheckpointInfo] = []
+        self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
+        self._has_failed_drain = False
+        #: The text by which the folder knows this job: the same on all ranks once it has the folder.
+        self.job, self._has_folder = "", False
+        #: The newest complete generation, and whether it is in the run directory.
+        self.newest: GenerationKey | None = None
+        self.is_drained = True
+
+    @property
+    def folder(self) -> TierFolder:
+        """The folder of this host. Raises ``InvalidArgumentError`` or ``StorageError`` if it cannot be used."""
+        self._forget_in_fork()
+        if self._folder is None:
+            self._folder = TierFolder.open(self.path, self.run)
+        return self._folder
+
+    @property
+    def slots(self) -> Slots:
+        """The slots of this process."""
+        folder = self.folder
+        if self._slots is None:
+            self._slots = Slots(folder)
+        return self._slots
+
+    def pin_generation(self, key: GenerationKey) -> list[Slot]:
+        """Pin the slots of this process with parts of a generation, and return them."""
+        return [] if self._slots is None else self._slots.pin_generation(key)
+
+    def _forget_in_fork(self) -> None:
+        """Begin anew in a forked process, which continues nothing."""
+        if self._process != os.getpid():
+            self._process, self._folder, self._slots = os.getpid(), None, None
+            self._reset()
+
+    @property
+    def known_tags(self) -> frozenset[str] | None:
+        """On rank 0, the tags that are taken; ``None`` if the run directory was not read yet."""
+        self._forget_in_fork()
+        return frozenset(self._tags) if self._epoch else None
+
+    def reserve_epoch(self, above: int) -> str:
+        """Reserve an epoch, on rank 0, with a number larger than ``above``. Return the text of the job.
+
+        From now on, older jobs drain nothing and take over no folder.
+        """
+        self._forget_in_fork()
+        self._reserved = reserve_epoch(self.run, above)
+        return name_job(self._reserved, secrets.token_hex(8))
+
+    def begin_epoch(self, start: int, run_id: str, loaded: CheckpointInfo | None = None) -> None:
+        """Begin the reserved epoch, on rank 0, which continues from the checkpoint with the sequence number ``start``.
+
+        ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken. Raises ``StateError`` if another job
+        has reserved a later epoch meanwhile.
+        """
+        if not self._reserved:  # nothing was loaded
+            self.job = self.reserve_epoch(self.folder.find_newest_epoch())
+        if not begin_epoch(self.run, self._reserved, start):
+            raise StateError(f"another job has continued the run {self.run}")
+        self._epoch, self._reserved = self._reserved, 0
+        self.durable = list_checkpoints(self.run)
+        infos = [*self.durable, *([] if loaded is None else [loaded])]
+        sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in self.folder.list_parts())]
+        self._sequence, self._run_id = max(sequences), run_id
+        self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
+
+    def follow_epochs(self) -> None:
+        """Continue nothing, but note when a job does from now on: then this process must drain nothing any more."""
+        self._epoch = find_newest_epoch(self.run)
+
+    def plan_save(
+        self, tag: str, runs: frozenset[str], options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
+    ) -> NextSave:
+        """Decide on a save, on rank 0. ``is_forced`` says of the new checkpoint whether it is drained in any case.
+
+        Raises ``StorageError`` if nothing was drained for too long.
+        """
+        identity = self.choose_identity(runs)
+        self._check_age(options.max_undrained_seconds)
+        self._undrained += 1
+        info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
+        is_due = self._undrained >= options.drain_every or self._has_failed_drain
+        drains = (is_due and not self._drains) or is_forced(info)
+        if drains:
+            self._undrained, self._has_failed_drain = 0, False
+        self._tags.add(tag)
+        return NextSave(self._epoch, identity, drains=drains)
+
+    def choose_identity(self, runs: frozenset[str]) -> CheckpointIdentity:
+        """Return the identity of the next save, on rank 0, which is newer than all others in the tier and the run."""
+        if not self._epoch:
+            identity = next_identity(self.run, runs)
+            self.begin_epoch(identity.sequence - 1, identity.run)
+        self._run_id = self._run_id or secrets.token_hex(8)
+        self._sequence = min(self._sequence + 1, LARGEST)
+        return CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
+
+    def forget_tag(self, tag: str) -> None:
+        """Note that a save has failed, so its tag is free."""
+        self._tags.discard(tag)
+
+    def forget_newest(self) -> None:
+        """Note that the newest complete generation is not to be drained any more: a checkpoint has replaced it."""
+        with self._lock:
+            self.newest, self.is_drained = None, True
+
+    def note_durable(self, info: CheckpointInfo) -> None:
+        """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
+        durable = self.durable
+        if self._epoch:
+            with suppress(StorageError):  # what is known stays known
+                # Without the lock: storage may hang, and the next save must not wait for it.
+                durable = list_checkpoints(self.run)
+        with self._lock:
+            self._drained_at = time.monotonic()
+            if self._epoch:
+                self._tags -= {known.tag for known in self.durable} - {found.tag for found in durable}
+                self._tags.add(info.tag)
+                self.durable = durable
+
+    def take_over(self, job: str) -> None:
+        """Take over the folder for this job, whose text rank 0 has chosen.
+
+        Raises ``StateError`` if a job with a later epoch has it.
+        """
+        self.folder.take_over(job)
+        self.job, self._has_folder = job, True
+
+    def is_replaced(self) -> bool:
+        """Return whether another job has taken over the folder of this host, so nothing in it may be changed."""
+        return self._has_folder and not self.folder.is_owned_by(self.job)
+
+    def check_not_replaced(self) -> None:
+        """Raise ``StateError`` if another job has taken over the folder of this host."""
+        if self.is_replaced():
+            raise StateError(f"another job has continued the run {self.run}, and uses {self.path} now")
+
+    def take_slot(self, nbytes: int) -> Slot:
+        """Return a slot as :meth:`Slots.take`. Raises ``StateError`` if another job has taken over the folder."""
+        self.check_not_replaced()
+        return self.slots.take(nbytes)
+
+    def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
+        """Remove the generations that are not wanted, unless another job has taken over the folder."""
+        if not self.is_replaced():
+            self.folder.remove_generations(is_wanted)
+
+    def check_not_fenced(self, tag: str) -> None:
+        """Raise ``StateError`` if another job has continued the run, on rank 0."""
+        if self._is_fenced():
+            raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
+
+    def _is_fenced(self) -> bool:
+        return find_newest_epoch(self.run) > max(self._epoch, self._reserved)
+
+    def check_replaces(self, path: Path, folder: Path) -> None:
+        """Check on rank 0, before and after the checkpoint at ``path`` is replaced, that no other job has continued.
+
+        ``folder`` is where the old checkpoint is: at ``path``, or, after it, aside. Raises ``StateError``, or
+        ``TagExistsError`` so that the old one gets its name back.
+        """
+        if folder == path:
+            self.check_not_fenced(path.name)
+        elif self._is_fenced():
+            raise TagExistsError(f"another job has continued the run meanwhile: {path} stays as it was")
+
+    def check_published(self, info: CheckpointInfo) -> None:
+        """Remove a checkpoint that was just published if another job has continued the run, on rank 0.
+
+        This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what
+        the other job has saved since. Raises ``StateError``.
+        """
+        if self._is_fenced():
+            if self._was_continued_without(info.sequence):
+                list(delete_checkpoints([info]))
+            raise StateError(f"another job has continued the run: {info.path} stays in its local tier")
+
+    def check_not_superseded(self, sequence: int, tag: str) -> None:
+        """Raise ``StateError`` on rank 0 if another job has continued the run without a checkpoint of this one."""
+        if self._is_fenced() and self._was_continued_without(sequence):
+            raise StateError(f"another job has continued the run without {self.run / tag}: it is not written there")
+
+    def _was_continued_without(self, sequence: int) -> bool:
+        """Return whether all later epochs continued from older checkpoints, or have not begun yet."""
+        starts = read_epochs(self.run).items()
+        return all(start < sequence for epoch, start in starts if epoch > self._epoch)
+
+    def begin_drain(self) -> None:
+        """Note that a drain has begun."""
+        with self._lock:
+            self._drains += 1
+
+    def end_drain(self, drained: GenerationKey | None, info: CheckpointInfo | None = None) -> None:
+        """Note that a drain has ended; ``drained`` is the generation that it made durable, as ``info`` says."""
+        if info is not None:
+            self.note_durable(info)
+        with self._lock:
+            self._drains -= 1
+            if drained is not None:
+                self.is_drained = self.is_drained or drained == self.newest
+            else:
+                self._has_failed_drain = True
+
+    def note_complete(self, key: GenerationKey) -> None:
+        """Note that a generation is complete in the tier."""
+        with self._lock:
+            self.newest, self.is_drained = key, False
+
+    @property
+    def undrained_seconds(self) -> float:
+        """The seconds since something was drained."""
+        return time.monotonic() - self._drained_at
+
+    def _check_age(self, limit: float | None) -> None:
+        if limit is not None and self.undrained_seconds > limit:
+            raise StorageError(
+                None,
+                f"nothing was written to {self.run} for {self.undrained_seconds:.0f} seconds, and "
+                f"max_undrained_seconds is {limit:g}: the checkpoints are in {self.path} only",
+            )
+
+
+class TierJobs:
+    """The local tiers of this process. Those with equal folders and run directories are the same.
+
+    Each call has its own options: a job may load with other ones than it saves with.
+    """
+
+    def __init__(self) -> None:
+        self._states: WeakValueDictionary[tuple[Path, Path], TierJob] = WeakValueDictionary()
+
+    def get_state(self, path: Path, run: Path) -> TierJob:
+        """Return the state of the tier in the folder ``path``."""
+        state = self._states.get((path, run))
+        if state is None:
+            state = self._states[path, run] = TierJob(path, run)
+        return state
+
+
+tier_jobs = TierJobs()
