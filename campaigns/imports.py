@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,8 +77,9 @@ def read_imports(root: Path = ROOT) -> Imports:
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     files = {module: _file_of(root, module) for module in graph.modules}
     codes = {module: read_code(file) for module, file in files.items()}
-    inits = (module for module, file in files.items() if file.name == "__init__.py")
-    names = Names(graph.modules, {module: lazy for module in inits if (lazy := list_typed_imports(codes[module]))})
+    inits = {module: file for module, file in files.items() if file.name == "__init__.py"}
+    lazy = {module: list_stub_imports(file) or list_typed_imports(codes[module]) for module, file in inits.items()}
+    names = Names(graph.modules, {module: known for module, known in lazy.items() if known})
     direct: dict[str, frozenset[str]] = {}
     for module, code in codes.items():
         imported = set(graph.find_modules_directly_imported_by(module))
@@ -102,6 +103,12 @@ def is_test(module: str) -> bool:
     return module.startswith("tests.") and module.rpartition(".")[2].startswith("test_")
 
 
+def list_stub_imports(init: Path) -> dict[str, str]:
+    """Return the names in the stub of a package, which the package imports at their first use, with their modules."""
+    stub = init.with_suffix(".pyi")
+    return _list_names(read_code(stub)) if stub.is_file() else {}
+
+
 def list_typed_imports(code: Code) -> dict[str, str]:
     """Return the names that a package imports under ``TYPE_CHECKING``, which it imports at their first use.
 
@@ -110,7 +117,11 @@ def list_typed_imports(code: Code) -> dict[str, str]:
     if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in code):
         return {}
     blocks = [node.body for node in code if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom) and node.module]
+    return _list_names(node for block in blocks for node in block)
+
+
+def _list_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.asname or alias.name: str(node.module) for node in imports for alias in node.names}
 
 

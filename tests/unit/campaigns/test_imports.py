@@ -4,13 +4,16 @@ import ast
 from pathlib import Path
 
 from campaigns.imports import (
+    ROOT,
     Imports,
     Names,
     list_fixture_imports,
     list_late_imports,
     list_page_imports,
+    list_stub_imports,
     list_typed_imports,
 )
+from rankless.public_names import read_modules
 
 NAMES = Names(
     {"rankless", "rankless.first", "rankless.outer", "rankless.outer.inner", "rankless.runs.__main__", "rankless.runs"},
@@ -31,6 +34,15 @@ def test_the_names_of_a_lazy_package_are_those_that_it_imports_for_type_checkers
     lazy = package + "def __getattr__(name): ...\n"
     assert list_typed_imports(code(lazy)) == {"begin": "rankless.first", "resume": "rankless.first"}
     assert list_typed_imports(code(package)) == {}
+
+
+def test_the_names_of_a_package_with_a_stub_are_those_of_the_stub(tmp_path: Path) -> None:
+    (tmp_path / "__init__.pyi").write_text(
+        "from rankless.first import begin as begin\nfrom rankless.b import End as End\n"
+    )
+    assert list_stub_imports(tmp_path / "__init__.py") == {"begin": "rankless.first", "End": "rankless.b"}
+    assert list_stub_imports(ROOT / "src/rankless/__init__.py") == read_modules()
+    assert list_stub_imports(tmp_path / "other/__init__.py") == {}
 
 
 def test_an_attribute_of_the_package_is_an_import_of_its_module() -> None:
