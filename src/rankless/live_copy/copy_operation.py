@@ -23,7 +23,7 @@ from rankless.errors import RankFailedError, RankTimeoutError, ReplicaMismatchEr
 from rankless.live_copy.copy_negotiation import SourceState, agree_on_sources, exchange_source
 from rankless.live_copy.copy_request import CopyRequest
 from rankless.live_copy.copy_result import CopyResult
-from rankless.live_copy.receiver import RankNumbers, Receiver
+from rankless.live_copy.copy_targets import RankNumbers, Receiver
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.state.restore import format_lines

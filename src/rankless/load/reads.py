@@ -20,8 +20,8 @@ from rankless.engine.plan import layout_types
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.load_plan import BroadcastChunk, LoadPlan, plan_load
-from rankless.engine.plan.routes import Locate, contiguous_requests
 from rankless.engine.plan.shard_byte_ranges import local_shard
+from rankless.engine.plan.stripe_owners import Locate, contiguous_requests
 from rankless.formats.reader import FileExtent, Reader
 from rankless.formats.remapped_reader import TensorMapping, find_mappings, underlying_reader
 from rankless.observe.spans import traced

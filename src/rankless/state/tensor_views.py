@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -168,26 +167,6 @@ def _convert_placement(placement: Placement, subject: str) -> PlannedPlacement:
     raise UnsupportedTensorError(f"{subject} has the placement {placement}, which rankless does not support")
 
 
-def find_shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Yield the names, in order, of each tensor that has several names: tied weights.
-
-    Tied are one parameter under two names and, among tensors of a state dict, views of the same memory with equal
-    layout.
-    """
-    first_names: dict[int, str] = {}
-    by_address: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        address = id(tensor) if type(tensor) is nn.Parameter else _memory_address(tensor)
-        first_name = first_names.setdefault(address, name)
-        if first_name is not name:
-            by_address.setdefault(address, [first_name]).append(name)
-    for names in by_address.values():
-        same: dict[object, list[str]] = {}
-        for name in names:
-            same.setdefault(_tensor_identity(tensors[name]), []).append(name)
-        yield from (group for group in same.values() if len(group) > 1)
-
-
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Return whether several elements of a tensor share one memory location, as in an expanded view."""
     if tensor.is_contiguous():
@@ -199,19 +178,3 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the shard of a tensor that is on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
-
-
-def _memory_address(tensor: torch.Tensor) -> int:
-    local = local_tensor(tensor)
-    has_memory = local.layout == torch.strided and not local.is_meta
-    return (local.data_ptr() if has_memory else 0) or id(tensor)
-
-
-def _tensor_identity(tensor: torch.Tensor) -> object:
-    local = local_tensor(tensor)
-    if isinstance(tensor, nn.Parameter) or _memory_address(tensor) == id(tensor):
-        return id(tensor)
-    # A lazy conjugate or negation is a bit on a view of the same memory. Its values differ, so it is another tensor.
-    view_key = local.dtype, tuple(tensor.shape), local.stride(), local.is_conj(), local.is_neg()
-    layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    return local.device, local.data_ptr(), *view_key, layout

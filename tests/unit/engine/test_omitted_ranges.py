@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.omitted_ranges import omit_ranges
 from rankless.engine.plan.ranges import ElementRange
-from rankless.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution
 from rankless.engine.plan.save_plan import EMPTY_PLAN
+from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution
 from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
 
 SIZE = 60

@@ -18,9 +18,9 @@ from rankless.engine.io.requests import Fragments
 from rankless.engine.plan import partition, stripes, writer_cells
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, Placement, Replicated, Sharded
-from rankless.engine.plan.routes import OwnedStripe
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.stripe_owners import OwnedStripe
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment, crc64
 from tests.helpers.examples import examples

@@ -12,7 +12,7 @@ from rankless.engine.plan import stripes
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Sharded
-from rankless.engine.plan.routes import RemoteStripe, StripeRoutes, is_striped
+from rankless.engine.plan.stripe_owners import RemoteStripe, StripeRoutes, is_striped
 from rankless.engine.plan.tensor_writers import ShardWriters
 from rankless.ondisk.data_files import TensorInfo
 from tests.helpers.simulated_jobs import Job, jobs

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rankless.engine.plan import partition, stripes, writer_cells
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Replicated, Sharded
-from rankless.engine.plan.routes import OwnedStripe
 from rankless.engine.plan.save_plan import SavePlan, plan_save
+from rankless.engine.plan.stripe_owners import OwnedStripe
 from rankless.engine.plan.transfers import CellTransfer, cut_out
 from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, jobs

@@ -19,7 +19,7 @@ from rankless.engine.io.sources import Source
 from rankless.engine.io.write_stripes import hash_fragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.load_plan import BroadcastChunk
-from rankless.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
+from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from rankless.engine.plan.stripes import STRIPE, StripeSlice
 from rankless.errors import RanklessError
 from rankless.ondisk.block_crcs import Fragment

@@ -32,8 +32,8 @@ from rankless.engine.io.torn_snapshot import (
 )
 from rankless.engine.io.write_stripes import assemble_stripes
 from rankless.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
-from rankless.engine.plan.routes import OwnedStripe
 from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.stripe_owners import OwnedStripe
 from rankless.observe.spans import traced
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.memory import Bytes

@@ -17,7 +17,7 @@ from rankless.engine.io.p2p import P2PExchange, Works
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import FileRange, count_bytes, split_at_blocks
-from rankless.engine.plan.routes import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
+from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from rankless.engine.plan.stripes import STRIPE, StripeSlice
 from rankless.engine.plan.transfers import cut_out
 from rankless.observe.spans import span, traced

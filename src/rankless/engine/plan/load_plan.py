@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from rankless.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
 from rankless.engine.plan.global_spec import GlobalTensor
-from rankless.engine.plan.routes import (
+from rankless.engine.plan.shard_byte_ranges import local_shard
+from rankless.engine.plan.stripe_owners import (
     OwnedStripe,
     StripeRoutes,
     StripeTask,
@@ -20,7 +21,6 @@ from rankless.engine.plan.routes import (
     is_striped,
     local_stripes,
 )
-from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.ondisk.block_crcs import BLOCK_BYTES
 
 

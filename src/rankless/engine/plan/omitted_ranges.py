@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.ranges import ElementRange
-from rankless.engine.plan.routes import StripeTask
 from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.stripe_owners import StripeTask
 from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
 
 #: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import FlatSharded, Placement, PlacementLayout, is_dividing
-from rankless.engine.plan.routes import is_striped
+from rankless.engine.plan.stripe_owners import is_striped
 
 _Numbers = NDArray[np.int64]
 

@@ -16,9 +16,16 @@ from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.layout_types import Coordinate
 from rankless.engine.plan.partition import split_evenly
 from rankless.engine.plan.rank_order import order_ranks
-from rankless.engine.plan.routes import Locate, OwnedStripe, StripeRoutes, StripeTask, contiguous_requests, is_striped
 from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.engine.plan.split_tensors import split_ranges, stored_tensors
+from rankless.engine.plan.stripe_owners import (
+    Locate,
+    OwnedStripe,
+    StripeRoutes,
+    StripeTask,
+    contiguous_requests,
+    is_striped,
+)
 from rankless.engine.plan.tensor_writers import ShardWriters
 from rankless.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
 from rankless.engine.plan.writer_cells import CellGrain, CellPlanner

@@ -27,7 +27,8 @@ from rankless.state.model.replaced_entries import ReplacedModel
 from rankless.state.model.state_dict_hooks import HookedStateDict, has_hooks, state_dict_names
 from rankless.state.model.state_dict_hooks import hooked_state_dict as hooked
 from rankless.state.tensor_subclasses import is_wrapper, view_outside, view_wrapper
-from rankless.state.tensor_views import NAMES, TensorView, check_kind, find_shared, is_plain, view_of
+from rankless.state.tensor_views import NAMES, TensorView, check_kind, is_plain, view_of
+from rankless.state.tied_weights import find_tied
 
 
 def model_components(model: object) -> dict[str, list[Any]]:
@@ -238,7 +239,7 @@ def _view_entries(
     for name, tensor in tensors.items():
         if not is_plain(tensor) and name not in wrappers:
             check_kind(tensor, f"model tensor {name!r}")
-    for tied_names in find_shared(tensors):
+    for tied_names in find_tied(tensors):
         # transformers lists the names that it leaves out when it saves; a checkpoint keeps the other one.
         kept = next((name for name in tied_names if name not in aliases), tied_names[0])
         view.tied.update((name, kept) for name in tied_names if name != kept)
