@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from rankless.ondisk.data_files import SHARD_SIZE
+from rankless.public_names import read_modules
 
 _DOCS = Path(__file__).parent
 _SOURCE = _DOCS.parent / "src"
@@ -79,6 +80,8 @@ def _parse(module: str) -> ast.Module:
 @cache
 def _names_of(module: str) -> list[str]:
     """Return ``__all__`` of a module, or else its public functions and classes."""
+    if module == "rankless":
+        return list(read_modules())
     for node in _parse(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))

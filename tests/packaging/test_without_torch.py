@@ -121,7 +121,7 @@ except ImportError as error:
     assert run(python, "-c", script).stdout == "TorchMissingError torch\n"
 
 
-@pytest.mark.parametrize("command", ["convert {run} {out} --to hf", "export {run} --to {out}"])
+@pytest.mark.parametrize("command", ["convert {run} {out} --to hf", "export {run} --output {out}"])
 def test_another_command_says_in_one_line_that_it_needs_torch(python: Path, tmp_path: Path, command: str) -> None:
     done = run(python, "-m", "rankless", *command.format(run=GOLDEN, out=tmp_path / "out").split())
     assert (done.returncode, done.stdout) == (1, "")

@@ -21,7 +21,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def test_the_oldest_pair_is_the_oldest_that_is_supported() -> None:
-    (torch,) = (line.removeprefix("torch>=") for line in PROJECT["dependencies"] if line.startswith("torch>="))
+    (torch,) = (line.removeprefix("torch>=") for line in PROJECT["optional-dependencies"]["torch"])
     oldest = versions.PAIRS[0]
     assert numbers(oldest.torch)[:2] == numbers(torch)
     assert f">={oldest.python}" == PROJECT["requires-python"]

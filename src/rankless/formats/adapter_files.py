@@ -1,4 +1,4 @@
-"""The small files of PEFT's adapters that a checkpoint has beside tensors."""
+"""The small files of PEFT's adapters that a checkpoint has in addition to tensors."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class TestCredentials:
         store = fake.store_at("http://fake", credentials=None, timeout=1.0)  # so it has a client of its own
         with (
             mock.patch.dict(sys.modules, {"azure": None, "azure.identity": None}),
-            pytest.raises(StorageError, match=r"AZURE_STORAGE_KEY.*rankless\[azure\]"),
+            pytest.raises(StorageError, match=r"AZURE_STORAGE_KEY.*pip install azure-identity"),
         ):
             store.read_small(store.path(f"{BUCKET}/a"))
 
