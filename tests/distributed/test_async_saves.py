@@ -23,6 +23,7 @@ from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.shard_writer import ShardWriter
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import ROOT, Ranks
 from tests.helpers.processes import run_code
 from tests.helpers.slow_writes import slow_down_writes
@@ -186,7 +187,7 @@ if how == "destroyed":
 """
 
 
-@pytest.mark.parametrize("how", ["destroyed", "left"])
+@first_of(1, "how", ["destroyed", "left"])
 def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: str) -> None:
     """Rank 0, in whose process the store is, has the least to do and ends first."""
     arguments = ["3", str(tmp_path / "run"), how, str(tmp_path / "port")]

@@ -20,6 +20,7 @@ from rankless.engine.io.requests import Fragment
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError
 from tests.helpers import layout_checkpoints
 from tests.helpers.layouts import LAYOUTS, fill_run
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 #: Groups of two of four ranks, of three, three and two of eight.
@@ -175,7 +176,7 @@ def stalling(path: str, where: str, who: int) -> tuple[str, float]:
     return str(raised.value), seconds
 
 
-@pytest.mark.parametrize(("where", "who"), STEPS[:-1])
+@first_of(1, ("where", "who"), STEPS[:-1])
 def test_a_rank_that_stalls_is_named_by_all_and_nobody_else_is(
     ranks: Ranks, tmp_path: Path, where: str, who: int
 ) -> None:

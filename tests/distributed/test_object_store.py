@@ -19,6 +19,7 @@ from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, gcs_at, store_at
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import train_run
@@ -79,7 +80,7 @@ def etags(fake: FakeS3) -> dict[str, str]:
     return {name: etag for name, etag in named.items() if name and not name.startswith(("ranks", "manifest"))}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@first_of(1, "asynchronous", [False, True])
 def test_objects_are_the_files_of_a_save_on_a_disk_whatever_the_ranks(
     ranks: Ranks, fake: FakeS3, tmp_path: Path, asynchronous: bool
 ) -> None:

@@ -19,6 +19,7 @@ from tests.helpers.optimizer_runs import (
     gather_tensors,
     layouts_of,
 )
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 
@@ -27,7 +28,7 @@ def test_states_of_adamw_go_from_any_layout_to_any(ranks: Ranks, tmp_path: Path,
     check_optimizer(ranks, tmp_path, "adamw foreach", writer, LAYOUTS)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adamw foreach"])
+@first_of(7, "kind", [kind for kind in KINDS if kind != "adamw foreach"])
 def test_states_of_the_others_go_round_a_ring_of_layouts(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Each layout writes once and reads once what another has written: ``python -m campaigns.optimizers`` does all."""
     ring = layouts_of(kind)

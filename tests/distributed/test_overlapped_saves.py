@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import rankless
 from rankless.engine.io import staging, torn_snapshot
 from rankless.errors import InvalidArgumentError, RankMismatchError, TornSnapshotError
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 from tests.helpers.training import clean_name, full_tensor, wrap_model
@@ -81,7 +82,7 @@ def test_a_step_waits_for_the_copy(tmp_path: Path, options: dict[str, Any]) -> N
         save_and_step(str(tmp_path), "plain", "AdamW", options, 3)
 
 
-@pytest.mark.parametrize(("layout", "n"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@first_of(1, ("layout", "n"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
 def test_a_step_of_distributed_parameters_waits_too(ranks: Ranks, tmp_path: Path, layout: str, n: int) -> None:
     for number, options in enumerate([{"fused": True}, {"foreach": True}]):
         ranks(n, save_and_step, str(tmp_path / str(number)), layout, "AdamW", options, 20)

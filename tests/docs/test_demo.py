@@ -38,6 +38,7 @@ def train(run: Path, ranks: int) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
+@pytest.mark.full
 def test_the_example_goes_on_where_its_last_checkpoint_is(tmp_path: Path) -> None:
     losses = train(tmp_path, 2)
     assert list(losses) == [1, 2, 3, 4]
@@ -50,6 +51,7 @@ def test_the_example_goes_on_where_its_last_checkpoint_is(tmp_path: Path) -> Non
     assert model.generate(torch.tensor([[100, 101]]), max_new_tokens=3, do_sample=False).shape[0] == 1
 
 
+@pytest.mark.full
 def test_the_example_saves_when_it_is_told_to_end(tmp_path: Path) -> None:
     with start(tmp_path, 2, 100_000) as job:
         assert job.stdout is not None

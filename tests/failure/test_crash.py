@@ -30,6 +30,7 @@ from campaigns.crash.recording import record_scenario
 from campaigns.crash.scenarios import SCENARIOS, Scenario
 from campaigns.crash.state_check import check_states
 from rankless.storage.posix import make_durable_directory
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import SHARDS_UNEVENLY
 
@@ -40,7 +41,8 @@ def found(root: Path) -> Tree:
     return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
 
 
-@pytest.mark.parametrize(
+@first_of(
+    5,
     ("scenario", "n"),
     list(zip(SCENARIOS, itertools.cycle((2, 4 if SHARDS_UNEVENLY else 2, 1)), strict=False)),
     ids=lambda value: value.name if isinstance(value, Scenario) else str(value),

@@ -18,6 +18,7 @@ from campaigns.common.fork_server import CONTEXT
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.session import Session
 from rankless.errors import RanklessError
+from tests.helpers.pairwise import first_of
 from tests.helpers.simulated_hosts import open_session, simulated_host
 
 TIMEOUT = 4.0
@@ -115,7 +116,7 @@ def assert_named(ends: dict[int, tuple[str, float]], victims: Sequence[int]) -> 
         assert seconds < TIMEOUT + 2
 
 
-@pytest.mark.parametrize(("hosts", "victims"), STRIKES)
+@first_of(4, ("hosts", "victims"), STRIKES)
 def test_ranks_that_are_killed_are_named_by_all_others(boards: Path, hosts: str, victims: tuple[int, ...]) -> None:
     assert_named(strike_ranks(hosts, boards, die_before, victims), victims)
 

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from campaigns.common import interruption
 from campaigns.faults import fault_trial
 from campaigns.faults.cases import FAULTY_CALLS, FaultyCall
 from campaigns.faults.fault_trial import Tally
 from rankless.errors import StorageError
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 
@@ -19,7 +18,7 @@ def tried(path: str, setting: FaultyCall, every: int) -> Tally:
     return fault_trial.try_all_faults(None, Path(path) / "scratch", setting, every)
 
 
-@pytest.mark.parametrize("setting", FAULTY_CALLS, ids=str)
+@first_of(6, "setting", FAULTY_CALLS, ids=str)
 def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, setting: FaultyCall) -> None:
     tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, 59 if setting.ranks == 1 else 101)
     assert tally.violations == []

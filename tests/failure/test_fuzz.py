@@ -14,13 +14,15 @@ import pytest
 from campaigns.fuzz.campaign import Fuzzer
 from campaigns.fuzz.read_check import ReadChecker
 from rankless.errors import CorruptCheckpointError
+from tests.helpers.pairwise import first_of
 
 
-def test_changed_checkpoints_are_read_or_refused(tmp_path: Path) -> None:
+@first_of(1, "first", range(0, 1500, 300))
+def test_changed_checkpoints_are_read_or_refused(tmp_path: Path, first: int) -> None:
     fuzzer = Fuzzer(tmp_path, seed=1)
-    cases = [violation for _, violation in islice(fuzzer.run_cases(first=0), 1500)]
+    cases = [violation for _, violation in islice(fuzzer.run_cases(first=first), 300)]
     assert [violation for violation in cases if violation] == []
-    assert min(fuzzer.checker.read, fuzzer.checker.refused) > 100
+    assert min(fuzzer.checker.read, fuzzer.checker.refused) > 20
 
 
 def test_what_is_changed_is_sound_before(tmp_path: Path) -> None:

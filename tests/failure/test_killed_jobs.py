@@ -10,9 +10,10 @@ import pytest
 from campaigns.resume.interruptions import DONE, interrupt_on_changing_ranks, interrupt_on_same_ranks
 from campaigns.resume.step_log import Step, find_loss_problems, find_sample_problems, select_lasting_steps
 from campaigns.resume.training import TrainingConfig
+from tests.helpers.pairwise import first_of
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@first_of(1, "workers", [0, 2])
 def test_on_as_many_ranks_every_loss_is_that_of_an_undisturbed_run(tmp_path: Path, workers: int) -> None:
     plan = TrainingConfig(tmp_path / "disturbed", samples=80, workers=workers)
     outcome = interrupt_on_same_ranks(plan, 2, random.Random(workers))
@@ -20,6 +21,7 @@ def test_on_as_many_ranks_every_loss_is_that_of_an_undisturbed_run(tmp_path: Pat
     assert outcome.attempts[0].end != DONE
 
 
+@pytest.mark.full
 def test_on_other_numbers_of_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
     plan = TrainingConfig(tmp_path / "disturbed", samples=300)
     outcome = interrupt_on_changing_ranks(plan, cycle([4, 2, 3]), random.Random(6))

@@ -48,6 +48,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_that_was_saved(tmp_p
     assert not [item.violation for item in killed if item.violation]
 
 
+@pytest.mark.full
 def test_who_is_stopped_is_named_and_does_no_harm_when_it_is_woken(tmp_path: Path) -> None:
     interruption.create_run(tmp_path / "template", tmp_path / "first")
     work = partial(stop.stop_at_point, meanwhile=True)

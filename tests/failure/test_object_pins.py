@@ -30,6 +30,7 @@ from tests.helpers.object_histories import (
     state,
     store_with_two_checkpoints,
 )
+from tests.helpers.pairwise import first_of
 
 
 @pytest.fixture(params=[lambda: FakeS3(AWS), lambda: FakeS3(GOOGLE), FakeAzure], ids=["aws", "google", "azure"])
@@ -150,7 +151,7 @@ def attempt(operation: str, results: dict[str, BaseException | None]) -> None:
         results[operation] = error
 
 
-@pytest.mark.parametrize(("first", "second"), [("pin", "retention"), ("retention", "pin")])
+@first_of(1, ("first", "second"), [("pin", "retention"), ("retention", "pin")])
 def test_a_pin_and_a_removal_that_meet_anywhere_leave_a_whole_checkpoint_or_none(
     fake: FakeStore, first: str, second: str
 ) -> None:

@@ -90,6 +90,7 @@ def fake() -> Iterator[FakeS3]:
             yield fake
 
 
+@pytest.mark.full
 def test_a_killed_job_goes_on_from_memory_on_more_ranks(tmp_path: Path, fake: FakeS3, base: Path) -> None:
     run_job(base, 2, 5, dies=True)
     assert [info.tag for info in rankless.list_checkpoints(RUN)] == ["s3"]  # the third of five

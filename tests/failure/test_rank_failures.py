@@ -14,6 +14,7 @@ import rankless
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError
 from rankless.run.pending_dir import PendingDirectory
 from tests.helpers.layouts import LAYOUTS, blank_run, fill_run
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
@@ -164,9 +165,7 @@ def stalling(path: str, where: str) -> float:
     return seconds
 
 
-@pytest.mark.parametrize(
-    "where", ["rankless.engine.io.p2p.P2PExchange.send", "rankless.save.checkpoint_save.plan_save"]
-)
+@first_of(1, "where", ["rankless.engine.io.p2p.P2PExchange.send", "rankless.save.checkpoint_save.plan_save"])
 def test_a_rank_that_stalls_is_named_within_the_timeout(ranks: Ranks, tmp_path: Path, where: str) -> None:
     first, _, last = ranks(3, stalling, str(tmp_path), where)
     assert max(first, last) < 2 * 2.0 + 2

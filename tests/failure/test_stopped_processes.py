@@ -67,6 +67,7 @@ except rankless.errors.RankTimeoutError as error:
 """
 
 
+@pytest.mark.full
 def test_a_process_ends_though_its_store_is_stopped(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "run"), str(tmp_path / "port")]
     command = [sys.executable, "-c", SCRIPT]

@@ -172,6 +172,7 @@ def test_a_newer_format_is_ours_too(run: Path) -> None:
         rankless.load_checkpoint(run, model={"w": torch.zeros(4)})
 
 
+@pytest.mark.full
 def test_transformers_trainer_goes_on_from_the_run(run: Path) -> None:
     """What it asks is where the latest one is."""
     pytest.importorskip("transformers")

@@ -22,6 +22,21 @@ def each_value(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
     return _parametrize(axes, 1)
 
 
+def first_of(count: int, names: Any, cases: Iterable[Any], *, ids: Any = None) -> pytest.MarkDecorator:
+    """Parametrize a test by all cases; ``make test`` runs the first ``count``, which are the most telling ones."""
+    marked = []
+    for number, case in enumerate(cases):
+        has_marks = isinstance(case, type(pytest.param()))
+        values = case.values if has_marks else case if _is_plural(names) else (case,)
+        marks = [*(case.marks if has_marks else ()), *([] if number < count else [pytest.mark.full])]
+        marked.append(pytest.param(*values, id=case.id if has_marks else None, marks=marks))
+    return pytest.mark.parametrize(names, marked, ids=ids)
+
+
+def _is_plural(names: Any) -> bool:
+    return not isinstance(names, str) or "," in names
+
+
 def _parametrize(axes: Mapping[str, Iterable[Any]], strength: int) -> pytest.MarkDecorator:
     """An axis ``"a, b"`` has tuples of two arguments as values."""
     values = [[tuple(value) if "," in name else (value,) for value in axis] for name, axis in axes.items()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.pairwise import choose_covering, each_value, pairwise
+from tests.helpers.pairwise import choose_covering, each_value, first_of, pairwise
 
 SIZES = [(2, 3, 4), (4, 4, 2), (3, 3, 3, 3), (5, 1, 2), (6, 7)]
 
@@ -54,3 +54,16 @@ def test_an_axis_of_tuples_has_several_arguments() -> None:
     mark = pairwise({"a, b": [(1, 2), (3, 4)], "c": "x"})
     assert mark.mark.args[0] == "a, b, c"
     assert [case.values for case in cases_of(mark)] == [(1, 2, "x"), (3, 4, "x")]
+
+
+def test_the_first_cases_are_run_by_day_and_keep_their_marks_and_ids() -> None:
+    named = pytest.param(3, id="three")
+    names, cases = first_of(2, "number", [1, named, 5]).args
+    assert names == "number"
+    assert [(case.values, case.id, [mark.name for mark in case.marks]) for case in cases] == [
+        ((1,), None, []),
+        ((3,), "three", []),
+        ((5,), None, ["full"]),
+    ]
+    pairs = first_of(1, ("a", "b"), [(1, 2), (3, 4)]).args[1]
+    assert [case.values for case in pairs] == [(1, 2), (3, 4)]
