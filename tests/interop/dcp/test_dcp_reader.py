@@ -26,11 +26,11 @@ from rankless.state.tensor_views import DTYPES
 from rankless.storage.direct_io import BufferedReader
 from tests.helpers.boxes import split_box
 from tests.helpers.commands import assert_needs_no_torch
-from tests.helpers.commands import run_command as command
 from tests.helpers.dcp_checkpoints import save_dcp, state_by_name, train_model, train_step, write_chunks
 from tests.helpers.equality import equal_bits
 from tests.helpers.layouts import LAYOUTS, LayoutRun, Net, blank_run, clean_name, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command as command
 from tests.helpers.torch_limits import HAS_HUGGING_FACE_WRITER, SAVES_WITHOUT_COLLECTIVES
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -173,7 +173,7 @@ def fail(path: str, where: str, rank: int, before: bool) -> None:
     [
         ("torch.save", 1, True),
         ("torch.save", 0, False),
-        ("rankless.dcp.writer.hash_chunks", 1, False),
+        ("rankless.dcp.storage_writer.hash_chunks", 1, False),
         ("rankless.storage.posix.sync_tree", 0, True),
         ("rankless.storage.posix.write_small", 0, True),
         ("rankless.storage.posix.fsync_directory", 0, True),

@@ -21,11 +21,11 @@ from rankless.dcp.writer import dcp_files
 from rankless.dcp_versions import DCP_VERSION
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from tests.helpers import dcp_matrix
-from tests.helpers.commands import run_command as command
 from tests.helpers.conversions import MEASURE_CONVERSION, save_training
 from tests.helpers.dcp_matrix import Case, are_equal
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_command as command
 from tests.helpers.torch_limits import HAS_DCP_VERSION
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
