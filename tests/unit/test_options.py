@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
@@ -32,8 +33,8 @@ LOADS: list[Callable[..., Any]] = [
     rankless.Checkpointer.resume,
 ]
 
-#: Lines of a screen of 80 columns that the help of a function may have.
-HELP_LINES = 50
+#: Lines of a screen of 80 columns that the help of a function may have. Python 3.13 gives each parameter a line: 51.
+HELP_LINES = 40 if sys.version_info < (3, 13) else 52
 
 
 def state() -> dict[str, torch.Tensor]:

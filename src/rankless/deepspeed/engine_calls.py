@@ -19,11 +19,13 @@ from rankless.deepspeed.engine_values import (
     separate_client_state,
 )
 from rankless.engine.comm.session import RankGroup
+from rankless.errors import InvalidArgumentError
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import TagArgument
 from rankless.save.handle import SaveHandle
+from rankless.state.restore import as_components
 
 _T = TypeVar("_T")
 
@@ -64,8 +66,8 @@ def save_checkpoint(
         async_save: As in :meth:`rankless.RunDirectory.save`.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         options: Options that few need: see :class:`rankless.SaveOptions`.
-        more: Fields of :class:`rankless.SaveOptions`. Without ``options``, random states are saved with ``rng=True``
-            only, as each rank has its own.
+        more: Fields of :class:`rankless.SaveOptions`, except ``staging``. Without ``options``, random states are saved
+            with ``rng=True`` only, as each rank has its own.
 
     Returns:
         The handle of the save, as of :func:`rankless.save_checkpoint`.
@@ -73,10 +75,16 @@ def save_checkpoint(
     Raises:
         StateError: The engine has a form that cannot be stored, such as states on NVMe; gradients are accumulated; or
             weights were changed without their master weights. The message names the parameter.
-        InvalidArgumentError: ``engine`` is no engine, or ``client_state`` no dict or with a key of the engine's values.
+        InvalidArgumentError: ``engine`` is no engine, or ``client_state`` no dict or with a key of the engine's values;
+            or ``staging`` is ``"overlapped"``.
         Exception: All errors of :func:`rankless.save_checkpoint`.
     """
     chosen = with_keywords(SaveOptions(rng=False), options, more, save_checkpoint)
+    if chosen.staging == "overlapped":
+        raise InvalidArgumentError(
+            "an engine cannot be saved with staging='overlapped': its master weights also change outside of steps of "
+            "torch.optim, which the copies wait for; leave staging out"
+        )
 
     def open_and_check() -> tuple[EngineState, EngineContent]:
         state = open_engine(engine)
@@ -131,10 +139,10 @@ def load_checkpoint(
         dataloader: As in :func:`rankless.restore`.
         stateful: As in :func:`rankless.restore`.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
-        options: Options that few need: see :class:`rankless.LoadOptions`. Its ``allow_missing`` is ignored: of the
-            components only the scheduler may be missing.
-        more: Fields of :class:`rankless.LoadOptions`, such as ``cast_dtype`` and ``strict``, except ``allow_missing``.
-            Without ``options``, random states are restored with ``rng=True`` only.
+        options: Options that few need: see :class:`rankless.LoadOptions`. The scheduler may always be missing there:
+            DeepSpeed's own are among the values.
+        more: Fields of :class:`rankless.LoadOptions`, such as ``cast_dtype`` and ``strict``. Without ``options``,
+            random states are restored with ``rng=True`` only.
 
     Returns:
         The path of the checkpoint, and its client state, as the engine's ``load_checkpoint`` does.
@@ -145,9 +153,8 @@ def load_checkpoint(
         MismatchError: The checkpoint does not match the engine, or lacks the state of its scheduler or loss scaler.
         Exception: All other errors of :func:`rankless.restore`.
     """
-    chosen = replace(
-        with_keywords(LoadOptions(rng=False), options, more, load_checkpoint), allow_missing=("scheduler",)
-    )
+    chosen = with_keywords(LoadOptions(rng=False), options, more, load_checkpoint)
+    chosen = replace(chosen, allow_missing=as_components(chosen.allow_missing) | {"scheduler"})
     with _run_on_all(lambda: open_engine(engine), timeout) as state:
         with_optimizer = load_optimizer_states and not load_module_only
         scheduler = None if load_module_only or not load_lr_scheduler_states else engine.lr_scheduler

@@ -18,6 +18,14 @@ from rankless.errors import RanklessError
 from tests.peers.deepspeed.engines import full_state, make_engine, plain_values, train
 
 
+class Counter:
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError(f"no checkpoint has a counter; got {state}")
+
+
 def run(spec: dict[str, Any]) -> None:
     """Create an engine, load, train, save, and write down losses, values and the whole state at each point."""
     options = dict(spec.get("options", {}))
@@ -34,7 +42,10 @@ def run(spec: dict[str, Any]) -> None:
         note(engine, record, out, "loaded")
     if "rankless_load" in spec:
         with warnings.catch_warnings(record=True) as caught:
-            path, client = load_checkpoint(engine, spec["rankless_load"], **spec.get("load_options", {}))
+            stateful = {"counter": Counter()} if spec.get("load_counter") else None
+            path, client = load_checkpoint(
+                engine, spec["rankless_load"], stateful=stateful, **spec.get("load_options", {})
+            )
         record["client_state"] = client
         record["warnings"] = [str(item.message) for item in caught if "not all that was asked for" in str(item.message)]
         note(engine, record, out, "loaded")
@@ -71,7 +82,8 @@ def is_refused(engine: Any, spec: dict[str, Any]) -> bool:
     kind, message = spec["save_error"]
     try:
         saved = engine.module if spec.get("pass_module") else engine
-        save_checkpoint(saved, spec["refused_save"], client_state=spec.get("client_state", {}))
+        options = {"client_state": spec.get("client_state", {}), **spec.get("save_options", {})}
+        save_checkpoint(saved, spec["refused_save"], **options)
     except RanklessError as error:
         return type(error).__name__ == kind and message in str(error)
     return False

@@ -116,7 +116,21 @@ def test_what_cannot_be_stored_is_refused_by_its_name_on_all_ranks(tmp_path: Pat
             "steps": [[0, 3]],
             "save_error": ["StateError", "accumulated the gradients of 1 micro-steps"],
         },
+        {
+            "stage": 2,
+            "save_options": {"async_save": True, "staging": "overlapped"},
+            "save_error": ["InvalidArgumentError", "an engine cannot be saved with staging='overlapped'"],
+        },
     ]
     for record in run_job(ranks, tmp_path, [{**spec, "refused_save": str(tmp_path / "run")} for spec in specs]):
         assert record.values["refused"] is True
     assert not list((tmp_path / "run").glob("global_step*"))
+
+
+def test_what_may_be_missing_is_what_the_caller_says(tmp_path: Path) -> None:
+    """The checkpoint has no state of the counter that the load passes."""
+    save = str(tmp_path / "save")
+    (record,) = run_job(2, tmp_path / "a", [{"stage": 2, "steps": [[0, 3]], "rankless_saves": [save]}])
+    load = {"rankless_load": save, "load_counter": True, "load_options": {"allow_missing": ["stateful"]}}
+    (loaded,) = run_job(2, tmp_path / "b", [{"stage": 2, "seed": 9, **load}])
+    assert differing(record.state("trained0"), loaded.state("loaded")) == []
