@@ -113,7 +113,7 @@ def _shorten(signature: str) -> str:
 
 
 def _signature(node: ast.stmt) -> str:
-    """Return the parameters without types: of a class those of its constructor, or its fields if it is a dataclass."""
+    """Return the parameters without types; for a class, its constructor's, or the fields of a dataclass."""
     if isinstance(node, ast.FunctionDef):
         return f"({_parameters(node.args)})"
     if not isinstance(node, ast.ClassDef):

@@ -48,7 +48,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The identity of the mutant among those of one commit."""
+        """The identity of the mutant, unique in one commit."""
         return f"{self.path}:{self.line}:{self.column} {self.kind}: {self.old} -> {self.new}"
 
     def apply(self, source: str) -> str:

@@ -47,7 +47,7 @@ def describe_contents(folder: Path) -> str:
 
 
 def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
-    """Return the reader for a checkpoint of another system. ``keys`` and the errors are those of ``open_reader``."""
+    """Return the reader for a checkpoint of another system. ``keys`` and the errors are as in ``open_reader``."""
     for readable in (READABLE[ACCELERATE], READABLE[DEEPSPEED]):
         if readable.is_at(path):
             return readable.open(path, keys)
