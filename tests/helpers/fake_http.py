@@ -21,6 +21,9 @@ from rankless.storage.store import ObjectStore
 
 BUCKET = "bucket"
 
+#: The most seconds that the end of a server takes.
+_POLL_SECONDS = 0.02
+
 
 class RecordedRequest(Protocol):
     """A request that has arrived."""
@@ -76,6 +79,7 @@ class FakeStore(ABC):
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # an answer in one piece: the second of two would wait for an acknowledgement, 40 ms
 
             def do_GET(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -102,7 +106,7 @@ class FakeStore(ABC):
         server = _Server(("127.0.0.1", 0), Handler)
         if context is not None:
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), daemon=True)
         thread.start()
         try:
             yield f"{'http' if context is None else 'https'}://127.0.0.1:{server.server_port}"
