@@ -24,7 +24,14 @@ from rankless.storage.http.connection import Address, HttpRequest, HttpResponse
 from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
-from tests.helpers.object_histories import check_all, check_nothing_is_left, run_path, save, store_with_two_checkpoints
+from tests.helpers.object_histories import (
+    brief_retries,
+    check_all,
+    check_nothing_is_left,
+    run_path,
+    save,
+    store_with_two_checkpoints,
+)
 from tests.helpers.pairwise import first_of
 
 FAKES = {"aws": lambda: FakeS3(AWS), "google": lambda: FakeS3(GOOGLE), "azure": FakeAzure}
@@ -79,7 +86,8 @@ class TestUnreadablePointers:
         objects = dict(fake.objects)
         fake.on_request = answer_to("get", ".tags/s1/", answer)
         try:
-            cleanup.clean_up(run_path())
+            with brief_retries():
+                cleanup.clean_up(run_path())
         except RanklessError as error:
             assert "s1" in str(error)
         stop_answers(fake)
@@ -100,7 +108,7 @@ class TestUnreadablePointers:
 
     def test_a_save_keeps_its_files_if_the_pointer_is_read_back_as_a_page(self, fake: FakeStore) -> None:
         fake.on_request = answer_to("get", ".tags/s3/", PAGE)
-        with pytest.raises(RanklessError):
+        with brief_retries(), pytest.raises(RanklessError):
             save(3)
         stop_answers(fake)
         assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
@@ -109,7 +117,7 @@ class TestUnreadablePointers:
     @pytest.mark.parametrize("status", [200, 204, 404])
     def test_the_files_of_a_checkpoint_stay_as_long_as_its_pointer(self, fake: FakeStore, status: int) -> None:
         fake.on_request = answer_to("delete", ".tags/", HttpResponse(status, {"content-length": "0"}))
-        with pytest.warns(UserWarning, match="could not be removed"):
+        with brief_retries(), pytest.warns(UserWarning, match="could not be removed"):
             save(3, keep=1)
         stop_answers(fake)
         assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
@@ -143,7 +151,7 @@ class TestAzure:
             return azure.failure(403, "AuthorizationFailure") if (request.kind, stage) == ("put", "before") else None
 
         azure.on_request = refuse_all
-        with pytest.raises(StorageError):
+        with brief_retries(), pytest.raises(StorageError):
             save(3)
 
     def test_a_list_that_does_not_go_on_is_an_error(self, azure: FakeAzure) -> None:

@@ -1,7 +1,7 @@
 """Saves into an object store that die at each request, or are stopped there while another process goes on.
 
 Whatever happens, a reader sees the old or the new checkpoint, and never a mixture; what was committed stays; and a
-clean-up leaves nothing. ``python -m campaigns.object_histories`` does it with all stores and operations.
+clean-up leaves nothing. Each case goes through a third of the moments. ``python -m campaigns.object_histories`` does it with all stores and operations.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.helpers.object_histories import (
     every_moment,
     every_reply,
     store_with_two_checkpoints,
+    third_of,
 )
 from tests.helpers.pairwise import each_value
 
@@ -31,19 +32,21 @@ FAKES = {
 }
 
 
-@each_value({"cloud": FAKES, "operation": OUTCOMES})
-def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(cloud: str, operation: str) -> None:
+@each_value({"cloud": FAKES, "operation": OUTCOMES, "third": range(3)})
+def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(
+    cloud: str, operation: str, third: int
+) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in every_moment(start.count_requests(operation)):
+        for moment in third_of(every_moment(start.count_requests(operation)), third):
             check_crash(start, operation, moment)
 
 
-@each_value({"cloud": FAKES, "operation": OUTCOMES})
-def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str) -> None:
+@each_value({"cloud": FAKES, "operation": OUTCOMES, "third": range(3)})
+def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str, third: int) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in every_reply(start.count_requests(operation)):
+        for moment in third_of(every_reply(start.count_requests(operation)), third):
             check_lost_reply(start, operation, moment)
 
 
@@ -51,12 +54,15 @@ def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str)
     {
         "cloud, first": [*itertools.product(["aws"], OUTCOMES), ("azure", "save"), ("azure", "overwrite")],
         "second": OPERATIONS,
+        "third": range(3),
     }
 )
-def test_a_save_that_is_stopped_anywhere_while_another_process_goes_on(cloud: str, first: str, second: str) -> None:
+def test_a_save_that_is_stopped_anywhere_while_another_process_goes_on(
+    cloud: str, first: str, second: str, third: int
+) -> None:
     """Among these: a writer that stops between its last upload and the pointer; two overwriters; a load during a
     retention; the clean-up of a save that wakes up afterwards."""
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in every_moment(start.count_requests(first)):
+        for moment in third_of(every_moment(start.count_requests(first)), third):
             check_stop(start, first, second, moment)

@@ -29,6 +29,7 @@ from tests.helpers.object_histories import (
     save,
     state,
     store_with_two_checkpoints,
+    third_of,
 )
 from tests.helpers.pairwise import first_of
 
@@ -151,15 +152,19 @@ def attempt(operation: str, results: dict[str, BaseException | None]) -> None:
         results[operation] = error
 
 
-@first_of(1, ("first", "second"), [("pin", "retention"), ("retention", "pin")])
+@first_of(
+    1,
+    ("first", "second", "third"),
+    [(*order, third) for order in [("pin", "retention"), ("retention", "pin")] for third in range(3)],
+)
 def test_a_pin_and_a_removal_that_meet_anywhere_leave_a_whole_checkpoint_or_none(
-    fake: FakeStore, first: str, second: str
+    fake: FakeStore, first: str, second: str, third: int
 ) -> None:
     start = Start(fake)
     with mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001):
         start.restore()
         attempt(first, {})
-        for moment in every_moment(len(fake.requests)):
+        for moment in third_of(every_moment(len(fake.requests)), third):
             start.restore()
             stop = fake.on_request = StopAt(*moment)
             results: dict[str, BaseException | None] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from unittest import mock
@@ -26,6 +26,9 @@ from tests.helpers.small_parts import small_parts
 PART = 4096
 
 
+#: Seconds for which a request is repeated.
+RETRY_SECONDS = 5.0
+
 #: A moment of an operation: the number of a request, and ``"before"`` or ``"after"`` its effect.
 Moment = tuple[int, str]
 
@@ -40,7 +43,8 @@ class Crash(BaseException):
 def run_path() -> ObjectPath:
     """Return the path of the run, of another store in each thread: saves of one path in one process wait in turn."""
     is_main = threading.current_thread() is threading.main_thread()
-    return make_object_path(_fakes[-1].store_at("http://fake", retry_seconds=5.0 if is_main else 6.0), f"{BUCKET}/run")
+    seconds = RETRY_SECONDS if is_main else RETRY_SECONDS + 1
+    return make_object_path(_fakes[-1].store_at("http://fake", retry_seconds=seconds), f"{BUCKET}/run")
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -129,6 +133,18 @@ class Start:
 
 def do_nothing(request: object, stage: str) -> None:
     pass
+
+
+@contextmanager
+def brief_retries() -> Iterator[None]:
+    """Let stores give up soon: for answers that stay wrong."""
+    with mock.patch(f"{__name__}.RETRY_SECONDS", 0.1):
+        yield
+
+
+def third_of(moments: Sequence[Moment], number: int) -> Sequence[Moment]:
+    """Return each third moment from the one with this number on: ``make test`` takes other moments in each case."""
+    return moments[number::3]
 
 
 def every_moment(requests: int) -> list[Moment]:
@@ -269,7 +285,7 @@ def check_all() -> dict[str, int]:
         except rankless.NoCheckpointError:
             continue  # removed since it was listed
         assert restored.verified
-        values = {float(value) for tensor in model.values() for value in tensor}
+        values = {value for tensor in model.values() for value in tensor.tolist()}
         assert len(values) == 1, f"{info.tag} is a mixture: {values}"
         assert restored.step == values.pop()
         found[info.tag] = int(restored.step or 0)
