@@ -70,8 +70,8 @@ def train_alone() -> dict[str, Any]:
     return gather_state(training)
 
 
-def main(before: list[int], after: list[int], folder: Path) -> None:
-    dist.init_process_group("gloo")
+def train_and_move(before: list[int], after: list[int], folder: Path) -> None:
+    """Train on some ranks, and then on others. All ranks of the process group call it."""
     rank, step = dist.get_rank(), 0
     training = make_training(before)
     while training and step < MOVE:
@@ -88,6 +88,11 @@ def main(before: list[int], after: list[int], folder: Path) -> None:
         if rank == after[0]:
             (folder / "state").write_bytes(pickle.dumps(state))
     dist.barrier()
+
+
+def main(before: list[int], after: list[int], folder: Path) -> None:
+    dist.init_process_group("gloo")
+    train_and_move(before, after, folder)
     dist.destroy_process_group()
 
 
