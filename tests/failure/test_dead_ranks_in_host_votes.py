@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,6 @@ from tests.helpers.pairwise import first_of
 from tests.helpers.simulated_hosts import open_session, simulated_host
 
 TIMEOUT = 4.0
-
-
-@pytest.fixture
-def boards(tmp_path: Path) -> Path:
-    """The folder for what ranks of one host post to each other."""
-    (tmp_path / "boards").mkdir()
-    return tmp_path / "boards"
 
 
 def live(
@@ -79,7 +73,8 @@ def die_as_sender(_: Session) -> None:
 def strike_ranks(
     hosts: str, folder: Path, strike: Callable[[Session], None], victims: Sequence[int]
 ) -> dict[int, tuple[str, float]]:
-    """Return how it ends for each rank that is alive."""
+    """Return how it ends for each rank that is alive. Ranks of one host post to each other in ``folder``."""
+    folder.mkdir()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in hosts]
     processes = [
@@ -98,14 +93,24 @@ def strike_ranks(
             process.join()
 
 
-STRIKES = [
-    pytest.param("aabbb", (2,), id="first rank of a host"),
-    pytest.param("aabbb", (3,), id="another rank of a host"),
-    pytest.param("aabbb", (1,), id="the other rank on the host of rank 0"),
-    pytest.param("aabbb", (0,), id="rank 0"),
-    pytest.param("aabbb", (2, 3, 4), id="a host"),
-    pytest.param("aabbb", (0, 1), id="the host of rank 0"),
-    pytest.param("ababab", (1, 4), id="ranks of two hosts"),
+def strike_jobs(
+    folder: Path, jobs: Sequence[tuple[str, Callable[[Session], None], Sequence[int]]]
+) -> list[dict[int, tuple[str, float]]]:
+    """Return how it ends for the ranks of each job. All jobs wait at the same time."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        calls = [
+            pool.submit(strike_ranks, hosts, folder / str(number), strike, victims)
+            for number, (hosts, strike, victims) in enumerate(jobs)
+        ]
+        return [call.result() for call in calls]
+
+
+#: The hosts and the victims of two jobs at a time.
+VICTIMS = [
+    pytest.param([("aabbb", (2,)), ("aabbb", (0,))], id="the first rank of a host, rank 0"),
+    pytest.param([("aabbb", (3,)), ("aabbb", (1,))], id="another rank of a host, or of the host of rank 0"),
+    pytest.param([("aabbb", (2, 3, 4)), ("aabbb", (0, 1))], id="a host, the host of rank 0"),
+    pytest.param([("ababab", (1, 4))], id="ranks of two hosts"),
 ]
 
 
@@ -116,21 +121,22 @@ def assert_named(ends: dict[int, tuple[str, float]], victims: Sequence[int]) -> 
         assert seconds < TIMEOUT + 2
 
 
-@first_of(4, ("hosts", "victims"), STRIKES)
-def test_ranks_that_are_killed_are_named_by_all_others(boards: Path, hosts: str, victims: tuple[int, ...]) -> None:
-    assert_named(strike_ranks(hosts, boards, die_before, victims), victims)
-
-
-def test_a_rank_that_is_stopped_is_named_by_all_others(boards: Path) -> None:
-    assert_named(strike_ranks("aabbb", boards, stop_before, (2,)), (2,))
-
-
-@pytest.mark.parametrize("strike", [die_as_poller, die_as_sender])
-def test_a_rank_that_dies_while_it_acts_for_its_host_is_named_alone(
-    boards: Path, strike: Callable[[Session], None]
+@first_of(2, "killed", VICTIMS)
+def test_ranks_that_are_killed_are_named_by_all_others(
+    tmp_path: Path, killed: list[tuple[str, tuple[int, ...]]]
 ) -> None:
+    jobs = [(hosts, die_before, victims) for hosts, victims in killed]
+    for ends, (_, victims) in zip(strike_jobs(tmp_path, jobs), killed, strict=True):
+        assert_named(ends, victims)
+
+
+def test_a_rank_that_is_stopped_is_named_by_all_others(tmp_path: Path) -> None:
+    assert_named(strike_ranks("aabbb", tmp_path / "boards", stop_before, (2,)), (2,))
+
+
+def test_a_rank_that_dies_while_it_acts_for_its_host_is_named_alone(tmp_path: Path) -> None:
     """The vote that it has posted to goes on without it. It is missing in the next one."""
-    ends = strike_ranks("aabbb", boards, strike, (3,))
-    for message, seconds in ends.values():
-        assert message.startswith("RankTimeoutError: rank 3 did not come within the timeout while committing")
-        assert seconds < 2 * TIMEOUT + 2
+    for ends in strike_jobs(tmp_path, [("aabbb", strike, (3,)) for strike in (die_as_poller, die_as_sender)]):
+        for message, seconds in ends.values():
+            assert message.startswith("RankTimeoutError: rank 3 did not come within the timeout while committing")
+            assert seconds < 2 * TIMEOUT + 2
