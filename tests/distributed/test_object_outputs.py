@@ -29,6 +29,9 @@ from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import Run, train_run
 
+#: Seconds for which requests are repeated that fail each time.
+BRIEF = 0.2
+
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Iterator[Path]:
@@ -50,8 +53,8 @@ def fake(temporary: Path) -> Iterator[FakeS3]:
         yield fake
 
 
-def bucket(fake: FakeStore) -> ObjectPath:
-    return fake.store_at("http://fake", retry_seconds=1.0).path(f"{BUCKET}/out")
+def bucket(fake: FakeStore, retry_seconds: float = 1.0) -> ObjectPath:
+    return fake.store_at("http://fake", retry_seconds=retry_seconds).path(f"{BUCKET}/out")
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -313,14 +316,14 @@ def test_an_output_that_fails_leaves_nothing(fake: FakeS3, tmp_path: Path, tempo
     lost: list[Callable[[], None]] = [disconnect] * 100
     fake.on_request = Answers(*lost, kind=kind)
     with pytest.raises(StorageError):
-        rankless.convert(tmp_path / "run", bucket(fake) / "new", to="native")
+        rankless.convert(tmp_path / "run", bucket(fake, BRIEF) / "new", to="native")
     assert not fake.objects
     assert not fake.uploads
     assert not [*temporary.rglob("*.partial*")]
 
 
 def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> None:
-    path = bucket(fake) / "folder"
+    path = bucket(fake, BRIEF) / "folder"
     rankless.save_model(model_of(1.0), path, shard=True, max_shard_size=4194)
     shards = sorted(key for key in fake.objects if key.endswith(".safetensors"))
     loaded = model_of(0.0)
@@ -349,7 +352,7 @@ def test_a_folder_that_is_replaced_by_half_cannot_be_loaded(fake: FakeS3) -> Non
 
 def test_a_conversion_that_fails_removes_nothing_of_another(fake: FakeS3, tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "s", {"w": torch.zeros(5000)})
-    path, finished = bucket(fake) / "new", []
+    path, finished = bucket(fake, BRIEF) / "new", []
 
     def finish_other(request: object, stage: str) -> None:
         if finished or request.kind != "create upload":  # type: ignore[attr-defined]
@@ -416,7 +419,7 @@ def test_a_file_that_names_others_is_uploaded_after_them(fake: FakeS3, tmp_path:
 @pytest.mark.parametrize("kind", ["part", "put", "complete", "create upload"])
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "small.pt"])
 def test_a_component_that_fails_leaves_the_old_file(fake: FakeS3, kind: str, name: str) -> None:
-    path = bucket(fake) / name
+    path = bucket(fake, BRIEF) / name
     models = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)] if name == "small.pt" else [model_of(0.0), model_of(1.0)]
     rankless.save_model(models[0], path)
     before = contents(path)

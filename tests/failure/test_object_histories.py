@@ -1,7 +1,8 @@
 """Saves into an object store that die at each request, or are stopped there while another process goes on.
 
 Whatever happens, a reader sees the old or the new checkpoint, and never a mixture; what was committed stays; and a
-clean-up leaves nothing. Each case goes through a third of the moments. ``python -m campaigns.object_histories`` does it with all stores and operations.
+clean-up leaves nothing. Each case goes through a third of the moments. ``python -m campaigns.object_histories`` does
+it with all stores and operations.
 """
 
 from __future__ import annotations
