@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,14 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/rankless"
 
 
+@cache
+def list_nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in list_nodes(file):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -46,7 +52,7 @@ def test_only_storage_asks_the_file_system() -> None:
     for file in FILES:
         if "storage" in file.parts:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in list_nodes(file):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKING:
                 assert ast.unparse(node.func.value).split("(")[0] in {"posix", "store", "store_of"}, (
                     f"{file}:{node.lineno}"
@@ -57,7 +63,7 @@ def test_only_storage_opens_files() -> None:
     for file in FILES:
         if "storage" in file.parts:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in list_nodes(file):
             if isinstance(node, ast.Call):
                 bare = node.func.id if isinstance(node.func, ast.Name) else ""
                 method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
