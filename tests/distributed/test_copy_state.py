@@ -187,7 +187,7 @@ members = st.sets(st.integers(0, 3), min_size=1).map(sorted)
 
 
 @given(st.sampled_from(SUB_LAYOUTS), members, st.sampled_from(SUB_LAYOUTS), members)
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(25, least=6))
 def test_any_layout_moves_into_any_other(
     ranks: Ranks, before: str, old_ranks: list[int], after: str, new_ranks: list[int]
 ) -> None:
