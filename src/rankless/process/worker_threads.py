@@ -11,6 +11,10 @@ from typing import TypeVar
 #: Threads that move bytes. Storage needs requests in flight, not processors.
 THREADS = 4
 
+#: Fewer bytes are moved by the calling thread: it takes less time than to start threads. A save and a load of 33 kB
+#: started eleven and seven.
+_FEW_BYTES = 2**20
+
 #: Added to the niceness of threads in the background, so that training has precedence.
 _NICENESS = 10
 
@@ -18,10 +22,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def count_threads(nbytes: int, threads: int = THREADS) -> int:
+    """Return how many of ``threads`` are to move ``nbytes`` between memory and files: one if they are few."""
+    return threads if nbytes >= _FEW_BYTES else 1
+
+
 def run_in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Call ``work`` on every item in a few threads. The first error stops the others and is raised."""
+    """Call ``work`` on every item in a few threads; one is the calling thread. The first error stops the others."""
     items = list(items)
-    if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
+    if len(items) < 2 or threads == 1:  # noqa: PLR2004 - one item needs no thread
         return [work(item) for item in items]
     # Not a ThreadPoolExecutor: it accepts no work once the main thread has ended, and saves may still be running.
     pending, lock = iter(enumerate(items)), threading.Lock()

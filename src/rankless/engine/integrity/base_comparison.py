@@ -26,7 +26,7 @@ from rankless.engine.plan.tensor_ranges import TensorRanges
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import crc64
-from rankless.process.worker_threads import run_in_threads
+from rankless.process.worker_threads import count_threads, run_in_threads
 from rankless.storage import posix
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
@@ -116,7 +116,7 @@ class BaseComparison:
                 return []  # the file is corrupt, or the tensor has changed: it is written in either case
             return fragments
 
-        fragments = run_in_threads(hash_chunk, range(len(chunks)))
+        fragments = run_in_threads(hash_chunk, range(len(chunks)), count_threads(sum(chunk.size for chunk in chunks)))
         striped = run_in_threads(lambda shard: _hash_striped(shard, self._shard_of), self._hashable_striped(tensors))
         return sum_fragments(concatenate_tables([_tabulate(fragments), *striped]), self._plan.tensor_sizes)
 
@@ -175,7 +175,8 @@ class BaseComparison:
         try:
             posix.check_regular(path, within=(self._folder,))  # a pipe would block
             with closing(BufferedReader(path)) as reader:
-                return run_in_threads(lambda file_range: self._matches(file_range, reader), ranges)
+                threads = count_threads(len(ranges) * _SAMPLE_BYTES)
+                return run_in_threads(lambda file_range: self._matches(file_range, reader), ranges, threads)
         except (StorageError, CorruptCheckpointError):
             return [False] * len(ranges)
 

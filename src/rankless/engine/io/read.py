@@ -10,9 +10,9 @@ from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.sources import Source, paths_of
-from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
+from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, count_bytes, tensor_chunks
 from rankless.ondisk.block_crcs import Fragment, crc64
-from rankless.process.worker_threads import THREADS, run_in_threads
+from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.memory import Bytes
@@ -63,7 +63,8 @@ def read_host_shared(
         _open_buffers(sink_of, _FILE_GRAIN, streams if file_ranges else ()) as buffers,
     ):
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
-        return _read_all(reader, chunks, _FILE_GRAIN.threads, buffers, on_moved)
+        threads = count_threads(count_bytes(file_ranges), _FILE_GRAIN.threads)
+        return _read_all(reader, chunks, threads, buffers, on_moved)
 
 
 class _ReadGrain(NamedTuple):

@@ -35,7 +35,7 @@ from rankless.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, te
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import OwnedStripe
 from rankless.observe.spans import traced
-from rankless.process.worker_threads import run_in_threads
+from rankless.process.worker_threads import count_threads, run_in_threads
 from rankless.storage.memory import Bytes
 
 #: If tensors are on accelerators, others of at most this size in bytes, such as the step counts of an optimizer, are
@@ -137,7 +137,8 @@ def stage_tensors(
     with on_devices.abandon_on_error():
         sampled_on_device = deferred.sample_on_devices(staged.later_on_device)
         on_devices.enqueue(memory, staged.on_device, staged.later_on_device, sampled_on_device)
-        run_in_threads(lambda staged_chunk: _copy_chunk(staged_chunk, shard_of), staged.now)
+        threads = count_threads(sum(part.chunk.size for part in staged.now))
+        run_in_threads(lambda staged_chunk: _copy_chunk(staged_chunk, shard_of), staged.now, threads)
         sampled = sample_chunks(staged.later, deferred.sampled_chunks, deferred.save_number, shard_of)
         if p2p is not None:
             for file_range, stripe in assemble_stripes(plan.stripe_tasks, shard_of, p2p):

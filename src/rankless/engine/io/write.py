@@ -19,10 +19,10 @@ from rankless.engine.io.requests import (
     merge_fragments,
 )
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, alternate_files, file_chunks
+from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, alternate_files, count_bytes, file_chunks
 from rankless.observe.spans import span, traced
 from rankless.ondisk.block_crcs import Fragment, crc64
-from rankless.process.worker_threads import THREADS, run_in_threads
+from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
 from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
 from rankless.storage.memory import BufferPool, Bytes
 
@@ -68,12 +68,12 @@ def _schedule_chunks(
     file_ranges: Sequence[FileRange], writers: Collection[FileWriter]
 ) -> tuple[Iterator[IoChunk], int]:
     """Return the chunks in the order in which threads begin them, and the number of threads."""
-    chunks = file_chunks(file_ranges)
+    chunks, nbytes = file_chunks(file_ranges), count_bytes(file_ranges)
     if not any(writer.copies_bytes for writer in writers):
-        return chunks, THREADS
+        return chunks, count_threads(nbytes)
     # A write that copies keeps all others out of its file. So each thread has another file; of one file, a second
     # thread hashes meanwhile.
-    return alternate_files(chunks), min(THREADS, max(2, len(writers)))
+    return alternate_files(chunks), count_threads(nbytes, min(THREADS, max(2, len(writers))))
 
 
 def _iterate_shards(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Iterator[TensorBytes]:

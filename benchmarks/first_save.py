@@ -1,0 +1,108 @@
+"""One process that imports a library, saves a small state for the first time, and saves it again.
+
+``python -m benchmarks.first_save LIBRARY FOLDER SAVES`` steps AdamW before any library is imported. It prints JSON: the
+seconds of processor time of the import, the first save and the first load together, and the wall seconds of each of
+``SAVES`` further saves. Processor time, because a first save starts threads and waits for none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+#: 33 kB of parameters and moments.
+_WIDTH = 52
+
+#: A save into a new path, and a load from it.
+Save = Callable[[Path], object]
+Load = Callable[[Path], object]
+
+
+def main() -> None:
+    """Measure one library, which the command line names."""
+    library, folder, saves = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    model, optimizer = _build_state()
+    began = time.process_time()
+    save, load = LIBRARIES[library](model, optimizer, folder)
+    save(folder / "first")
+    load(folder / "first")
+    first = time.process_time() - began
+    later = []
+    for number in range(saves):
+        optimizer.step()
+        later.append(_time_save(save, folder / f"later_{number}"))
+    print(json.dumps({"first": first, "later": later}))
+
+
+def _build_state() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(_WIDTH, _WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(_WIDTH)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _time_save(save: Save, path: Path) -> float:
+    began = time.perf_counter()
+    save(path)
+    return time.perf_counter() - began
+
+
+def _import_functions(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Save, Load]:
+    import rankless  # noqa: PLC0415 - the import is measured, here and below
+
+    def save(path: Path) -> None:
+        rankless.save_checkpoint(folder, path.name, model, optimizer)
+
+    def load(path: Path) -> None:
+        rankless.load_checkpoint(folder, path.name, model, optimizer)
+
+    return save, load
+
+
+def _import_checkpointer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Save, Load]:
+    import rankless  # noqa: PLC0415
+
+    checkpointer = rankless.Checkpointer(folder, model=model, optimizer=optimizer)
+
+    def save(path: Path) -> None:
+        checkpointer.save(path.name)
+
+    def load(path: Path) -> None:
+        checkpointer.resume(path.name)
+
+    return save, load
+
+
+def _import_dcp(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Save, Load]:
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+
+    del folder
+
+    def save(path: Path) -> None:
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+
+    def load(path: Path) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    return save, load
+
+
+LIBRARIES: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer, Path], tuple[Save, Load]]] = {
+    "rankless": _import_functions,
+    "rankless, Checkpointer": _import_checkpointer,
+    "PyTorch DCP": _import_dcp,
+}
+
+
+if __name__ == "__main__":
+    main()
