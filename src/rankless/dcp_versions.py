@@ -9,12 +9,16 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
-__all__ = ["DCP_VERSION", "SerializationFormat"]
+__all__ = ["DCP_VERSION", "KNOWS_CHECKPOINTABLE_TENSORS", "SerializationFormat"]
 
 #: The version in the metadata of DCP folders. Not needed from torch 2.9 on; 2.7 and 2.8 write none, and ignore it.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
+
+#: Whether torch's planners know the protocol ``CheckpointableTensor``. Not needed from torch 2.14 on.
+KNOWS_CHECKPOINTABLE_TENSORS = hasattr(dcp, "CheckpointableTensor")
 
 if TYPE_CHECKING or hasattr(filesystem, "SerializationFormat"):
     from torch.distributed.checkpoint.filesystem import SerializationFormat

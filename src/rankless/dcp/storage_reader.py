@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from rankless.dcp.reader.dcp_directory import is_dcp
+from rankless.dcp.shard_check import check_shards
 from rankless.dcp.verified_records import DcpFolder
 from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
 from rankless.run.cleanup import finish_interrupted_replace
@@ -88,6 +89,7 @@ class FileSystemReader(StorageReader):
         folder = self._folder
         if folder is None:
             raise InvalidArgumentError(f"the metadata of {self.path} was not read: call read_metadata first")
+        check_shards(planner)
         background_saves.wait_for_copies()  # they may still read the tensors that are filled here
         for item in sorted(plan.items, key=folder.locate_record):
             if item.type == LoadItemType.BYTE_IO:

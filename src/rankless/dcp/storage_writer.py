@@ -22,6 +22,7 @@ from torch.futures import Future
 from rankless.dcp.pending_dcp import check_same_on_all_ranks
 from rankless.dcp.reader import checksums_json
 from rankless.dcp.save_output import make_output
+from rankless.dcp.shard_check import check_checkpointable, check_shards
 from rankless.dcp.write_results import (
     WrittenItem,
     check_all_written,
@@ -101,6 +102,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state dict to the CPU: see torch's ``AsyncStager``. Nothing has to be copied ahead then."""
+        check_checkpointable(state_dict)  # the copies lack its attributes
         self.per_thread_copy_ahead = 0
         return super().stage(state_dict)
 
@@ -135,6 +137,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Write this rank's files, make them durable, and hash them."""
         results: Future[list[WriteResult]] = Future()
         try:
+            check_shards(planner)
             with self._output.open_folder(sum(map(_count_bytes, plan.items))) as folder:
                 results.set_result(self._output.keep_files(folder, self._write_files(folder, plan, planner)))
         except Exception as error:  # noqa: BLE001 - reported to rank 0, which removes the folder

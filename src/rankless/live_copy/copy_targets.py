@@ -184,4 +184,5 @@ def _stop_of(span: tuple[int, int]) -> int:
 
 def _shard_of(target: TensorView, global_rank: int) -> object:
     layout = target.layout
-    return None if layout is None else (layout.division, layout_types.coordinate_of_rank(layout, global_rank))
+    place = None if layout is None else (layout.division, layout_types.coordinate_of_rank(layout, global_rank))
+    return place, target.pieces

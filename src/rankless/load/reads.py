@@ -19,9 +19,11 @@ from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan import layout_types
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.global_spec import GlobalTensor
+from rankless.engine.plan.layout_types import BoxSharded
 from rankless.engine.plan.load_plan import BroadcastChunk, LoadPlan, plan_load
 from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.engine.plan.stripe_owners import Locate, contiguous_requests
+from rankless.errors import UnsupportedTensorError
 from rankless.formats.reader import FileExtent, Reader
 from rankless.formats.remapped_reader import TensorMapping, find_mappings, underlying_reader
 from rankless.observe.spans import traced
@@ -130,13 +132,18 @@ class Reads:
             locate = joined.get(number)
             return files.locate_bytes(number, start, stop) if locate is None else locate(start, stop)
 
-        global_rank = ranks.global_ranks()[ranks.rank]
+        by_key = dict(zip(keys, tensors, strict=True))
         return cls(
             plan=plan_load(requested, ranks.rank, locate_requested, exchange=exchange),
             number=number,
             mappings=mappings,
             alias_ranges=[
-                _shard_file_ranges(target, mappings[key].info, global_rank, files.locate_mapping(key[0], mappings[key]))
+                _alias_file_ranges(
+                    _Alias(key, target, targets.targets[key], by_key[key]),
+                    mappings[key].info,
+                    ranks,
+                    files.locate_mapping(key[0], mappings[key]),
+                )
                 for key, target in targets.aliased_targets
             ],
             files=list(files.numbers),
@@ -237,11 +244,34 @@ def _target_bytes(target: TensorView, info: TensorInfo) -> TensorBytes:
     return TensorBytes(target.local, DTYPES[info.dtype])
 
 
-def _shard_file_ranges(target: TensorView, info: TensorInfo, global_rank: int, locate: Locate) -> list[FileRange]:
-    """Return the file ranges of this rank's shard of a target."""
-    coordinate = () if target.layout is None else layout_types.coordinate_of_rank(target.layout, global_rank)
+class _Alias(NamedTuple):
+    """A further target of a stored tensor, the first one, and the tensor as all ranks request it."""
+
+    key: _Key
+    target: TensorView
+    first: TensorView
+    requested: GlobalTensor
+
+
+def _alias_file_ranges(alias: _Alias, info: TensorInfo, ranks: RankGroup, locate: Locate) -> list[FileRange]:
+    """Return the file ranges of this rank's shard of a further target.
+
+    Raises ``UnsupportedTensorError`` if only one of both targets is divided by the rule of its layout.
+    """
+    target, first, requested = alias.target, alias.first, alias.requested
+    has_pieces = any(isinstance(placement, BoxSharded) for _, placement in requested.division)
+    if (has_pieces or target.pieces is not None) and (target.layout, target.pieces) != (first.layout, first.pieces):
+        raise UnsupportedTensorError(
+            f"{alias.key[0]} tensor {alias.key[1]!r} is tied to another one in the checkpoint; here both are separate, "
+            "and their shards have different sizes: shard them alike, or tie them"
+        )
+    if has_pieces:
+        division, coordinate = requested.division, requested.coordinate_of(ranks.rank)
+    elif target.layout is None:
+        division, coordinate = (), ()
+    else:
+        global_rank = ranks.global_ranks()[ranks.rank]
+        division, coordinate = target.layout.division, layout_types.coordinate_of_rank(target.layout, global_rank)
     if coordinate is None:
         return []
-    return list(
-        contiguous_requests(local_shard(info, target.layout.division if target.layout else (), coordinate), locate)
-    )
+    return list(contiguous_requests(local_shard(info, division, coordinate), locate))

@@ -9,7 +9,7 @@ from typing import Any
 
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
-from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
@@ -50,6 +50,7 @@ class Inventory:
         self._meshes: dict[MeshShape, int] = {}
         self._layouts: dict[LayoutSpec, int] = {}
         self._tensors: list[TensorSpec] = []
+        self._pieces: list[NamedPieces] = []
         self.tied: dict[str, dict[str, str]] = {}
         self.names: dict[str, list[str]] = {}
 
@@ -69,6 +70,8 @@ class Inventory:
         self._tensors.append(
             TensorSpec(group, name, dtype or tensor.dtype, tensor.shape, layout, shared, splits, apart)
         )
+        if tensor.pieces is not None:
+            self._pieces.append(NamedPieces(group, name, tensor.pieces))
 
     def _layout_index(self, layout: PlacementLayout) -> int:
         mesh = self._meshes.setdefault(layout.mesh, len(self._meshes))
@@ -79,8 +82,8 @@ class Inventory:
         return Spec(tuple(self._layouts), tuple(self._tensors), self.tied, self.names)
 
     def build_meshes(self) -> Meshes:
-        """Return the meshes that the spec refers to by number."""
-        return Meshes(tuple(self._meshes))
+        """Return the meshes that the spec refers to by number, and the pieces that this rank holds of some tensors."""
+        return Meshes(tuple(self._meshes), tuple(self._pieces))
 
 
 @dataclass

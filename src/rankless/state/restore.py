@@ -516,6 +516,9 @@ class LoadTargets:
     @traced("apply", "apply")
     def apply(self) -> None:
         """Put the values in place, once all tensors are filled."""
+        for target in self._iterate_targets():
+            if target.packed is not None:
+                target.packed.unpack(target.local)
         for slot, view in self._views.items():
             self._apply_model(slot, view)
         optimizer_restores = self._optimizer_restores.values()

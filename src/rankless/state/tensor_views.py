@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -13,10 +15,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Replicated, Sharded
 from rankless.engine.plan.layout_types import Placement as PlannedPlacement
+from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded, is_dividing
+from rankless.engine.plan.shard_byte_ranges import shard_shape
+from rankless.engine.plan.spec import Pieces
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.header import DIMENSIONS
+from rankless.state.declared_boxes import DeclaredBoxes, PackedBoxes, boxes_of_checkpointable, boxes_of_chunk_list
+from rankless.state.mesh_order import order_mesh, place_of
 
 #: The torch dtype of each safetensors dtype.
 DTYPES = {
@@ -48,21 +54,37 @@ _INT8_PARAMS = "Int8Params", torch.int8
 #: Classes whose tensors are made of elements in memory if torch says that they are dense.
 PLAIN_CLASSES = frozenset({torch.Tensor, nn.Parameter})
 
-#: The ranks of meshes. Cached, because torch takes 0.2 ms to compute them each time.
-_MESH_SHAPES: WeakKeyDictionary[DeviceMesh, MeshShape] = WeakKeyDictionary()
+
+class _PlacedLayout(NamedTuple):
+    """A layout, and the place of this rank in its mesh and its coordinate in torch's; ``None`` if it is not there."""
+
+    layout: PlacementLayout
+    place: tuple[int, ...] | None
+    coordinate: tuple[int, ...]
+
+
+#: The layouts of each mesh by placements and shard order. Cached: torch takes 0.2 ms to compute the ranks of a mesh.
+_LAYOUTS: WeakKeyDictionary[DeviceMesh, dict[object, _PlacedLayout]] = WeakKeyDictionary()
 
 
 class TensorView(msgspec.Struct, frozen=True):
-    """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's shard."""
+    """A tensor as a checkpoint sees it. ``layout`` is ``None`` for a plain tensor; ``local`` is this rank's shard.
+
+    ``pieces`` are what this rank holds, if that does not follow from the layout. A tensor that says itself which boxes
+    it holds has ``declared``; of several, ``local`` is a copy in one buffer, and ``packed`` copies it back.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     layout: PlacementLayout | None
     local: torch.Tensor
+    pieces: Pieces | None = None
+    declared: DeclaredBoxes | None = None
+    packed: PackedBoxes | None = None
 
     def is_divided(self) -> bool:
         """Return whether ranks hold different shards of it."""
-        return self.layout is not None and bool(self.layout.division)
+        return self.pieces is not None or (self.layout is not None and bool(self.layout.division))
 
 
 def check_present(tensor: TensorView, subject: str) -> None:
@@ -122,33 +144,112 @@ def view_of(tensor: torch.Tensor, subject: str) -> TensorView:
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if the tensor cannot be stored.
     """
-    layout = None
+    layout = pieces = declared = None
     local = tensor
     if isinstance(tensor, DTensor):
-        layout = convert_layout(tensor, subject)
-        local = tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
+        placed = _place_rank(tensor, subject)
+        layout, local = placed.layout, tensor._local_tensor  # noqa: SLF001 - to_local() would be traced by autograd
     if not is_plain(local):
         check_kind(local, subject)
+    if isinstance(tensor, DTensor):
+        declared = boxes_of_chunk_list(local, tuple(tensor.shape), subject)
+        pieces = None if declared else _find_sizes(tensor, placed, local, subject)
+    else:
+        declared = boxes_of_checkpointable(tensor, subject)
     if local.ndim > DIMENSIONS:
         raise UnsupportedTensorError(f"{subject} has {local.ndim} dimensions; at most {DIMENSIONS} can be stored")
     name = NAMES.get(tensor.dtype)
     if name is None:
         raise UnsupportedTensorError(f"{subject} has dtype {tensor.dtype}, which safetensors files cannot hold")
-    return TensorView(name, tuple(tensor.shape), layout, local)
+    if declared is not None and not declared.is_whole:
+        return view_boxes(local, declared, subject, layout)
+    return TensorView(name, tuple(tensor.shape), layout, local, pieces)
+
+
+def view_boxes(
+    local: torch.Tensor, declared: DeclaredBoxes, subject: str, layout: PlacementLayout | None = None
+) -> TensorView:
+    """Return the view of a tensor of which ``local`` has the ``declared`` boxes.
+
+    Raises ``UnsupportedTensorError``, which names ``subject``, if it is on the meta device and not just one box.
+    """
+    pieces, packed, held = Pieces(boxes=declared.boxes), None, local
+    if len(declared.boxes) != 1 or declared.boxes[0].shape != declared.local_shape:
+        if local.is_meta:
+            raise UnsupportedTensorError(
+                f"{subject} is on the meta device and has several parts or padding: give it memory before you load"
+            )
+        if len(declared.boxes) > 1:
+            packed = PackedBoxes(local.detach(), declared)
+            held = packed.pack()
+        else:
+            held = local.detach()[declared.slices()[0]] if declared.boxes else local.detach().reshape(-1)[:0]
+    return TensorView(NAMES[local.dtype], declared.shape, layout, held, pieces, declared, packed)
 
 
 def convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
     """Return the layout of a DTensor. Raises ``UnsupportedTensorError``, which names ``subject``."""
-    placements = tuple(_convert_placement(placement, subject) for placement in tensor.placements)
-    return PlacementLayout(_convert_mesh(tensor.device_mesh), placements)
+    return _place_rank(tensor, subject).layout
 
 
-def _convert_mesh(mesh: DeviceMesh) -> MeshShape:
-    mesh_shape = _MESH_SHAPES.get(mesh)
-    if mesh_shape is None:
-        ranks = mesh.mesh
-        mesh_shape = _MESH_SHAPES[mesh] = MeshShape(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
-    return mesh_shape
+def has_uneven_shard(tensor: DTensor, subject: str) -> bool:
+    """Return whether this rank's shard has another size than torch's rule gives it. Raises as :func:`view_of` does."""
+    return _find_sizes(tensor, _place_rank(tensor, subject), local_tensor(tensor), subject) is not None
+
+
+def _place_rank(tensor: DTensor, subject: str) -> _PlacedLayout:
+    """Return the layout of a DTensor with the place of this rank."""
+    mesh = tensor.device_mesh
+    key = tensor.placements, getattr(tensor._spec, "shard_order", None)  # noqa: SLF001 - it has no public name
+    of_mesh = _LAYOUTS.setdefault(mesh, {})
+    placed = of_mesh.get(key)
+    if placed is None:
+        placements = tuple(_convert_placement(placement, subject) for placement in tensor.placements)
+        placements = _apply_shard_order(tensor, placements)
+        dividing = frozenset(dim for dim, size in enumerate(mesh.shape) if is_dividing(placements[dim], size))
+        ordered, coordinate = order_mesh(mesh, dividing, subject), mesh.get_coordinate()
+        place = None if coordinate is None else place_of(ordered, int(mesh.mesh[tuple(coordinate)]))
+        placed = of_mesh[key] = _PlacedLayout(
+            PlacementLayout(ordered, placements), place, () if coordinate is None else tuple(coordinate)
+        )
+    return placed
+
+
+def _apply_shard_order(tensor: DTensor, placements: tuple[PlannedPlacement, ...]) -> tuple[PlannedPlacement, ...]:
+    """Return the placements with the strides of the order in which torch divides by mesh dimensions, if it has one."""
+    converted = list(placements)
+    for entry in getattr(tensor._spec, "shard_order", None) or ():  # noqa: SLF001 - torch has no public name for it
+        mesh_dims = tuple(entry.mesh_dims)
+        if list(mesh_dims) == sorted(mesh_dims):
+            continue
+        for number, dim in enumerate(mesh_dims):
+            split = math.prod(tensor.device_mesh.size(other) for other in mesh_dims[:number] if other > dim)
+            converted[dim] = Sharded(entry.tensor_dim, split)
+    return tuple(converted)
+
+
+def _find_sizes(tensor: DTensor, placed: _PlacedLayout, local: torch.Tensor, subject: str) -> Pieces | None:
+    """Return the sizes of this rank's shard if they are not those of torch's rule.
+
+    Raises ``UnsupportedTensorError``, which names ``subject``, if they follow the order of the mesh and not that of its
+    groups: then torch has cut the shard, or filled it up.
+    """
+    layout, place, coordinate = placed
+    if place is None:
+        return None
+    shape, sizes = tuple(tensor.shape), tuple(local.shape)
+    expected = shard_shape(shape, layout.placements, layout.mesh.shape, place)
+    if sizes == expected or (0 in sizes and 0 in expected):
+        return None
+    if coordinate != place and sizes == shard_shape(shape, layout.placements, layout.mesh.shape, coordinate):
+        raise UnsupportedTensorError(
+            f"{subject} of shape {list(shape)} has a shard of shape {list(sizes)}, which is that of the place of this "
+            f"rank in the device mesh {tensor.device_mesh.mesh.tolist()}; torch divides by the rank in the process "
+            f"group, where it is {list(expected)}: make the mesh with ascending ranks"
+        )
+    if len(sizes) != len(shape):
+        raise UnsupportedTensorError(f"{subject} has shape {list(shape)}, and a shard of shape {list(sizes)}")
+    return Pieces(sizes)
 
 
 def _convert_placement(placement: Placement, subject: str) -> PlannedPlacement:

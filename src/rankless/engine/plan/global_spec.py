@@ -12,8 +12,9 @@ import msgspec
 
 from rankless.engine.plan import layout_types
 from rankless.engine.plan.layout_types import Coordinate, Division, MeshShape, PlacementLayout
+from rankless.engine.plan.piece_layout import RankPart, lay_out_pieces
 from rankless.engine.plan.shard_byte_ranges import local_shard
-from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Pieces, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import RankMismatchError, StateError
 from rankless.ondisk.data_files import TensorInfo, intern_info
@@ -177,8 +178,11 @@ class GlobalSpec:
                 )
             self._require_equally_frozen(tensor_specs)
         naming = tuple([(number, other.layout) for number, other in tensor_specs])
-        holders = self._holder_tables.get(naming)
-        if holders is None:
+        if (tensor.group, tensor.name) in self._names_in_pieces:
+            holders = self._lay_out_pieces(tensor, naming)
+        elif naming in self._holder_tables:
+            holders = self._holder_tables[naming]
+        else:
             holders = self._holder_tables[naming] = self._build_holder_table(tensor, naming)
         info = intern_info(tensor.dtype, tensor.shape)
         global_tensor = GlobalTensor(
@@ -202,6 +206,37 @@ class GlobalSpec:
             division=divisions[0][1],
             is_complete={*reporting_ranks}.issuperset(rank for layout in layouts for rank in layout.mesh.ranks),
         )
+
+    def _lay_out_pieces(self, tensor: TensorSpec, naming: _Naming) -> _HolderTable:
+        """Return the holders of a tensor of which ranks hold other parts than a layout describes."""
+        reporting_ranks = self._ranks_of_specs([number for number, _ in naming])
+        layout_of = dict(naming)
+        key = tensor.group, tensor.name
+        parts = {}
+        for rank in reporting_ranks:
+            number, table = self.spec_of[rank], self.table_of[rank]
+            layout = layout_of[number]
+            on_rank = None
+            if layout is not None:
+                (on_rank,) = self._on_meshes(self.specs[number].layouts[layout], [table])
+            parts[rank] = RankPart(on_rank, self._pieces_by_table[table].get(key))
+        layouts = tuple(dict.fromkeys(part.layout for part in parts.values() if part.layout is not None))
+        self._check_meshes(tensor, layouts)
+        joint = lay_out_pieces(f"{tensor.group} tensor {tensor.name!r}", tensor.shape, parts)
+        if joint is None:
+            return _HolderTable(reporting_ranks, reporting_ranks, (), (), is_complete=True)
+        joint = layout_types.intern_layout(joint)
+        return _HolderTable(reporting_ranks, (), (joint,), joint.division, is_complete=True)
+
+    @cached_property
+    def _pieces_by_table(self) -> list[dict[tuple[str, str], Pieces]]:
+        """The pieces in each mesh table, by group and name of their tensor."""
+        return [{(named.group, named.name): named.pieces for named in table.pieces} for table in self.mesh_tables]
+
+    @cached_property
+    def _names_in_pieces(self) -> set[tuple[str, str]]:
+        """The group and name of each tensor of which some rank holds pieces."""
+        return {key for pieces in self._pieces_by_table for key in pieces}
 
     def _divisions_of(self, number: int, layout: int | None) -> tuple[Division, ...]:
         return ((),) if layout is None else self._divisions_by_spec[number][layout]

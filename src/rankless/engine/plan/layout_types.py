@@ -9,6 +9,8 @@ from typing import TypeGuard
 
 import msgspec
 
+from rankless.engine.plan.ranges import IndexBox
+
 #: The index of a shard among the shards of a tensor: one number for each mesh dimension that divides the tensor.
 Coordinate = tuple[int, ...]
 
@@ -44,10 +46,20 @@ class FlatSharded(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     length: int
 
 
-Placement = Replicated | Sharded | FlatSharded
+class BoxSharded(msgspec.Struct, frozen=True, array_like=True, tag="b", cache_hash=True):
+    """A placement in which each shard consists of boxes of the tensor: ``boxes`` has those of each shard.
+
+    ``shards`` has the number of the shard of each rank along the mesh dimension; a division has none.
+    """
+
+    boxes: tuple[tuple[IndexBox, ...], ...]
+    shards: tuple[int, ...] = ()
+
+
+Placement = Replicated | Sharded | FlatSharded | BoxSharded
 
 #: Division of a tensor, without ranks: the number of shards and the placement of each mesh dimension that divides it.
-Division = tuple[tuple[int, Sharded | FlatSharded], ...]
+Division = tuple[tuple[int, Sharded | FlatSharded | BoxSharded], ...]
 
 
 class PlacementLayout(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
@@ -59,13 +71,31 @@ class PlacementLayout(msgspec.Struct, frozen=True, array_like=True, cache_hash=T
     @property
     def division(self) -> Division:
         """The mesh dimensions that divide the tensor; without those that replicate and those of one rank."""
+        if self.placements and isinstance(boxed := self.placements[0], BoxSharded):
+            return ((len(boxed.boxes), BoxSharded(boxed.boxes)),)
         axes = zip(self.mesh.shape, self.placements, strict=True)
         return tuple((size, placement) for size, placement in axes if is_dividing(placement, size))
 
 
-def is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatSharded]:
+def is_dividing(placement: Placement, size: int) -> TypeGuard[Sharded | FlatSharded | BoxSharded]:
     """Return whether a placement over ``size`` ranks divides a tensor."""
-    return isinstance(placement, FlatSharded) or (isinstance(placement, Sharded) and size > 1)
+    return isinstance(placement, FlatSharded | BoxSharded) or (isinstance(placement, Sharded) and size > 1)
+
+
+def axes_by_dim(layout: PlacementLayout) -> dict[int, list[int]]:
+    """Return the mesh dimensions that divide each dimension of a tensor; those that divide it first come first."""
+    axes_of_dim: dict[int, list[int]] = {}
+    for axis in reversed(range(len(layout.placements))):
+        placement, size = layout.placements[axis], layout.mesh.shape[axis]
+        if not is_dividing(placement, size):
+            continue
+        dim, split = (placement.dim, placement.split) if isinstance(placement, Sharded) else (0, 1)
+        axes, place, parts = axes_of_dim.setdefault(dim, []), 0, 1
+        while parts < split and place < len(axes):  # mesh dimensions to its right divide first
+            parts *= layout.mesh.shape[axes[place]]
+            place += 1
+        axes.insert(place, axis)
+    return axes_of_dim
 
 
 @lru_cache(maxsize=4096)
@@ -82,6 +112,8 @@ def ranks_by_coordinate(layout: PlacementLayout) -> Mapping[Coordinate, tuple[in
     for index, rank in enumerate(layout.mesh.ranks):
         mesh_index = unravel_index(index, layout.mesh.shape)
         coordinate = tuple(at for at, dividing in zip(mesh_index, divides, strict=True) if dividing)
+        if isinstance(boxed := layout.placements[0] if layout.placements else None, BoxSharded):
+            coordinate = (boxed.shards[index],)
         holders.setdefault(coordinate, []).append(rank)
     return {coordinate: tuple(sorted(ranks)) for coordinate, ranks in holders.items()}
 

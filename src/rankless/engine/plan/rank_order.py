@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankless.engine.plan.global_spec import GlobalTensor
-from rankless.engine.plan.layout_types import FlatSharded, Placement, PlacementLayout, is_dividing
+from rankless.engine.plan.layout_types import BoxSharded, FlatSharded, Placement, PlacementLayout, axes_by_dim
 from rankless.engine.plan.stripe_owners import is_striped
 
 _Numbers = NDArray[np.int64]
@@ -99,6 +99,8 @@ def _find_writers(holders: _Holders) -> _Writers:
 
 def _number_shards(layout: PlacementLayout) -> _Numbers:
     """Return the number of the shard of each rank of a mesh, in the order of the bytes of the shards."""
+    if layout.placements and isinstance(boxed := layout.placements[0], BoxSharded):
+        return np.array(boxed.shards, np.int64)
     index = np.unravel_index(np.arange(len(layout.mesh.ranks)), layout.mesh.shape)
     numbers = np.zeros(len(layout.mesh.ranks), np.int64)
     for axis in _order_axes(layout):
@@ -108,15 +110,5 @@ def _number_shards(layout: PlacementLayout) -> _Numbers:
 
 def _order_axes(layout: PlacementLayout) -> list[int]:
     """Return the mesh dimensions that divide a tensor; those that divide it into the largest parts first."""
-    axes_of_dim: dict[int, list[int]] = {}
-    for axis in reversed(range(len(layout.placements))):
-        placement, size = layout.placements[axis], layout.mesh.shape[axis]
-        if not is_dividing(placement, size):
-            continue
-        dim, split = (0, 1) if isinstance(placement, FlatSharded) else (placement.dim, placement.split)
-        axes, place, parts = axes_of_dim.setdefault(dim, []), 0, 1
-        while parts < split and place < len(axes):  # mesh dimensions to its right divide first
-            parts *= layout.mesh.shape[axes[place]]
-            place += 1
-        axes.insert(place, axis)
+    axes_of_dim = axes_by_dim(layout)
     return [axis for dim in sorted(axes_of_dim) for axis in axes_of_dim[dim]]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.plan.layout_types import Coordinate, Division, FlatSharded, Sharded
-from rankless.engine.plan.ranges import ElementRange, merge_ranges
+from rankless.engine.plan.layout_types import BoxSharded, Coordinate, Division, FlatSharded, Placement, Sharded
+from rankless.engine.plan.ranges import ElementRange, IndexBox, merge_ranges
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 
@@ -102,6 +102,8 @@ def local_shard(info: TensorInfo, division: Division, coordinate: Coordinate) ->
         return LocalShard((info.nbytes,), (_make_segments(0, info.nbytes),))
     if isinstance(flat := division[0][1], FlatSharded):
         return _flat_shard(info, flat, coordinate[0])
+    if isinstance(boxed := division[0][1], BoxSharded):
+        return _boxed_shard(info, boxed, coordinate[0])
     dims = [_make_segments(0, size) for size in info.shape]
     for (count, placement), index in zip(division, coordinate, strict=True):
         if isinstance(placement, Sharded):
@@ -139,7 +141,7 @@ def even_shards(info: TensorInfo, division: Division) -> EvenShards | None:
     if isinstance(placement, FlatSharded):
         size = dtype_width(info.dtype)
         return EvenShards(placement.length * size, placement.offset * size, info.nbytes)
-    if placement.dim or placement.split != 1:
+    if not isinstance(placement, Sharded) or placement.dim or placement.split != 1:
         return None
     rows = info.shape[0]
     return EvenShards(_chunk_range(rows, count, 0).stop * (info.nbytes // rows), 0, info.nbytes)
@@ -150,6 +152,49 @@ def _flat_shard(info: TensorInfo, flat: FlatSharded, index: int) -> LocalShard:
     numel = info.nbytes // size
     start, stop = (min(max(edge * flat.length - flat.offset, 0), numel) for edge in (index, index + 1))
     return LocalShard((info.nbytes,), (_make_segments(start * size, stop * size),))
+
+
+def _boxed_shard(info: TensorInfo, boxed: BoxSharded, index: int) -> LocalShard:
+    """Return a shard of boxes: by axes if each shard of the tensor is one box, else as ranges of the whole tensor."""
+    size = dtype_width(info.dtype)
+    split_dims = sorted(
+        {
+            dim
+            for boxes in boxed.boxes
+            for dim, extents in enumerate(zip(boxes[0].shape, info.shape, strict=True))
+            if extents[0] != extents[1]
+        }
+    )
+    if split_dims and all(len(boxes) == 1 for boxes in boxed.boxes):
+        (box,) = boxed.boxes[index]
+        return _fold_axes(info.shape, size, _box_segments(box), split_dims)
+    ranges = sorted(element_range for box in boxed.boxes[index] for element_range in _box_ranges(info.shape, size, box))
+    return LocalShard((info.nbytes,), (tuple(merge_ranges(ranges)),))
+
+
+def _box_segments(box: IndexBox) -> list[tuple[ElementRange, ...]]:
+    return [_make_segments(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True)]
+
+
+def _box_ranges(shape: tuple[int, ...], size: int, box: IndexBox) -> Iterator[ElementRange]:
+    """Yield the ranges of bytes of a box."""
+    segments = (*_box_segments(box), _make_segments(0, size))
+    yield from merge_ranges(_iter_product((*shape, size), segments))
+
+
+@lru_cache(maxsize=4096)
+def shard_shape(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], place: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the shape of the shard that torch's rule gives to the rank at ``place`` in a mesh."""
+    sizes = list(shape)
+    for placement, count, index in zip(placements, mesh_shape, place, strict=True):
+        if isinstance(placement, Sharded):
+            total = sizes[placement.dim]
+            chunks = (_chunk_range(total, placement.split, number) for number in range(placement.split))
+            shards = (_chunk_range(stop - start, count, index) for start, stop in chunks)
+            sizes[placement.dim] = sum(stop - start for start, stop in shards)
+    return tuple(sizes)
 
 
 def _fold_axes(

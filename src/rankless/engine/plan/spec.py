@@ -11,6 +11,7 @@ import hashlib
 import msgspec
 
 from rankless.engine.plan.layout_types import MeshShape, Placement
+from rankless.engine.plan.ranges import IndexBox
 from rankless.engine.plan.split_tensors import Splits
 
 #: The group of tensors that belong to single ranks; their names begin with the rank and a slash.
@@ -62,10 +63,33 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
         return _encode(self)
 
 
+class Pieces(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank holds of a tensor that is not divided by the rule of its layout.
+
+    Either ``boxes`` of the tensor, or the ``sizes`` of its shard in each dimension: then the place of the shard follows
+    from the sizes of the shards before it.
+    """
+
+    sizes: tuple[int, ...] = ()
+    boxes: tuple[IndexBox, ...] | None = None
+
+
+class NamedPieces(msgspec.Struct, frozen=True, array_like=True):
+    """The pieces that a rank holds of the tensor with this name."""
+
+    group: str
+    name: str
+    pieces: Pieces
+
+
 class Meshes(msgspec.Struct, frozen=True, array_like=True):
-    """The meshes of one rank's spec, over global ranks."""
+    """The meshes of one rank's spec, over global ranks, and what the rank holds of tensors with other divisions.
+
+    Few tensors have such divisions, and most ranks none; what they hold differs on each rank.
+    """
 
     table: tuple[MeshShape, ...] = ()
+    pieces: tuple[NamedPieces, ...] = ()
 
     def encode(self) -> bytes:
         """Return the table as bytes; equal tables have equal bytes."""

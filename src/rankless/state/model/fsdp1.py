@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _reshard
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankless.errors import StateError, UnsupportedTensorError
 from rankless.ondisk.wrapper_prefixes import WRAPPERS
+from rankless.state.mesh_order import order_mesh
 from rankless.state.model.flat_shards import FlatShard
 
 
@@ -129,7 +131,7 @@ def _unit_mesh(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple
         # A rank knows only its own groups. The others follow if the ranks of the mesh are at equal distances.
         column = dist.get_process_group_ranks(replicas)
         inferred = [[other + first - rank for other in row] for first in column]
-        grid = inferred if mesh is None else mesh.mesh.tolist()
+        grid = inferred if mesh is None else _order_grid(mesh)
     ranks = tuple(itertools.chain(*grid))
     if row not in grid or len({*ranks} & {*range(dist.get_world_size())}) < len(ranks):
         raise UnsupportedTensorError(
@@ -138,6 +140,13 @@ def _unit_mesh(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple
     if not handle.uses_sharded_strategy:
         return (len(ranks), 1), ranks
     return (len(row),) if replicas is None else (len(grid), len(row)), ranks
+
+
+def _order_grid(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks of a mesh of HYBRID_SHARD: the shards of each row in the order of their process group."""
+    ordered = order_mesh(mesh, frozenset({1}), "a parameter under FSDP1")
+    width = ordered.shape[1]
+    return [list(ordered.ranks[start : start + width]) for start in range(0, len(ordered.ranks), width)]
 
 
 def _join_names(prefix: str, name: str) -> str:

@@ -82,7 +82,8 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
     for name, tensor in view.tensors.items():
         first = merged.tensors.setdefault(name, tensor)
         if first.local is not tensor.local:
-            if (first.dtype, first.shape, first.layout) != (tensor.dtype, tensor.shape, tensor.layout):
+            kinds = [(either.dtype, either.shape, either.layout, either.pieces) for either in (first, tensor)]
+            if kinds[0] != kinds[1]:
                 raise StateError(f"two parts of the model have different tensors named {name!r}")
             merged.duplicates.append((name, tensor))
     merged.duplicates += view.duplicates

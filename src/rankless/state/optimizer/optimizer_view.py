@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from rankless.errors import StateError, UnsupportedTensorError
 from rankless.ondisk.validation import state_key
+from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.optimizer.adapters import Key, OptimizerAdapter, adapt_optimizer
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
-from rankless.state.tensor_views import NAMES, TensorView, view_of
+from rankless.state.tensor_views import NAMES, TensorView, view_boxes, view_of
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,16 @@ def place_states(ref: ParamRef, state: str, value: torch.Tensor) -> TensorView:
         if local is not None:
             return TensorView(NAMES[local.dtype], ref.tensor.shape, ref.tensor.layout, local)
     subject = f"optimizer state {state_key(ref.name, state)!r}"
-    if not isinstance(value, DTensor) and value.numel() > 1 and ref.tensor.is_divided():
+    declared = ref.tensor.declared
+    is_unmarked = not isinstance(value, DTensor) and not is_checkpointable(value)
+    if declared is not None and is_unmarked and value.ndim and tuple(value.shape) == declared.local_shape:
+        return view_boxes(value, declared, subject)  # states do not inherit the attributes
+    if (
+        not isinstance(value, DTensor)
+        and value.numel() > 1
+        and ref.tensor.is_divided()
+        and not is_checkpointable(value)
+    ):
         raise UnsupportedTensorError(
             f"{subject} is a plain tensor of shape {list(value.shape)}, and its parameter is sharded: it is "
             "unknown which part of the state it holds (as for block-quantized states)"

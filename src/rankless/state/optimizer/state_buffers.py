@@ -26,6 +26,8 @@ def provide_state_buffer(
     if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):
         if ref.flat is not None:
             return blank_flat_state(ref.flat, dtype)
+        if ref.tensor.declared is not None:  # padding is not loaded
+            return torch.zeros_like(member.key, dtype=dtype, requires_grad=False)
         return torch.empty_like(member.key, dtype=dtype, requires_grad=False)
     if info.shape == ():
         on_device = bool(group.settings.get("fused") or group.settings.get("capturable"))
@@ -37,6 +39,8 @@ def provide_state_buffer(
 def _fits_state(ref: ParamRef, existing: torch.Tensor, info: TensorInfo) -> bool:
     if ref.flat is not None and existing.ndim:
         return info.shape == ref.tensor.shape and existing.shape == ref.flat.parameter.shape
+    if ref.tensor.declared is not None and existing.ndim:
+        return info.shape == ref.tensor.shape and tuple(existing.shape) == ref.tensor.declared.local_shape
     return tuple(existing.shape) == info.shape
 
 
