@@ -21,7 +21,7 @@ from rankless.ondisk.param_order import BY_NUMBER
 from rankless.state import scheduler as schedulers
 from rankless.state import stateful
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.capture import MODEL, STATE, Inventory
+from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
 from rankless.state.meta_models import MetaModels
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
@@ -497,15 +497,29 @@ class LoadTargets:
             by_name = self.matched_by[slot] != "places"
             tolerance = MatchTolerance(is_partial=by_name and self._policy.may_be_missing(slot), by_name=by_name)
             optimizer_restore = self._optimizer_restores[slot] = OptimizerRestore(
-                groups, self._values[slot]["groups"], infos, tolerance
+                groups, self._values[slot]["groups"], infos, tolerance, self._saved_dtypes(slot)
             )
             for name in optimizer_restore.missing:
                 self.report.add_missing(slot, f"{slot}/{name}")
             for number in optimizer_restore.regrouped:
                 self.report.add_missing(slot, f"{slot}: settings of group {number}")
             for name, tensor in optimizer_restore.targets.items():
+                if tensor.dtype != infos[name].dtype:
+                    self.report.cast.add(slot)
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
+
+    def _saved_dtypes(self, slot: str) -> dict[str, str]:
+        """Return the dtypes in the checkpoint of the parameters of an optimizer, if its states are cast with them."""
+        if not self._policy.cast_dtype:
+            return {}
+        own_slot = MODEL + slot.removeprefix(OPTIMIZER)
+        dtypes: dict[str, str] = {}
+        for group, infos in self._groups.items():
+            if group == MODEL or group.startswith(f"{MODEL}/"):
+                prefix = "" if group in {own_slot, MODEL} else group.removeprefix(f"{MODEL}/") + "/"
+                dtypes |= {prefix + name: info.dtype for name, info in infos.items()}
+        return dtypes
 
     def _view_naming_models(self, slot: str) -> dict[str, ModelView]:
         """Return views of the models that only provide parameter names, by slot."""

@@ -67,8 +67,11 @@ def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
     local_ids = {id(meta.tensor): id(local_tensor(meta.tensor)) for meta in unallocated}
     devices, default = dict(_offloaded_parameters(model)), _default_device(model)
     with torch.no_grad():
+        recurrent = _release_weights(unallocated)
         for meta in unallocated:
             _allocate_in_place(meta.tensor, devices.get(id(meta.tensor), default))
+        for module in recurrent:
+            module._init_flat_weights()  # noqa: SLF001
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 _reset_fsdp_views(module)
@@ -77,6 +80,17 @@ def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
             if initialize is not None:
                 initialize()
     return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
+
+
+def _release_weights(unallocated: Iterable[MetaTensor]) -> list[nn.RNNBase]:
+    """Remove the weak references that LSTM, GRU and RNN keep to their weights, with which torch swaps no tensor.
+
+    Return the modules, whose ``_init_flat_weights`` creates the references again.
+    """
+    modules = list(dict.fromkeys(meta.owner for meta in unallocated if isinstance(meta.owner, nn.RNNBase)))
+    for module in modules:
+        module._flat_weight_refs = []  # noqa: SLF001
+    return modules
 
 
 def _allocate_in_place(tensor: torch.Tensor, device: torch.device) -> None:

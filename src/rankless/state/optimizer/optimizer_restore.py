@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rankless.state.optimizer.native_states import as_native_states, check_state
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_wrapper
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
-from rankless.state.optimizer.state_buffers import provide_state_buffer, view_target
+from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
 
@@ -34,13 +35,17 @@ class OptimizerRestore:
         saved: EncodedGroups,
         infos: Mapping[str, TensorInfo],
         tolerance: MatchTolerance,
+        saved_dtypes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Match, check and allocate. ``saved`` and ``infos`` are the checkpoint's groups and states, of all ranks.
+
+        ``saved_dtypes`` are the dtypes of the parameters in the checkpoint, if states are cast with them.
 
         Raises ``OptimizerMismatchError`` if the optimizer's class differs or, unless tolerated, its parameters or
         groups.
         """
         self._groups, self._saved, self._tolerance = groups, saved, tolerance
+        self._saved_dtypes = saved_dtypes
         matching = match_groups(groups, saved, tolerance)
         self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
@@ -80,8 +85,9 @@ class OptimizerRestore:
                     if (target.shape, target.dtype) != (info.shape, info.dtype):
                         raise _different_wrapper(ref, f"{state}.{inner}", f"{info} in the checkpoint, {target} here")
                     self.targets[state_key(ref.name, f"{state}.{inner}")] = target
-            for state, info in stored.items():
+            for state, stored_info in stored.items():
                 name = state_key(ref.name, state)
+                info = cast_with_parameter(ref, stored_info, self._saved_dtypes.get(ref.name))
                 buffer = allocated.get(state)
                 if buffer is not None and info.shape == ():
                     self.targets[name] = self._add_shared_scalar(member, state, buffer)

@@ -6,6 +6,7 @@ import torch
 
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.dtypes import FLOATING
 from rankless.ondisk.validation import state_key
 from rankless.state.model.flat_shards import blank_flat_state
 from rankless.state.model.model_view import ParamRef
@@ -59,6 +60,17 @@ def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: 
     if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.shape):
         raise _unknown_layout(ref, state, info)
     return probed.make_empty().to(DTYPES[info.dtype])
+
+
+def cast_with_parameter(ref: ParamRef, info: TensorInfo, saved_dtype: str | None) -> TensorInfo:
+    """Return a state as it is loaded for a parameter that was saved with ``saved_dtype`` and has another dtype here.
+
+    A state of the parameter's dtype is cast with it, as ``Optimizer.load_state_dict`` does; a number, such as the count
+    of steps, keeps its dtype. :class:`OptimizerRestore` calls it if dtypes may be cast.
+    """
+    dtype = ref.tensor.dtype
+    is_cast = info.shape != () and saved_dtype == info.dtype and {dtype, info.dtype} <= FLOATING
+    return TensorInfo(dtype, info.shape) if is_cast else info
 
 
 def view_target(ref: ParamRef, state: str, buffer: torch.Tensor, info: TensorInfo) -> TensorView:
