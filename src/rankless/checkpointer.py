@@ -124,6 +124,8 @@ class Checkpointer:
             )
             if given is not None
         }
+        #: The report of the last :meth:`resume`; ``None`` if there was no checkpoint.
+        self.restored: RestoreResult | None = None
         self._registered: dict[str, Any] = {}
         for name, candidate in (stateful or {}).items():
             self.register(name, candidate)
@@ -140,8 +142,6 @@ class Checkpointer:
         self._handle: SaveHandle[CheckpointInfo] | None = None
         #: What the last call of :meth:`step` wants to be saved with it.
         self._pending: dict[str, Any] = {}
-        #: The report of the last :meth:`resume`; ``None`` if there was no checkpoint.
-        self.restored: RestoreResult | None = None
 
     @property
     def path(self) -> Path:
@@ -156,19 +156,36 @@ class Checkpointer:
     def register(self, name: str, stateful_object: Any) -> None:
         """Add an object to what is saved and resumed: an average of weights, a loss scaler, anything with a state.
 
+        After :meth:`resume` it is loaded at once if the checkpoint has its state: then all ranks must register it.
+
         Args:
             name: Its name in checkpoints.
             stateful_object: An object with ``state_dict`` and ``load_state_dict``.
 
         Raises:
             InvalidArgumentError: The name is taken or is that of a component, or the object has no state.
+            StateError: The checkpoint that was resumed has its state, and a later step was saved without it meanwhile.
+            Exception: The errors of :func:`rankless.restore`.
         """
         check_tag(name)
         if name in COMPONENTS:
             raise InvalidArgumentError(f"{name!r} is the name of a component: pass {name}= to Checkpointer")
         if name in self._registered:
             raise InvalidArgumentError(f"an object is already registered as {name!r}")
-        self._registered[name] = check_stateful_object(stateful_object, f"stateful object {name!r}")
+        checked = check_stateful_object(stateful_object, f"stateful object {name!r}")
+        if self.restored is not None and f"stateful/{name}" in self.restored.not_requested:
+            self._load_late(name, checked, self.restored)
+        self._registered[name] = checked
+
+    def _load_late(self, name: str, stateful_object: Any, restored: RestoreResult) -> None:
+        """Load an object that is registered after the checkpoint was loaded, before the next save would replace it."""
+        if self._saved != _step_of(restored):
+            raise StateError(
+                f"{restored.path} has the state of {name!r}, and a later step was saved without it: register it "
+                f"before that, or load it by rankless.restore({str(self.path)!r}, {restored.tag!r}, "
+                f"stateful={{{name!r}: ...}}) and register it under another name"
+            )
+        self._directory.restore(restored.tag, stateful={name: stateful_object})
 
     def resume(
         self,

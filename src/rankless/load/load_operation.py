@@ -134,6 +134,7 @@ class LoadOperation:
             self._tier.finish(self._session, self._manifest, self.selected.generation)
         result = self._build_result(targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
+        self._reporter.report_not_requested(folder, result.not_requested)
         self._reporter.report_loaded(folder, result.step, plan.nbytes, verified=verified)
         if self._missing:
             warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")
@@ -377,6 +378,7 @@ class LoadOperation:
             source="run directory" if self.selected.generation is None else "local tier",
             corrupt_parts=() if self._tier is None else self._tier.problems,
             matched_by=dict(targets.matched_by),
+            not_requested=tuple(targets.components_not_requested()),
         )
 
 

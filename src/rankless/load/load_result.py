@@ -38,6 +38,8 @@ class RestoreResult:
         corrupt_parts: Descriptions of the parts in the local tier that were corrupt, and were not used.
         matched_by: By optimizer, how its parameters were matched: ``"model"`` (the names in the model), ``"names"``
             (the names that torch keeps in the param groups) or ``"places"`` (their positions).
+        not_requested: The components that the checkpoint has and that nothing was passed for, such as
+            ``"stateful/ema"``.
     """
 
     user_content: Any
@@ -56,3 +58,4 @@ class RestoreResult:
     source: str = "run directory"
     corrupt_parts: tuple[str, ...] = ()
     matched_by: Mapping[str, str] = field(default_factory=dict)
+    not_requested: tuple[str, ...] = ()

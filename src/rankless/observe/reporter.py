@@ -127,6 +127,11 @@ class EventReporter:
         for group, name, reason in values:
             _log.log(level, "%s: %s value %s %s; a placeholder object is returned instead", path, group, name, reason)
 
+    def report_not_requested(self, path: Path, components: Sequence[str]) -> None:
+        """Report the components that the checkpoint has and that nothing was passed for."""
+        if components:
+            _log.log(self._level, "%s also has, and nothing was passed for: %s", path, ", ".join(components))
+
     @traced("report", "report")
     def report_loaded(self, path: Path, step: float | None, nbytes: int, *, verified: bool) -> None:
         """Report that a load is complete; this rank has read ``nbytes`` bytes."""

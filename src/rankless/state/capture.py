@@ -31,6 +31,7 @@ from rankless.state.model.peft_adapters import (
 )
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
+from rankless.state.optimizer.own_state import OWN_STATE, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
 from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import TensorView, check_present, view_of
@@ -155,7 +156,10 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> C
         refs = split_refs(groups)
         for name, tensor in optimizers.optimizer_tensors(groups):
             captured.add_tensor(slot, name, tensor, splits=split_state(name, tensor, refs))
-        tree[slot] = _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)])
+        tree[slot] = {
+            "groups": _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)]),
+            OWN_STATE: optimizers.own_entries(groups),
+        }
     all_shared = _shared_values(training)
     shared = all_shared if rank == leader else {}
     arrays = ArrayEncoder(_MERGED)
@@ -244,10 +248,15 @@ def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str,
 def _mergeable_values(slot: str, encoded: Any) -> dict[str, Any]:
     """Return the values of one slot as the file stores them, in an order that does not depend on parts or ranks."""
     return (
-        {"groups": merge_groups(encoded)}
+        _merge_optimizer(encoded["groups"], encoded[OWN_STATE])
         if slot.startswith(OPTIMIZER)
         else values.as_table(values.iterate_members(encoded))
     )
+
+
+def _merge_optimizer(groups: Sequence[Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the stored values of an optimizer, given the groups of its parts or ranks, and their own states."""
+    return {"groups": merge_groups(groups), **({OWN_STATE: merge_own(own)} if own else {})}
 
 
 def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -255,7 +264,9 @@ def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for slot in contributions[0]:
         if slot.startswith(OPTIMIZER):
-            merged[slot] = {"groups": merge_groups([contribution[slot]["groups"] for contribution in contributions])}
+            parts = [contribution[slot] for contribution in contributions]
+            own = [entry for part in parts for entry in part.get(OWN_STATE, ())]
+            merged[slot] = _merge_optimizer([part["groups"] for part in parts], own)
         else:
             merged[slot] = values.as_table(
                 member for contribution in contributions for member in values.iterate_members(contribution[slot])

@@ -30,6 +30,7 @@ from rankless.state.model.peft_adapters import check_unmerged, explain_config_di
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
+from rankless.state.optimizer.own_state import OWN_STATE
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
@@ -325,6 +326,15 @@ class LoadTargets:
         exact += [PER_RANK_CONTENT] if state.content is not None else []
         return exact, reconstructed
 
+    def components_not_requested(self) -> list[str]:
+        """Return the components of the checkpoint that nothing was passed for: it keeps them, nobody has them."""
+        stateful_objects = self._values.get("stateful", {})
+        stored = [group for group in self._groups if group == MODEL or group.startswith(f"{MODEL}/")]
+        stored += [slot for slot in self._values if slot.partition("/")[0] in {OPTIMIZER, "scheduler"}]
+        stored += [f"stateful/{name}" for name in stateful_objects]
+        requested = {*self._training.component_names(), *self._training.stateful_names()}
+        return [name for name in stored if name not in requested]
+
     def _suggest_keys(self) -> None:
         """Report which keys to pass if a checkpoint of another system has several models, not the one requested."""
         for slot in self._views:
@@ -497,8 +507,14 @@ class LoadTargets:
             by_name = self.matched_by[slot] != "places"
             tolerance = MatchTolerance(is_partial=by_name and self._policy.may_be_missing(slot), by_name=by_name)
             optimizer_restore = self._optimizer_restores[slot] = OptimizerRestore(
-                groups, self._values[slot]["groups"], infos, tolerance, self._saved_dtypes(slot)
+                groups,
+                self._values[slot]["groups"],
+                infos,
+                tolerance,
+                saved_dtypes=self._saved_dtypes(slot),
+                own=self._values[slot].get(OWN_STATE, ()),
             )
+            self._match_own_state(slot, optimizer_restore)
             for name in optimizer_restore.missing:
                 self.report.add_missing(slot, f"{slot}/{name}")
             for number in optimizer_restore.regrouped:
@@ -508,6 +524,16 @@ class LoadTargets:
                     self.report.cast.add(slot)
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
+
+    def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
+        """Report what optimizers keep in their ``state_dict()`` beside states and settings, on one side only."""
+        for name in optimizer_restore.missing_own():
+            reason = f"{name} keeps values in its state_dict() that the checkpoint lacks"
+            self.report.add_missing(slot, f"{slot}: own values", reason)
+        for name in optimizer_restore.unexpected_own():
+            self.report.add_unexpected(slot, f"{slot}: {name!r} of its state_dict()")
+        if optimizer_restore.has_differing_own():
+            self.report.cast.add(slot)
 
     def _saved_dtypes(self, slot: str) -> dict[str, str]:
         """Return the dtypes in the checkpoint of the parameters of an optimizer, if its states are cast with them."""
@@ -539,9 +565,10 @@ class LoadTargets:
         put_settings([pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()])
         for optimizer_restore in optimizer_restores:
             optimizer_restore.apply()
+        loaded_groups = {id(group) for restore in optimizer_restores for group in restore.loaded_groups()}
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in self._values:
-                schedulers.load_scheduler(parts, self._values[slot])
+                schedulers.load_scheduler(parts, self._values[slot], loaded_groups)
         for name, stateful_object in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
                 stateful_object.load_state_dict(self._values["stateful"][name])

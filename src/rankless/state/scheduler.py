@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rankless.errors import InvalidArgumentError
+from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
 
 
@@ -59,14 +62,41 @@ def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
             )
 
 
-def load_scheduler(parts: Sequence[Any], saved: Any) -> None:
-    """Load saved :func:`scheduler_values` into schedulers."""
+def load_scheduler(parts: Sequence[Any], saved: Any, loaded_groups: Collection[int] = ()) -> None:
+    """Load saved :func:`scheduler_values` into schedulers.
+
+    The parameter groups that were not loaded with them get the learning rates of the schedule: torch's schedulers
+    compute each rate from the one before. ``loaded_groups`` are the ``id`` of the groups that were.
+    """
     for scheduler, entry in zip(parts, _entry_per_scheduler(saved, len(parts)), strict=True):
         if isinstance(scheduler, dict):
             scheduler.clear()
             scheduler.update(entry["state"])
         else:
             scheduler.load_state_dict(_restore_integer_keys(scheduler.state_dict(), entry["state"]))
+            _set_rates(scheduler, loaded_groups)
+
+
+def _set_rates(scheduler: Any, loaded_groups: Collection[int]) -> None:
+    """Give the optimizer of a scheduler its last learning rates, except in ``loaded_groups``.
+
+    Warn if a scheduler of an optimizer does not say what its rates are.
+    """
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if not groups or all(id(group) in loaded_groups for group in groups):
+        return
+    rates = getattr(scheduler, "_last_lr", None)
+    if not isinstance(rates, list) or len(rates) != len(groups):
+        warn_caller(
+            f"the scheduler {type(scheduler).__qualname__} was loaded without its optimizer, and does not say which "
+            "learning rates it has set: load the optimizer with it, or set the rates of its param_groups"
+        )
+        return
+    for group, rate in zip(groups, rates, strict=True):
+        if id(group) not in loaded_groups and isinstance(group.get("lr"), torch.Tensor):
+            group["lr"].copy_(torch.as_tensor(rate))
+        elif id(group) not in loaded_groups:
+            group["lr"] = rate
 
 
 def _restore_integer_keys(live: Any, saved: Any) -> Any:

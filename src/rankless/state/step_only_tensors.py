@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.optim import Optimizer
 
 from rankless.state.capture import Capture
 from rankless.state.optimizer import adapters
@@ -33,9 +34,12 @@ def _iterate_tensors(optimizer: object) -> Iterator[torch.Tensor]:
         adapters.adapt_optimizer(part) for parts in adapters.optimizer_components(optimizer).values() for part in parts
     )
     for live in (adapter.optimizer for adapter in adapted if isinstance(adapter, adapters.TorchOptimizer)):
+        if not isinstance(live, Optimizer):
+            continue  # no hook tells when a wrapper of another class steps
         for parameter in (parameter for group in live.param_groups for parameter in group["params"]):
             yield parameter
-            yield from (state for state in live.state.get(parameter, {}).values() if isinstance(state, torch.Tensor))
+            states = getattr(live, "state", {}).get(parameter, {})
+            yield from (state for state in states.values() if isinstance(state, torch.Tensor))
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -70,8 +70,8 @@ def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
         recurrent = _release_weights(unallocated)
         for meta in unallocated:
             _allocate_in_place(meta.tensor, devices.get(id(meta.tensor), default))
-        for module in recurrent:
-            module._init_flat_weights()  # noqa: SLF001
+        for weights_owner in recurrent:
+            weights_owner._init_flat_weights()  # noqa: SLF001
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 _reset_fsdp_views(module)

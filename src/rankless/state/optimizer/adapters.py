@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-import torch
 from torch.optim import Optimizer
 
 from rankless.errors import InvalidArgumentError, StateError
@@ -48,12 +47,6 @@ class TorchOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        other_keys = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-        if other_keys:
-            raise StateError(
-                f"the optimizer's state has the entry {other_keys[0]!r}, which does not belong to a parameter; pass it "
-                "as user_content"
-            )
 
     @property
     def class_name(self) -> str | None:
@@ -72,14 +65,14 @@ class TorchOptimizer:
 
     def get_states(self, key: Key) -> Mapping[str, Any]:
         """See :class:`OptimizerAdapter`."""
-        return self.optimizer.state.get(key, {})  # type: ignore[no-any-return]
+        return getattr(self.optimizer, "state", {}).get(key, {})  # type: ignore[no-any-return]
 
     def set_states(self, key: Key, states: dict[str, Any] | None) -> None:
         """See :class:`OptimizerAdapter`."""
-        if states is None:
-            self.optimizer.state.pop(key, None)
-        else:
+        if states is not None:
             self.optimizer.state[key] = states
+        elif hasattr(self.optimizer, "state"):
+            self.optimizer.state.pop(key, None)
 
     def on_replaced(self) -> None:
         """See :class:`OptimizerAdapter`."""
@@ -158,11 +151,17 @@ def _is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def _wraps_optimizer(candidate: object) -> TypeGuard[Optimizer]:
+    """Return whether an object is used as an optimizer without being one, such as schedulefree's wrapper."""
+    names = "param_groups", "state", "state_dict", "load_state_dict", "step"
+    return not isinstance(candidate, type | dict) and all(hasattr(candidate, name) for name in names)
+
+
 def adapt_optimizer(optimizer: object) -> OptimizerAdapter:
     """Return an adapter of an optimizer. Raises ``InvalidArgumentError`` for other objects."""
     if _is_zero(optimizer):
         return ZeroOptimizer(optimizer)
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer) or _wraps_optimizer(optimizer):
         return TorchOptimizer(optimizer)
     if isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys():
         return StateDictOptimizer(optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +16,12 @@ from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
-from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_wrapper
+from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
+from rankless.state.optimizer.own_state import find_entry, has_own_form, own_values, put_own
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
+from rankless.state.optimizer.state_strides import is_order
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
 
@@ -35,11 +38,14 @@ class OptimizerRestore:
         saved: EncodedGroups,
         infos: Mapping[str, TensorInfo],
         tolerance: MatchTolerance,
+        *,
         saved_dtypes: Mapping[str, str] = MappingProxyType({}),
+        own: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Match, check and allocate. ``saved`` and ``infos`` are the checkpoint's groups and states, of all ranks.
 
         ``saved_dtypes`` are the dtypes of the parameters in the checkpoint, if states are cast with them.
+        ``own`` is what the optimizers kept beside states and settings.
 
         Raises ``OptimizerMismatchError`` if the optimizer's class differs or, unless tolerated, its parameters or
         groups.
@@ -52,6 +58,7 @@ class OptimizerRestore:
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
+        self._own = [(adapter, find_entry(own, names)) for adapter, names in iterate_own(groups)]
         self.targets: dict[str, TensorView] = {}
         by_name: dict[str, dict[str, TensorInfo]] = {}
         for name, info in infos.items():
@@ -65,6 +72,27 @@ class OptimizerRestore:
                 if has_state and group.adapter.owns_state(member.key):
                     self._states.append((group, member, self._allocate_states(group, member, by_name)))
 
+    def missing_own(self) -> list[str]:
+        """Return the classes of the optimizers that keep more than states and settings, of which none is saved."""
+        return [
+            str(adapter.class_name)
+            for adapter, entry in self._own
+            if entry is None and own_values(adapter.optimizer).get("values")
+        ]
+
+    def unexpected_own(self) -> list[str]:
+        """Return the saved keys that an optimizer has no code of its own to load."""
+        return [
+            str(key)
+            for adapter, entry in self._own
+            if entry is not None and not has_own_form(adapter.optimizer)
+            for key in entry.get("values", {})
+        ]
+
+    def has_differing_own(self) -> bool:
+        """Return whether ranks had different values, of which only one rank's were saved."""
+        return any(entry is not None and entry.get("differed") for _, entry in self._own)
+
     def check_trained(self, trained: set[str]) -> list[str]:
         """Return the parameters of the checkpoint that no rank trains; see :func:`check_trained`."""
         return check_trained(self._saved, trained, self._tolerance)
@@ -77,8 +105,8 @@ class OptimizerRestore:
             return allocated  # no gradient under FSDP1, so the optimizer has no state of it
         _check_equal_keys(member, infos)
         for ref in member.refs:
-            stored = dict(infos.get(ref.name, {}))
-            for state, saved in saved_wrappers(self._saved_states.get(ref.name, {}), stored).items():
+            stored, saved_plain = dict(infos.get(ref.name, {})), self._saved_states.get(ref.name, {})
+            for state, saved in saved_wrappers(saved_plain, stored).items():
                 allocated[state] = self._allocate_wrapper(group, member, ref, state, saved)
                 for inner, target in place_wrapper(ref, state, allocated[state]).inner.items():
                     info = stored.pop(f"{state}.{inner}")
@@ -93,7 +121,9 @@ class OptimizerRestore:
                     self.targets[name] = self._add_shared_scalar(member, state, buffer)
                     continue
                 if buffer is None:
-                    buffer = allocated[state] = provide_state_buffer(group, member, ref, state, info)
+                    buffer = allocated[state] = provide_state_buffer(
+                        group, member, ref, state, info, described=saved_plain.get(state)
+                    )
                 self.targets[name] = view_target(ref, state, buffer, info)
         return allocated
 
@@ -143,6 +173,10 @@ class OptimizerRestore:
         for group, saved in zip(self._groups, self._matched, strict=True):
             yield group.settings, saved["settings"] if saved is not None else {}
 
+    def loaded_groups(self) -> list[dict[str, Any]]:
+        """Return the settings, live, of the groups that get saved ones."""
+        return [group.settings for group, saved in zip(self._groups, self._matched, strict=True) if saved is not None]
+
     def apply(self) -> None:
         """Put the states into the optimizer, after :func:`put_settings`."""
         for subject, scalars in self._must_be_equal:
@@ -153,8 +187,12 @@ class OptimizerRestore:
                 )
         for group, member, tensors in self._states:
             plain = {name: value for ref in member.refs for name, value in self._saved_states.get(ref.name, {}).items()}
+            plain = {name: value for name, value in plain.items() if not is_order(value)}
             plain = as_native_states(group, member, plain)
             group.adapter.set_states(member.key, {**plain, **tensors} or None)
+        for adapter, entry in self._own:
+            if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
+                put_own(adapter.optimizer, entry or {})
         for group in self._groups:
             group.adapter.on_replaced()
 
@@ -196,7 +234,9 @@ def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> N
     for group, saved in pairs:
         for name, value in saved.items():
             current = group.get(name)
-            if not isinstance(current, torch.Tensor):
+            if isinstance(current, Enum):
+                group[name] = type(current)(value)
+            elif not isinstance(current, torch.Tensor):
                 group[name] = value
             elif use_counts[id(current)] > 1:
                 group[name] = current.clone().copy_(torch.as_tensor(value))

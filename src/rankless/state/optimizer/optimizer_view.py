@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from rankless.ondisk.validation import state_key
 from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
-from rankless.state.optimizer.adapters import Key, OptimizerAdapter, adapt_optimizer
+from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
+from rankless.state.optimizer.own_state import own_entry
+from rankless.state.optimizer.state_strides import describe_order
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
 from rankless.state.tensor_views import NAMES, TensorView, view_boxes, view_of
 
@@ -46,7 +49,11 @@ class ParamGroup:
 
     def to_values(self) -> dict[str, Any]:
         """Return the group as a checkpoint stores it, without states."""
-        settings = {name: value for name, value in self.settings.items() if name not in {"params", "param_names"}}
+        settings = {
+            name: value.value if isinstance(value, Enum) else value
+            for name, value in self.settings.items()
+            if name not in {"params", "param_names"}
+        }
         return {
             "class": self.adapter.class_name,
             "number": self.number,
@@ -143,7 +150,8 @@ def optimizer_tensors(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, Tenso
 def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Return everything but the state tensors: each group's class, parameters and settings, and other states.
 
-    Of states of wrapper subclasses these are the descriptions.
+    Of states of wrapper subclasses these are the descriptions; of tensors with an order of dimensions in memory that is
+    not their parameter's, the order.
     """
     plain: dict[str, dict[str, Any]] = {}
     for member, states in _owned_states(groups):
@@ -151,12 +159,27 @@ def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
             for ref in member.refs:
                 if not isinstance(value, torch.Tensor):
                     plain.setdefault(ref.name, {})[str(state)] = value
+                elif (order := describe_order(member.key, value)) and ref.flat is None:
+                    plain.setdefault(ref.name, {})[str(state)] = order
                 elif is_wrapper(value):
                     plain.setdefault(ref.name, {})[str(state)] = place_wrapper(ref, str(state), value).description
     return [
         {**group.to_values(), "state": {name: plain[name] for name in group.param_names() if name in plain}}
         for group in groups
     ]
+
+
+def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """Return what the optimizers of some groups keep beside states and settings, each with its parameters' names."""
+    entries = (own_entry(adapter.optimizer, names) for adapter, names in iterate_own(groups))
+    return [entry for entry in entries if entry is not None]
+
+
+def iterate_own(groups: Sequence[ParamGroup]) -> Iterator[tuple[TorchOptimizer, list[str]]]:
+    """Yield each live optimizer that may keep more than states and settings, with the names of its parameters."""
+    for adapter in {id(group.adapter): group.adapter for group in groups}.values():
+        if type(adapter) is TorchOptimizer:
+            yield adapter, parameter_names([group for group in groups if group.adapter is adapter])
 
 
 def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, Mapping[str, Any]]]:

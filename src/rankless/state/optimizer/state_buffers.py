@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rankless.errors import OptimizerMismatchError
@@ -13,27 +15,39 @@ from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_states
 from rankless.state.optimizer.probe import probe_states
+from rankless.state.optimizer.state_strides import describe_order, make_ordered, saved_order
 from rankless.state.tensor_views import DTYPES, TensorView
 
 
 def provide_state_buffer(
-    group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo
+    group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo, *, described: Any = None
 ) -> torch.Tensor:
-    """Return the tensor that a state is kept in: the existing one if it fits, else a new one."""
+    """Return the tensor that a state is kept in: the existing one if it fits, else a new one.
+
+    ``described`` is the value that the checkpoint has under the state's name.
+    """
     dtype = DTYPES[info.dtype]
     existing = group.adapter.get_states(member.key).get(state)
-    if isinstance(existing, torch.Tensor) and existing.dtype == dtype and _fits_state(ref, existing, info):
+    order = saved_order(described, len(info.shape))
+    if (
+        isinstance(existing, torch.Tensor)
+        and existing.dtype == dtype
+        and _fits_state(ref, existing, info)
+        and describe_order(member.key, existing) == (order and described)
+    ):
         return existing
     if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):
         if ref.flat is not None:
             return blank_flat_state(ref.flat, dtype)
         if ref.tensor.declared is not None:  # padding is not loaded
             return torch.zeros_like(member.key, dtype=dtype, requires_grad=False)
-        return torch.empty_like(member.key, dtype=dtype, requires_grad=False)
+        return make_ordered(member.key, dtype, order)
     if info.shape == ():
         on_device = bool(group.settings.get("fused") or group.settings.get("capturable"))
         device = member.key.device if on_device and isinstance(member.key, torch.Tensor) else "cpu"
         return torch.empty((), dtype=dtype, device=device)
+    if order is not None and isinstance(member.key, torch.Tensor) and not ref.tensor.is_divided():
+        return torch.empty_permuted(info.shape, order, dtype=dtype, device=member.key.device)
     return _probe_buffer(group, member, ref, state, info)
 
 

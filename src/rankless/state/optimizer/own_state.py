@@ -1,0 +1,252 @@
+"""What an optimizer keeps beside the states of its parameters and their groups, and stores in its ``state_dict()``.
+
+The optimizer gives it by its own ``state_dict``, with hooks, and takes it by its own ``load_state_dict``. Entries of
+``optimizer.state`` that belong to no parameter are of this kind, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from rankless.engine.plan.spec import digest_bytes
+from rankless.observe.warning import warn_caller
+from rankless.state.arrays import INLINE_BYTES
+from rankless.state.tensor_views import local_tensor
+
+#: The key of these values beside the groups of an optimizer in a checkpoint.
+OWN_STATE = "own"
+
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+#: The parts of a state dict that are stored as the states of parameters and as their groups.
+_STATE, _GROUPS = "state", "param_groups"
+
+
+def has_own_form(optimizer: Any) -> bool:
+    """Return whether an optimizer has code of its own, or hooks, for its state dict."""
+    kind = type(optimizer)
+    return (
+        not isinstance(optimizer, Optimizer)
+        or kind.state_dict is not Optimizer.state_dict
+        or kind.load_state_dict is not Optimizer.load_state_dict
+        or any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+    )
+
+
+def own_values(optimizer: Any) -> dict[str, Any]:
+    """Return the values that an optimizer stores beside the states and settings that a checkpoint has; empty if none.
+
+    ``values`` has them as its state dict does: keys at the top, keys of groups, keys of states. ``entries`` are those
+    of its ``state`` that belong to no parameter.
+    """
+    state = getattr(optimizer, "state", {})
+    entries = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    own = _further_values(optimizer, optimizer.state_dict()) if has_own_form(optimizer) else {}
+    return {name: value for name, value in (("values", own), ("entries", entries)) if value}
+
+
+def _further_values(optimizer: Any, given: Mapping[Any, Any]) -> dict[Any, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    live = getattr(optimizer, "state", {})
+    references = {
+        id(value): (number, name)
+        for number, parameter in enumerate(parameters)
+        for name, value in live.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    further = {key: value for key, value in given.items() if key not in {_STATE, _GROUPS}}
+    states = {
+        number: new
+        for number, parameter in enumerate(parameters)
+        if (new := _new_keys(given.get(_STATE, {}).get(number, {}), live.get(parameter, {}), references))
+    }
+    groups = [
+        _new_keys(group, live_group, references)
+        for group, live_group in zip(given.get(_GROUPS, []), optimizer.param_groups, strict=False)
+    ]
+    further |= {_STATE: states} if states else {}
+    further |= {_GROUPS: groups} if any(groups) else {}
+    return {key: _refer(value, references) for key, value in further.items()}
+
+
+#: A state of a parameter: the parameter's number in its optimizer, and the state's name.
+_Place = tuple[int, str]
+
+
+def _new_keys(given: Any, live: Any, references: Mapping[int, _Place]) -> dict[Any, Any]:
+    """Return the entries of a state that the live one lacks, unless they only arrange live tensors in another way."""
+    if not isinstance(given, Mapping) or not isinstance(live, Mapping):
+        return {}
+    return {
+        key: value
+        for key, value in given.items()
+        if key not in live and not all(id(leaf) in references for leaf in tree_leaves(value))
+    }
+
+
+#: The key of the one entry of a dict that stands for a live state.
+_REFERENCE = "rankless.state"
+
+
+def _refer(tree: Any, references: Mapping[int, _Place]) -> Any:
+    """Return a tree in which states of parameters, which are stored as such, are replaced by references."""
+    if type(tree) is dict:
+        return {key: _refer(value, references) for key, value in tree.items()}
+    if type(tree) is list:
+        return [_refer(value, references) for value in tree]
+    if isinstance(tree, torch.Tensor) and id(tree) in references:
+        return {_REFERENCE: list(references[id(tree)])}
+    return tree
+
+
+def _resolve(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a tree with live states in place of the references of :func:`_refer`."""
+    if type(tree) is dict and tree.keys() == {_REFERENCE}:
+        number, name = tree[_REFERENCE]
+        return states[number][name]
+    if type(tree) is dict:
+        return {key: _resolve(value, states) for key, value in tree.items()}
+    if type(tree) is list:
+        return [_resolve(value, states) for value in tree]
+    return tree
+
+
+def _has_references(tree: Any) -> bool:
+    children = tree.values() if type(tree) is dict else tree if type(tree) is list else ()
+    return (type(tree) is dict and _REFERENCE in tree) or any(map(_has_references, children))
+
+
+def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
+    """Return what a save stores of one optimizer, with the ``names`` of its parameters; ``None`` if it has nothing.
+
+    Large tensors, of which rank 0 stores the bytes, get a digest, so that ranks compare them.
+    """
+    own = own_values(optimizer)
+    if not own:
+        return None
+    large = [leaf for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor) and leaf.nbytes > INLINE_BYTES]
+    digests = [_digest(tensor) for tensor in large]
+    return {"params": list(names), **own, **({"digests": digests} if digests else {})}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    local = local_tensor(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return digest_bytes(local.numpy().tobytes(), 16).hex()
+
+
+def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of all parts and ranks, encoded, each once, in an order that does not depend on the ranks.
+
+    If ranks keep different values for the same parameters, those of the lowest rank are stored, and marked.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        first = merged.setdefault("\0".join(entry["params"]), entry)
+        if _without_mark(first) != _without_mark(entry):
+            warn_caller(
+                "ranks keep different values in the state_dict() of an optimizer, beside its states: those of the "
+                "lowest rank are saved, and a load calls the optimizer reconstructed"
+            )
+            merged["\0".join(entry["params"])] = {**first, "differed": True}
+    return [merged[key] for key in sorted(merged)]
+
+
+def _without_mark(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != "differed"}
+
+
+def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return the saved entry for an optimizer with parameters of these ``names``; ``None`` if there is none.
+
+    That of the same parameters, else one that all optimizers with some of them agreed about.
+    """
+    exact = next((entry for entry in saved if entry["params"] == list(names)), None)
+    if exact is not None:
+        return exact
+    related = [entry for entry in saved if not set(names).isdisjoint(entry["params"])]
+    contents = [{key: value for key, value in entry.items() if key in {"values", "entries"}} for entry in related]
+    agree = bool(related) and all(_are_equal(content, contents[0]) for content in contents)
+    return related[0] if agree and not _has_references(contents[0].get("values", {})) else None
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    return bool(a == b)
+
+
+def put_own(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer what :func:`own_entry` stored, after its states and settings are in place."""
+    for key, value in saved.get("entries", {}).items():
+        existing = optimizer.state.get(key)
+        if _is_alike(existing, value):
+            existing.copy_(value)
+        else:
+            optimizer.state[key] = value
+    if has_own_form(optimizer):
+        _load_own_form(optimizer, saved.get("values", {}))
+
+
+def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> None:
+    """Let an optimizer load its own state dict with the ``further`` saved values.
+
+    Its states and settings have their values already. What torch's ``load_state_dict`` casts or replaces is put back.
+    """
+    groups = list(optimizer.param_groups)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    state = getattr(optimizer, "state", {})
+    exact = [dict(state.get(parameter, {})) for parameter in parameters]
+    optimizer.load_state_dict(_add_values(optimizer.state_dict(), _resolve(dict(further), exact)))
+    state = getattr(optimizer, "state", {})
+    for parameter, states in zip(parameters, exact, strict=True):
+        loaded = state.get(parameter, {})
+        loaded |= {name: value for name, value in states.items() if _is_cast_of(loaded.get(name), value)}
+    _keep_groups(optimizer, groups)
+
+
+def _add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state dict with the further saved values at the top, in its groups and in its states."""
+    for number, states in further.get(_STATE, {}).items():
+        given[_STATE].setdefault(number, {}).update(states)
+    for group, settings in zip(given.get(_GROUPS, ()), further.get(_GROUPS, ()), strict=False):
+        group.update(settings)
+    return given | {key: value for key, value in further.items() if key not in {_STATE, _GROUPS}}
+
+
+def _keep_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Let an optimizer keep its ``groups``, and the tensors in them, with the settings that it has loaded."""
+    for group, loaded in zip(groups, list(optimizer.param_groups), strict=True):
+        if group is not loaded:
+            tensors = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
+            group.update({**loaded, **tensors})
+    optimizer.param_groups[:] = groups
+
+
+def _is_alike(existing: Any, value: Any) -> bool:
+    return (
+        isinstance(existing, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and (existing.shape, existing.dtype) == (value.shape, value.dtype)
+    )
+
+
+def _is_cast_of(loaded: Any, value: torch.Tensor) -> bool:
+    """Return whether a loaded state is the same as ``value``, but for the dtype that torch has cast it to."""
+    if not isinstance(loaded, torch.Tensor) or not isinstance(value, torch.Tensor) or type(loaded) is not type(value):
+        return False
+    a, b = local_tensor(loaded), local_tensor(value)
+    return a.shape == b.shape and torch.equal(a, b.to(a.dtype).to(a.device))

@@ -1,0 +1,65 @@
+"""Orders of dimensions in memory, of states whose order is not their parameter's.
+
+A step reads the elements in that order, so that sums of another order differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rankless.state.tensor_subclasses import is_wrapper
+
+_ORDER = "dimension_order"
+
+
+def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] | None:
+    """Return what a checkpoint stores beside a state, under its name; ``None`` if its order is the usual one.
+
+    This is the parameter's order for a state of the parameter's shape, else that of a contiguous tensor.
+    """
+    if not isinstance(parameter, torch.Tensor) or is_wrapper(state):
+        return None
+    order = _dimension_order(state)
+    usual = parameter if state.shape == parameter.shape else torch.empty(state.shape, device="meta")
+    return None if order == _dimension_order(usual) else {_ORDER: order}
+
+
+def _dimension_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of more than one element from the outermost to the innermost, then the others.
+
+    Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
+    """
+    strides, sizes = tensor.stride(), tensor.shape
+    return sorted(range(tensor.ndim), key=lambda dim: (sizes[dim] <= 1, -strides[dim] if sizes[dim] > 1 else 0, dim))
+
+
+def saved_order(described: Any, ndim: int) -> list[int] | None:
+    """Return the order in the value that a checkpoint has under a state's name, if it is one."""
+    order = described.get(_ORDER) if isinstance(described, dict) else None
+    return order if isinstance(order, list) and sorted(order) == list(range(ndim)) else None
+
+
+def is_order(described: Any) -> bool:
+    """Return whether a value under a state's name only describes its order of dimensions."""
+    return isinstance(described, dict) and described.keys() == {_ORDER}
+
+
+def make_ordered(parameter: torch.Tensor, dtype: torch.dtype, order: list[int] | None) -> torch.Tensor:
+    """Return a new state of a parameter's shape and layout, with its dimensions in memory in ``order``, if given."""
+    if order is None:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if not isinstance(parameter, DTensor):
+        return torch.empty_permuted(parameter.shape, order, dtype=dtype, device=parameter.device)
+    local = parameter._local_tensor  # noqa: SLF001
+    whole = torch.empty_permuted(parameter.shape, order, dtype=dtype, device="meta")
+    return DTensor.from_local(
+        torch.empty_permuted(local.shape, order, dtype=dtype, device=local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=whole.stride(),
+    )

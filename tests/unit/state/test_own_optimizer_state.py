@@ -1,0 +1,231 @@
+"""Tests of optimizers that keep more than the states of their parameters and the settings of their groups."""
+
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import rankless
+from rankless.errors import MismatchError
+from tests.helpers.pairwise import first_of
+
+
+class Overrides(optim.SGD):
+    """Keeps a number and averages of gradients, and gives both by its own state dict."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.norm, self.average = 0.0, torch.zeros(30_000)
+
+    def step(self, closure: Any = None) -> Any:
+        self.norm += 1.5
+        self.average += self.norm
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.add_(self.average[0])
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "norm": self.norm, "average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.norm, self.average = state_dict["norm"], state_dict["average"].clone()
+
+
+class Hooked(Overrides):
+    """The same by torch's hooks, with further keys of groups and of states."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.register_state_dict_post_hook(self._add)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    state_dict, load_state_dict = optim.SGD.state_dict, optim.SGD.load_state_dict  # type: ignore[assignment]
+
+    @staticmethod
+    def _add(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0]["norm"] = optimizer.norm
+        state_dict["average"] = optimizer.average
+
+    @staticmethod
+    def _take(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        optimizer.norm, optimizer.average = state_dict["param_groups"][0]["norm"], state_dict["average"].clone()
+
+
+class Entries(optim.SGD):
+    """Keeps entries of ``state`` that belong to no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["count"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] += 1
+        self.state.setdefault("k", torch.zeros(1)).add_(self.state["count"])
+        self.param_groups[0]["lr"] = float(0.1 / self.state["k"])
+        return super().step(closure)
+
+
+class Inner(optim.Optimizer):
+    """Keeps an optimizer for each parameter, no state of its own, and does not call the constructor of its base."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = [optim.Adam([parameter], lr=0.1) for parameter in params]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.inner:
+            optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [optimizer.state_dict() for optimizer in self.inner]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for optimizer, state in zip(self.inner, state_dict["inner"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+class Wrapper:
+    """Wraps an optimizer without being one, and adds states, as schedulefree's wrapper does."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = optim.Adam(params, lr=0.1)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    def step(self) -> None:
+        self.base.step()
+        for parameter, states in self.base.state.items():
+            states.setdefault("z", torch.zeros_like(parameter)).add_(parameter.detach())
+            parameter.data.lerp_(states["z"], 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+class Norm(IntEnum):
+    SIGN, COLUMN = 1, 2
+
+
+class Transposed(optim.SGD):
+    """Has an enum in its settings, and a state whose elements are in another order in memory than its parameter's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["norm"] = Norm.COLUMN
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            states = self.state[parameter]
+            if parameter.ndim > 1:
+                states.setdefault("turned", torch.zeros_like(parameter).T.contiguous().T).add_(parameter.grad)
+                states.setdefault("small", torch.zeros(3, 2).T).add_(1)
+                assert not states["turned"].is_contiguous()
+                assert not states["small"].is_contiguous()
+                parameter.grad.add_(states["turned"]).add_(states["small"].as_strided((), ()))
+        assert self.param_groups[0]["norm"] is Norm.COLUMN
+        return super().step(closure)
+
+
+KINDS = [Overrides, Hooked, Entries, Inner, Wrapper, Transposed]
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.3 + step)
+        optimizer.step()
+
+
+def make(kind: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, kind(model.parameters())
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_optimizer_makes_the_same_steps(tmp_path: Path, kind: Any, has_stepped: bool) -> None:
+    model, optimizer = make(kind)
+    train(model, optimizer, 3)
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    other, resumed = make(kind)
+    train(other, resumed, int(has_stepped))
+    restored = rankless.restore(tmp_path, None, other, resumed)
+    assert "optimizer" in restored.exact
+    train(model, optimizer, 3)
+    train(other, resumed, 3)
+    for expected, actual in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@first_of(1, "staging", ["overlapped", "eager"])
+def test_own_values_are_those_at_the_call(tmp_path: Path, staging: Any) -> None:
+    model, optimizer = make(Overrides)
+    train(model, optimizer, 1)
+    handle = rankless.save_checkpoint(tmp_path, "a", model, optimizer, async_save=True, staging=staging)
+    optimizer.average.fill_(-1)  # not by a step
+    optimizer.norm = -1.0
+    train(model, optimizer, 1)
+    handle.wait()
+    other, resumed = make(Overrides)
+    rankless.load_checkpoint(tmp_path, None, other, resumed)
+    assert (resumed.norm, resumed.average.unique().tolist()) == (1.5, [1.5])
+
+
+def test_states_that_torch_would_cast_keep_their_dtype_and_settings_their_tensors(tmp_path: Path) -> None:
+    model, optimizer = nn.Linear(4, 3, dtype=torch.bfloat16), None
+    optimizer = Hooked(model.parameters())
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    other = nn.Linear(4, 3, dtype=torch.bfloat16)
+    resumed = Hooked(other.parameters())
+    rate = resumed.param_groups[0]["lr"] = torch.tensor(1.0)
+    group = resumed.param_groups[0]
+    rankless.load_checkpoint(tmp_path, None, other, resumed)
+    assert [state["momentum_buffer"].dtype for state in resumed.state.values()] == [torch.float32] * 2
+    assert all(torch.all(state["momentum_buffer"] == torch.tensor(1 / 3)) for state in resumed.state.values())
+    assert resumed.param_groups[0] is group
+    assert group["lr"] is rate
+    assert float(rate) == 0.25
+
+
+def test_a_checkpoint_without_own_values_does_not_match(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rankless.save_checkpoint(
+        tmp_path, "a", optimizer={"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    resumed = Overrides(model.parameters())
+    with pytest.raises(MismatchError, match="Overrides keeps values in its state_dict"):
+        rankless.load_checkpoint(tmp_path, None, None, resumed)
+    with pytest.warns(UserWarning, match="own values"):
+        restored = rankless.restore(tmp_path, None, None, resumed, strict=False)
+    assert "optimizer" not in (*restored.exact, *restored.reconstructed)
+
+
+def test_own_values_that_nothing_loads_do_not_match(tmp_path: Path) -> None:
+    model, optimizer = make(Hooked)
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    plain = type("Hooked", (optim.SGD,), {})(model.parameters(), lr=0.1)
+    with pytest.raises(MismatchError, match="'average' of its state_dict"):
+        rankless.load_checkpoint(tmp_path, None, model, plain)
