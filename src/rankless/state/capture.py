@@ -33,6 +33,7 @@ from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.own_state import OWN_STATE, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
+from rankless.state.scheduler_stages import as_stored, merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import TensorView, check_present, view_of
 from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
@@ -40,8 +41,11 @@ from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
 #: Groups of tensors; their directories or files have the same names.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
 
+#: The kind of the slots of schedulers.
+SCHEDULER = "scheduler"
+
 #: Prefixes of values that are merged from several ranks.
-_MERGED = (MODEL, OPTIMIZER)
+_MERGED = (MODEL, OPTIMIZER, SCHEDULER)
 
 
 class Inventory:
@@ -160,6 +164,10 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> C
             "groups": _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)]),
             OWN_STATE: optimizers.own_entries(groups),
         }
+    refs_of_all = optimizers.refs_for(OPTIMIZER, views or _view_naming_models(training)) or {}
+    names = {identity: [ref.name for ref in refs] for identity, refs in refs_of_all.items()}
+    for slot, parts in schedulers.scheduler_components(training.scheduler).items():
+        tree[slot] = schedulers.scheduler_entries(parts, names)
     all_shared = _shared_values(training)
     shared = all_shared if rank == leader else {}
     arrays = ArrayEncoder(_MERGED)
@@ -245,8 +253,10 @@ def _split_by_optimizer(groups: Sequence[dict[str, Any]]) -> list[list[dict[str,
     return parts
 
 
-def _mergeable_values(slot: str, encoded: Any) -> dict[str, Any]:
+def _mergeable_values(slot: str, encoded: Any) -> Any:
     """Return the values of one slot as the file stores them, in an order that does not depend on parts or ranks."""
+    if slot.startswith(SCHEDULER):
+        return encoded
     return (
         _merge_optimizer(encoded["groups"], encoded[OWN_STATE])
         if slot.startswith(OPTIMIZER)
@@ -267,6 +277,8 @@ def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             parts = [contribution[slot] for contribution in contributions]
             own = [entry for part in parts for entry in part.get(OWN_STATE, ())]
             merged[slot] = _merge_optimizer([part["groups"] for part in parts], own)
+        elif slot.startswith(SCHEDULER):
+            merged[slot] = merge_entries([contribution[slot] for contribution in contributions])
         else:
             merged[slot] = values.as_table(
                 member for contribution in contributions for member in values.iterate_members(contribution[slot])
@@ -295,7 +307,7 @@ def build_state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> 
 
     Raises ``UnsupportedValueError`` if the file is too large.
     """
-    parts = {slot: values.to_json(_sort_param_groups(slot, value)) for slot, value in merged.items()}
+    parts = {slot: values.to_json(_as_stored(slot, value)) for slot, value in merged.items()}
     return _join_values({**parts, **shared}, values.SHARED_FILE)
 
 
@@ -323,7 +335,9 @@ def _join_values(parts: Mapping[str, bytes], file: str) -> bytes:
     return values.check_size(raw, file)
 
 
-def _sort_param_groups(slot: str, value: Any) -> Any:
+def _as_stored(slot: str, value: Any) -> Any:
+    if slot.startswith(SCHEDULER):
+        return as_stored(value)
     return {**value, "groups": param_order.sort_by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
 
 
@@ -342,10 +356,7 @@ def encode_merged_values(captured: Capture) -> bytes:
 
 
 def _shared_values(training: TrainingObjects) -> dict[str, Any]:
-    shared: dict[str, Any] = {
-        slot: schedulers.scheduler_values(parts)
-        for slot, parts in schedulers.scheduler_components(training.scheduler).items()
-    }
+    shared: dict[str, Any] = {}
     if training.stateful is not None:
         shared["stateful"] = {
             name: stateful_object.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from rankless.state.optimizer.own_state import OWN_STATE
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
+from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_description
 from rankless.state.tensor_views import TensorView, shares_elements, view_of
@@ -198,6 +199,8 @@ class LoadTargets:
         self._resized_buffers: dict[str, dict[str, Tensor]] = {}
         self._values: Mapping[str, Any] = {}
         self._rank_state = RankState()
+        #: The saved states of schedulers, by slot.
+        self._scheduler_entries: dict[str, Any] = {}
 
     def match_targets(self, shared: Mapping[str, Any], rank_state: RankState, rank_arrays: ArrayDecoder) -> None:
         """Find a target for everything requested. Raises ``OptimizerMismatchError``."""
@@ -208,7 +211,7 @@ class LoadTargets:
             self._match_optimizer(slot, parts)
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in shared:
-                self.report.different += schedulers.compare_schedulers(parts, shared[slot])
+                self._match_schedulers(slot, parts)
             else:
                 self.report.add_missing(slot, slot)
         self._match_stateful()
@@ -216,6 +219,16 @@ class LoadTargets:
         for group, arrays in ((STATE, self.shared), (PER_RANK, rank_arrays)):
             for name, tensor in arrays.tensors.items():
                 self._add_target((group, name), view_of(tensor, f"{group} tensor {name!r}"))
+
+    def _match_schedulers(self, slot: str, parts: Sequence[Any]) -> None:
+        """Find the saved state of each scheduler: that of its stage, if stages had different ones."""
+        refs = optimizers.refs_for(OPTIMIZER, self._views or self._view_models()) or {}
+        names = {identity: [ref.name for ref in param_refs] for identity, param_refs in refs.items()}
+        entries = find_entries(self._values[slot], [scheduled_params(part, names) for part in parts])
+        self._scheduler_entries[slot] = entries
+        self.report.different += schedulers.compare_schedulers(parts, entries)
+        if has_differed(entries):
+            self.report.cast.add(slot)
 
     def _match_stateful(self) -> None:
         """Match stateful objects by name."""
@@ -549,9 +562,12 @@ class LoadTargets:
 
     def _view_naming_models(self, slot: str) -> dict[str, ModelView]:
         """Return views of the models that only provide parameter names, by slot."""
-        stored = {name for group in self._values[slot]["groups"] for name in group["params"]}
+        return self._view_models({name for group in self._values[slot]["groups"] for name in group["params"]})
+
+    def _view_models(self, stored: Collection[str] = ()) -> dict[str, ModelView]:
+        """Return views of the models that only provide parameter names, of which those of ``stored`` are known."""
         components = models.model_components(self._training.naming_model).items()
-        return {name: models.build_load_view(parts, stored) for name, parts in components}
+        return {name: models.build_load_view(parts, set(stored)) for name, parts in components}
 
     @traced("apply", "apply")
     def apply(self) -> None:
@@ -567,8 +583,8 @@ class LoadTargets:
             optimizer_restore.apply()
         loaded_groups = {id(group) for restore in optimizer_restores for group in restore.loaded_groups()}
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
-            if slot in self._values:
-                schedulers.load_scheduler(parts, self._values[slot], loaded_groups)
+            if slot in self._scheduler_entries:
+                schedulers.load_scheduler(parts, self._scheduler_entries[slot], loaded_groups)
         for name, stateful_object in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
                 stateful_object.load_state_dict(self._values["stateful"][name])

@@ -10,6 +10,7 @@ import torch
 from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
+from rankless.state.scheduler_stages import scheduled_params
 
 
 def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
@@ -17,6 +18,14 @@ def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
     return name_components(
         "scheduler", scheduler, lambda given: not given or not all(map(_is_scheduler, given.values()))
     )
+
+
+def scheduler_entries(parts: Sequence[Any], names: Mapping[int, Sequence[str]]) -> list[dict[str, Any]]:
+    """Return the class's name, the ``state_dict`` and the scheduled parameters of each part.
+
+    ``names`` are those of parameters, by ``id``. Raises ``InvalidArgumentError`` if an object is not a scheduler.
+    """
+    return [{**_scheduler_entry(part), "params": scheduled_params(part, names)} for part in parts]
 
 
 def scheduler_values(parts: Sequence[Any]) -> dict[str, Any] | list[dict[str, Any]]:
