@@ -144,7 +144,30 @@ class Transposed(optim.SGD):
         return super().step(closure)
 
 
-KINDS = [Overrides, Hooked, Entries, Inner, Wrapper, Transposed]
+class Projector:
+    """An object that a state is."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.basis, self.parts, self.norm = rank, torch.zeros(3), [torch.zeros(2)], Norm.SIGN
+
+
+class Projected(optim.SGD):
+    """Keeps an object for each parameter, as GaLore does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            projector = self.state[parameter].setdefault("projector", Projector(2))
+            assert projector.norm is Norm.SIGN
+            projector.basis += projector.rank
+            projector.parts[0] += projector.basis[0]
+            parameter.grad.add_(projector.parts[0][0])
+        return super().step(closure)
+
+
+KINDS = [Projected, Overrides, Hooked, Entries, Inner, Wrapper, Transposed]
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:

@@ -20,6 +20,7 @@ from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
+from rankless.state.optimizer.object_states import describe_objects
 from rankless.state.optimizer.own_state import own_entry
 from rankless.state.optimizer.state_strides import describe_order
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
@@ -154,10 +155,14 @@ def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     not their parameter's, the order.
     """
     plain: dict[str, dict[str, Any]] = {}
+    live = {id(member): group.adapter for group in groups for member in group.members}
     for member, states in _owned_states(groups):
+        adapter = live[id(member)]
         for state, value in states.items():
             for ref in member.refs:
                 if not isinstance(value, torch.Tensor):
+                    if isinstance(adapter, TorchOptimizer) and not ref.tensor.is_divided():
+                        value = describe_objects(value, adapter.optimizer)  # noqa: PLW2901
                     plain.setdefault(ref.name, {})[str(state)] = value
                 elif (order := describe_order(member.key, value)) and ref.flat is None:
                     plain.setdefault(ref.name, {})[str(state)] = order

@@ -1,0 +1,70 @@
+"""States that are objects of the optimizer's own package, such as GaLore's projector: stored by their attributes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+from rankless.errors import OptimizerMismatchError
+
+_OBJECT, _ATTRIBUTES = "rankless.object", "attributes"
+
+
+def describe_objects(state: Any, optimizer: object) -> Any:
+    """Return a state with a table of the class and the attributes in place of each object of the optimizer's package.
+
+    Anything else is left as it is, for the encoder to store or to refuse.
+    """
+    if type(state) is dict:
+        return {key: describe_objects(value, optimizer) for key, value in state.items()}
+    if type(state) in {list, tuple}:
+        return type(state)(describe_objects(value, optimizer) for value in state)
+    kind = type(state)
+    if not _is_own_class(kind, optimizer) or not hasattr(state, "__dict__"):
+        return state
+    if isinstance(state, Enum):
+        return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: state.value}
+    attributes = {name: describe_objects(value, optimizer) for name, value in vars(state).items()}
+    return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: attributes}
+
+
+def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
+    """Return a state with the objects that :func:`describe_objects` described. Tensors in them are on ``device``.
+
+    No code of a class is run. Raises ``OptimizerMismatchError`` if the optimizer's package has no such class.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if type(state) in {list, tuple}:
+        return type(state)(build_objects(value, optimizer, device) for value in state)
+    if type(state) is not dict:
+        return state
+    if not is_object(state):
+        return {key: build_objects(value, optimizer, device) for key, value in state.items()}
+    module, _, name = str(state[_OBJECT]).partition(":")
+    kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if not isinstance(kind, type) or not _is_own_class(kind, optimizer):
+        raise OptimizerMismatchError(
+            f"the checkpoint has an optimizer state of the class {name} of {module}, which is not in the package of "
+            f"{type(optimizer).__qualname__}: install the version of the package that saved it"
+        )
+    if issubclass(kind, Enum):
+        return kind(state[_ATTRIBUTES])
+    built: Any = object.__new__(kind)
+    vars(built).update(build_objects(state[_ATTRIBUTES], optimizer, device))
+    return built
+
+
+def is_object(state: Any) -> bool:
+    """Return whether a stored value describes an object."""
+    return isinstance(state, Mapping) and state.keys() == {_OBJECT, _ATTRIBUTES}
+
+
+def _is_own_class(kind: type, optimizer: object) -> bool:
+    """Return whether a class is of the package that the optimizer's class is of, and not one of torch or Python."""
+    package = type(optimizer).__module__.partition(".")[0]
+    return kind.__module__.partition(".")[0] == package and package != "torch"
