@@ -19,7 +19,7 @@ from rankless.state.optimizer.state_strides import describe_order, make_ordered,
 from rankless.state.tensor_views import DTYPES, TensorView
 
 
-def provide_state_buffer(
+def provide_state_buffer(  # noqa: PLR0911
     group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo, *, described: Any = None
 ) -> torch.Tensor:
     """Return the tensor that a state is kept in: the existing one if it fits, else a new one.
