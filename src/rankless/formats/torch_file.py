@@ -8,14 +8,16 @@ from pathlib import Path
 from rankless.formats.torchfile import archive, legacy_file
 from rankless.formats.torchfile.allowed_globals import NAMES
 from rankless.formats.torchfile.zip_reader import FileRangeReader, FileWindow, is_zip
+from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.reader_pool import ReaderPool
 from rankless.storage.store import store_of
 
-#: A key that every file of Lightning's Trainer has.
-_LIGHTNING = "pytorch-lightning_version"
+#: A key that every file of Lightning's Trainer has, and where the Trainer stores the components.
+LIGHTNING_VERSION = "pytorch-lightning_version"
+LIGHTNING_FILE = Schema(model=("state_dict",), optimizer=("optimizer_states",), scheduler=("lr_schedulers",))
 
 
 def is_torch_file(path: Path) -> bool:
@@ -57,8 +59,8 @@ class TorchFileReader(TreeReader):
     def __init__(self, path: Path, keys: Mapping[str, str]) -> None:
         budget = ReadBudget()
         size, tree = store_of(path).file_size(path), read_tree(path, budget)
-        contents = classify_tree(tree.root, keys, budget, str(path))
-        is_lightning = isinstance(tree.root, dict) and _LIGHTNING in tree.root
+        is_lightning = isinstance(tree.root, dict) and LIGHTNING_VERSION in tree.root
+        contents = classify_tree(tree.root, keys, budget, str(path), LIGHTNING_FILE if is_lightning else None)
         super().__init__(
             path, "lightning" if is_lightning else "torch", [path], f"{size:x}-{tree.digest:016x}", contents
         )

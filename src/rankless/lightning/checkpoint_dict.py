@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from rankless.conversion.state_dict_schemas import lightning_schema, scheduler_state_dict
 from rankless.formats.reader import Reader
-from rankless.lightning.lazy_state import LazyStateDict, StoredModelState
+from rankless.formats.torch_file import LIGHTNING_VERSION
+from rankless.lightning.hook_overrides import NotRead
+from rankless.lightning.ordered_state import order_state
 from rankless.run.lookup import open_latest
 from rankless.view import Checkpoint
 
@@ -22,64 +26,72 @@ class ResumedCheckpoint:
     """
 
     reader: Reader
-    model: StoredModelState
-    optimizers: tuple[LazyStateDict, ...]
+    values: dict[str, Any]
     content: dict[str, Any]
 
     @classmethod
     def open_path(cls, path: Path) -> ResumedCheckpoint:
         """Open a checkpoint of any format. Raises as :func:`rankless.open` does."""
         reader = open_latest(path)
-        view = Checkpoint(reader)
-        values = view.values
-        return cls(
-            reader,
-            StoredModelState(reader, dict(values.get("model", {}))),
-            _lazy_optimizer_states(view, values),
-            _lightning_content(values),
-        )
+        values = Checkpoint(reader).values
+        return cls(reader, values, _lightning_content(values))
 
     @property
     def path(self) -> Path:
         """The checkpoint's folder or file."""
         return self.reader.path
 
-    def with_unread_model(self) -> ResumedCheckpoint:
-        """Return a copy without the tensors that hooks have read, so that their memory is freed as in Lightning."""
-        return replace(self, model=StoredModelState(self.reader, {}))
+    @property
+    def has_model(self) -> bool:
+        """True if the checkpoint has a model."""
+        return "model" in self.reader.groups or "model" in self.values
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the checkpoint as a dict. What hooks leave in it determines what is loaded."""
-        checkpoint: dict[str, Any] = {**self.content, "state_dict": self.model}
-        if self.optimizers:
-            checkpoint["optimizer_states"] = list(self.optimizers)
+    @property
+    def number_of_optimizers(self) -> int:
+        """The number of optimizers in the checkpoint."""
+        groups = self.values["optimizer"]["groups"] if "optimizer" in self.values else []
+        return sum(number == 0 or group["number"] == 0 for number, group in enumerate(groups))
+
+    def to_dict(self, module: nn.Module | None, *, read: bool) -> dict[str, Any]:
+        """Return the checkpoint as a dict. With ``read``, hooks get it, and what they leave in it is loaded.
+
+        The model's state has the order of ``module``.
+        """
+        checkpoint = dict(self.content)
+        if self.has_model:
+            checkpoint["state_dict"] = self.read_model(module) if read else NotRead()
+        if self.number_of_optimizers:
+            checkpoint["optimizer_states"] = (
+                self._read_optimizers() if read else [NotRead() for _ in range(self.number_of_optimizers)]
+            )
         return checkpoint
 
+    def read_model(self, module: nn.Module | None = None) -> OrderedDict[str, Any]:
+        """Read the whole model. Names of tied tensors have one tensor."""
+        tensors = self._read_group("model")
+        tied = {name: tensors[stored] for name, stored in self.reader.tied.get("model", {}).items()}
+        return order_state({**tensors, **tied, **self.values.get("model", {})}, module)
 
-def _lazy_optimizer_states(view: Checkpoint, values: dict[str, Any]) -> tuple[LazyStateDict, ...]:
-    """Return the state of each optimizer in the format of ``Optimizer.state_dict``, read when it is first used."""
+    def _read_optimizers(self) -> list[dict[str, Any]]:
+        """Read the state of each optimizer in the format of ``Optimizer.state_dict``."""
+        groups = {"model": {}, "optimizer": self._read_group("optimizer")}
+        return lightning_schema(groups, {"optimizer": self.values["optimizer"]})["optimizer_states"]  # type: ignore[no-any-return]
 
-    @cache
-    def read_states() -> list[dict[str, Any]]:
-        names = [key.removeprefix("optimizer/") for key in view if key.startswith("optimizer/")]
-        tensors = {name: view[f"optimizer/{name}"] for name in names}
-        return lightning_schema({"model": {}, "optimizer": tensors}, values)["optimizer_states"]  # type: ignore[no-any-return]
-
-    groups = values["optimizer"]["groups"] if "optimizer" in values else []
-    n_optimizers = sum(number == 0 or group["number"] == 0 for number, group in enumerate(groups))
-    return tuple(LazyStateDict(lambda number=number: read_states()[number]) for number in range(n_optimizers))  # type: ignore[misc]
+    def _read_group(self, group: str) -> dict[str, Any]:
+        view = Checkpoint(self.reader)
+        return {name: view[f"{group}/{name}"] for name in self.reader.groups.get(group, {})}
 
 
 def _lightning_content(values: dict[str, Any]) -> dict[str, Any]:
     """Return what Lightning expects in a checkpoint besides these: its own values, and the states of schedulers.
 
     Lightning takes a checkpoint with schedulers, even an empty list of them, for more than weights alone. So if such a
-    checkpoint has no optimizer, an empty list of optimizer states is added.
+    checkpoint has no optimizer, an empty list of optimizer states is added, unless Lightning has left it out.
     """
     content = dict(values.get("user_content") or {})
     if "scheduler" in values:
         states = scheduler_state_dict(values["scheduler"])
         content["lr_schedulers"] = states if isinstance(states, list) else [states]
-    if "lr_schedulers" in content and "optimizer" not in values:
+    if "lr_schedulers" in content and "optimizer" not in values and LIGHTNING_VERSION not in content:
         content.setdefault("optimizer_states", [])
     return content

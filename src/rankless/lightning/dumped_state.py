@@ -13,7 +13,9 @@ from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError
 from rankless.lightning.checkpoints import TIMEOUT
-from rankless.lightning.lazy_state import LazyStateDict
+from rankless.lightning.container_trees import copy_containers, has_same_leaves
+from rankless.lightning.edited_optimizer import edited_optimizers
+from rankless.lightning.hook_overrides import NotRead
 from rankless.state.model.fsdp1 import uses_fsdp1
 from rankless.state.model.replaced_entries import ReplacedModel
 
@@ -35,17 +37,17 @@ class DumpedState:
     def __init__(self) -> None:
         self._recorded_model: Any = None
         self._recorded_entries: dict[str, Any] = {}
-        self._recorded_optimizers: list[LazyStateDict] = []
+        self._recorded_optimizers: list[Any] = []
 
     def record_model(self, state_dict: Any) -> Any:
         """Record the model's state dict, and return it."""
         self._recorded_model = state_dict
-        self._recorded_entries = {} if isinstance(state_dict, LazyStateDict) else dict(state_dict)
+        self._recorded_entries = {} if isinstance(state_dict, NotRead) else dict(state_dict)
         return state_dict
 
-    def record_optimizer(self, state_dict: LazyStateDict) -> Any:
+    def record_optimizer(self, state_dict: Any) -> Any:
         """Record the state dict of the next optimizer, and return it."""
-        self._recorded_optimizers.append(state_dict)
+        self._recorded_optimizers.append(copy_containers(state_dict))
         return state_dict
 
     def collect_components(
@@ -58,8 +60,10 @@ class DumpedState:
         """
         session = RankGroup().open_session(TIMEOUT)
 
+        to_save: list[Optimizer] = []
+
         def check_changes() -> _RemainingFlags:
-            self._check_optimizers(checkpoint.get(_OPTIMIZERS))
+            to_save.extend(self._as_left(checkpoint.get(_OPTIMIZERS), model, optimizers))
             same = _MODEL not in checkpoint or self._is_same(checkpoint[_MODEL])
             if not same and uses_fsdp1(model):
                 raise InvalidArgumentError(
@@ -76,9 +80,7 @@ class DumpedState:
 
         _, merged = session.vote("looking at what hooks have changed", check_changes, _encode_flags, merge_flags)
         remaining = _decode_flags(merged)
-        content = {
-            name: _to_plain_dict(value) for name, value in checkpoint.items() if name not in {_MODEL, _OPTIMIZERS}
-        }
+        content = {name: value for name, value in checkpoint.items() if name not in {_MODEL, _OPTIMIZERS}}
         if _OPTIMIZERS in checkpoint and not remaining.has_optimizers:
             content[_OPTIMIZERS] = []  # distinguishes it from a checkpoint of weights alone
         model_to_save = (
@@ -88,31 +90,22 @@ class DumpedState:
         )
         return DumpedComponents(
             model_to_save if remaining.has_model else None,
-            list(optimizers) if remaining.has_optimizers else None,
+            to_save if remaining.has_optimizers else None,
             content,
         )
 
     def _is_same(self, remaining: Any) -> bool:
-        if isinstance(self._recorded_model, LazyStateDict):
-            return remaining is self._recorded_model and not self._recorded_model.is_changed
+        if isinstance(self._recorded_model, NotRead):
+            return remaining is self._recorded_model
         entries = self._recorded_entries
         is_there = self._recorded_model is not None and remaining.keys() == entries.keys()
         return is_there and all(remaining[name] is value for name, value in entries.items())
 
-    def _check_optimizers(self, remaining: Any) -> None:
-        same = not remaining or (
-            len(remaining) == len(self._recorded_optimizers)
-            and all(
-                state is recorded and not recorded.is_changed
-                for state, recorded in zip(remaining, self._recorded_optimizers, strict=True)
-            )
-        )
-        if not same:
-            raise InvalidArgumentError(
-                "a hook or callback has changed checkpoint['optimizer_states'], but a native checkpoint stores the "
-                "optimizers themselves: change the optimizers, or empty that list to save none, or use "
-                "checkpoint_format='lightning'"
-            )
+    def _as_left(self, remaining: Any, model: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return the optimizers themselves, or copies if hooks have left other states or values than theirs."""
+        if not remaining or has_same_leaves(copy_containers(list(remaining)), self._recorded_optimizers):
+            return list(optimizers)
+        return edited_optimizers(optimizers, remaining, model)
 
 
 class _RemainingFlags(NamedTuple):
@@ -134,8 +127,3 @@ def _decode_flags(raw: bytes) -> _RemainingFlags:
 def _entries_of_rank(entries: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the entries that a rank saves: its shards of sharded tensors, and on rank 0 the replicated values too."""
     return {name: value for name, value in entries.items() if rank == COORDINATOR_RANK or isinstance(value, DTensor)}
-
-
-def _to_plain_dict(value: Any) -> Any:
-    """Return a state dict that a hook has put under another key as a plain dict, with its current values."""
-    return dict(value) if isinstance(value, LazyStateDict) else value

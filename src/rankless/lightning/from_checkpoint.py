@@ -32,7 +32,7 @@ def load_from_checkpoint(module: type[_M], path: str | PathLike[str], **options:
     """
     checkpoint = ResumedCheckpoint.open_path(parse_location(path))
     file = io.BytesIO()
-    torch.save(lightning_schema({"model": dict(checkpoint.model)}, {"user_content": checkpoint.content}), file)
+    torch.save(lightning_schema({"model": checkpoint.read_model()}, {"user_content": checkpoint.content}), file)
     del checkpoint
     file.seek(0)
     options.pop("weights_only", None)  # the file was just created from tensors and plain values

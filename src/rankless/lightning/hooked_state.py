@@ -14,9 +14,9 @@ from rankless.engine.io.sources import InMemorySource
 from rankless.errors import UnsupportedTensorError
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from rankless.formats.stored_tensor import InlineTensor
+from rankless.formats.torch_file import LIGHTNING_FILE
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
-from rankless.lightning.lazy_state import StoredModelState
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import ArrayCodec
@@ -26,21 +26,18 @@ from rankless.state.tensor_views import NAMES
 
 
 class HookedModel:
-    """A model with some tensors in memory, and the others still in a checkpoint.
+    """A model as hooks have left it, in memory.
 
     See :class:`rankless.formats.reader.Reader`.
     """
 
     def __init__(self, reader: Reader, entries: Mapping[str, Any]) -> None:
         self._reader = reader
-        self._unread = dict(entries.unread_tensors) if isinstance(entries, StoredModelState) else {}
-        stored_infos = reader.groups.get("model", {})
-        changed = {strip_wrapper_prefixes(name): entries[name] for name in entries if name not in self._unread}
-        tensors = {name: value for name, value in changed.items() if _is_tensor(name, value)}
+        named = {strip_wrapper_prefixes(name): value for name, value in entries.items()}
+        tensors = {name: value for name, value in named.items() if _is_tensor(name, value)}
         self._sources = {name: InMemorySource(raw_bytes(_full_tensor(tensor))) for name, tensor in tensors.items()}
-        self._values = {name: value for name, value in changed.items() if name not in tensors}
-        infos = {name: stored_infos[stored] for name, stored in self._unread.items()}
-        infos |= {name: _tensor_info(name, tensor) for name, tensor in tensors.items()}
+        self._values = {name: value for name, value in named.items() if name not in tensors}
+        infos = {name: _tensor_info(name, tensor) for name, tensor in tensors.items()}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {"model": infos}
         self.tied: Mapping[str, Mapping[str, str]] = {}
         self.path, self.files = reader.path, reader.files
@@ -50,13 +47,13 @@ class HookedModel:
 
     def find_extents(self, group: str, name: str, start: int, stop: int) -> Sequence[FileExtent]:
         """Return the file ranges of a tensor's bytes."""
-        if name in self._sources:
-            return [FileExtent(self._sources[name], start, start, stop)]
-        return self._reader.find_extents(group, self._unread[name], start, stop)
+        del group
+        return [FileExtent(self._sources[name], start, start, stop)]
 
     def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
-        """Return the checkpoint's CRCs of a tensor, or ``None`` for a tensor in memory."""
-        return None if name in self._sources else self._reader.block_crcs(group, self._unread[name])
+        """Return ``None``: a tensor in memory has no CRCs."""
+        del group, name
+        return None
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
         """Return the entries that are not tensors."""
@@ -76,7 +73,7 @@ def hooked_optimizers(reader: Reader, states: Sequence[Mapping[str, Any]]) -> Re
     """Return a reader for state dicts of optimizers, like a Lightning file that holds nothing else."""
     tree = _to_inline_tensors([dict(state) for state in states], "optimizer_states")
     nbytes = sum(leaf.info.nbytes for leaf in _list_tensors(tree))
-    contents = classify_tree({"optimizer_states": tree}, {}, ReadBudget(nbytes), str(reader.path))
+    contents = classify_tree({"optimizer_states": tree}, {}, ReadBudget(nbytes), str(reader.path), LIGHTNING_FILE)
     return TreeReader(reader.path, reader.format, [], f"{reader.fingerprint}-given", contents)
 
 

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from rankless.api import restore
 from rankless.engine.comm.session import RankGroup
+from rankless.errors import MismatchError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.lightning.checkpoint_dict import ResumedCheckpoint
 from rankless.lightning.checkpoints import TIMEOUT
+from rankless.lightning.hook_overrides import NotRead
 from rankless.lightning.hooked_state import HookedModel, hooked_optimizers
-from rankless.lightning.lazy_state import LazyStateDict
 from rankless.load.fallback import load_with_fallback
 from rankless.load.load_request import LoadRequest
 from rankless.state.restore import RestorePolicy
@@ -29,7 +30,7 @@ ReaderAdapter = Callable[[Reader], Reader]
 
 def load_model(checkpoint: ResumedCheckpoint, state_dict: Mapping[str, Any], model: nn.Module, *, strict: bool) -> None:
     """Fill a model with the state dict that hooks have left. Cast dtypes as ``Module.load_state_dict`` does."""
-    if _on_any_rank(state_dict is not checkpoint.model or checkpoint.model.is_touched):
+    if _on_any_rank(not isinstance(state_dict, NotRead)):
         _load_components(
             checkpoint, TrainingObjects(model=model), partial(HookedModel, entries=state_dict), strict=strict
         )
@@ -48,23 +49,31 @@ def load_optimizers(
     Further optimizers are left unchanged, as in Lightning.
     """
     filled = list(optimizers)[: len(states)]
-    is_same = len(states) == len(checkpoint.optimizers) and all(map(_is_same, states, checkpoint.optimizers))
-    changed = _on_any_rank(not is_same)
+    is_read = _on_any_rank(not all(isinstance(state, NotRead) for state in states))
     if filled:
+        if is_read:
+            _check_groups(states, filled)
         training = TrainingObjects(optimizer=filled, naming_model=model)
         _load_components(
-            checkpoint, training, partial(hooked_optimizers, states=states) if changed else None, strict=True
+            checkpoint, training, partial(hooked_optimizers, states=states) if is_read else None, strict=True
         )
     if isinstance(checkpoint.reader, NativeReader):  # Lightning's own files have no random states
         restore(checkpoint.path, rng=True)
 
 
-def _is_same(state: Any, stored: LazyStateDict) -> bool:
-    return state is stored and not stored.is_created
+def _check_groups(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer]) -> None:
+    """Raise ``MismatchError`` if a state has another number of parameter groups than its optimizer."""
+    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+        saved, present = len(state["param_groups"]), len(optimizer.param_groups)
+        if saved != present:
+            raise MismatchError(
+                f"checkpoint['optimizer_states'][{number}] has {saved} parameter groups, and the optimizer {present}: "
+                "a hook has changed them, or the optimizer is created in another way than when it was saved"
+            )
 
 
 def _on_any_rank(changed: bool) -> bool:
-    """Return whether hooks have changed or read something on any rank. All ranks must load it the same way."""
+    """Return whether hooks got something on any rank. All ranks must load it the same way."""
     _, changed_anywhere = (
         RankGroup()
         .open_session(TIMEOUT)

@@ -2,28 +2,44 @@
 
 The Trainer's FSDP strategy stores the model under ``model``; its model-parallel strategy and its single files (which
 are files of ``torch.save``) store it under ``state_dict``. Optimizers are ``optimizer_0`` … in folders, and a list in
-files. With Fabric the user chooses all names. Everything but models, optimizers and schedulers is user content: loops,
-callbacks, hyperparameters.
+files. Of the Trainer's checkpoints nothing else is a model, an optimizer or a scheduler, whatever hooks have added: it
+is user content, with loops, callbacks and hyperparameters. With Fabric the user chooses all names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rankless.dcp.reader import dcp_directory
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.torch_file import read_tree
+from rankless.formats.torch_file import LIGHTNING_FILE, LIGHTNING_VERSION, read_tree
+from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.storage.store import store_of
 
 META = "meta.pt"
 
+#: The key of an optimizer, with its number.
+_OPTIMIZER = re.compile(r"optimizer_(0|[1-9]\d{0,3})")
+
 
 def is_lightning(path: Path) -> bool:
     """Return whether a folder has ``meta.pt`` and the metadata of a distributed checkpoint."""
     return store_of(path).file_exists(path / META) and dcp_directory.is_dcp(path)
+
+
+def _folder_schema(saved: Mapping[Any, Any]) -> Schema:
+    """Return where the Trainer's components are: those of the distributed checkpoint, and schedulers of ``meta.pt``."""
+    numbers = sorted(int(match[1]) for key in saved if (match := _OPTIMIZER.fullmatch(str(key))))
+    return Schema(
+        model=tuple(key for key in ("state_dict", "model") if key in saved),
+        optimizer=tuple(f"optimizer_{number}" for number in numbers),
+        scheduler=LIGHTNING_FILE.scheduler,
+    )
 
 
 class LightningReader(TreeReader):
@@ -37,6 +53,7 @@ class LightningReader(TreeReader):
             raise CorruptCheckpointError(
                 f"{path / META} must hold a dict, as Lightning writes it; got {type(meta.root).__name__}"
             )
-        contents = classify_tree({**meta.root, **saved.root}, keys, saved.budget, str(path))
+        schema = _folder_schema(saved.root) if LIGHTNING_VERSION in meta.root else None
+        contents = classify_tree({**meta.root, **saved.root}, keys, saved.budget, str(path), schema)
         fingerprint = f"{saved.fingerprint}-{meta.digest:016x}"
         super().__init__(path, "lightning", [*saved.files, path / META], fingerprint, contents)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from rankless.lightning.atomic_output import atomic_output
 from rankless.lightning.checkpoint_dict import ResumedCheckpoint
 from rankless.lightning.checkpoints import LightningCheckpoints
 from rankless.lightning.dumped_state import DumpedState
-from rankless.lightning.lazy_state import LazyStateDict
+from rankless.lightning.hook_overrides import ON_LOAD, ON_SAVE, NotRead, is_hook_overridden
 from rankless.lightning.load_state import load_model, load_optimizers
 from rankless.lightning.removal import remove_checkpoint as remove
 from rankless.state.model.fsdp1 import uses_fsdp1
@@ -69,23 +68,30 @@ class _TrainerStrategy(Strategy):
     def lightning_module_state_dict(self) -> Any:
         """Return the model's state dict. For a native checkpoint tensors are not copied or gathered, sharded or not.
 
-        FSDP1 has no such state dict; Lightning's is created when a hook accesses it.
+        FSDP1 has no such state dict; Lightning's is created if a hook gets it.
         """
         if not self._checkpoints.writes_native:
             return super().lightning_module_state_dict()
         self._dumped = DumpedState()  # a dump begins with this call
         if self.model is not None and uses_fsdp1(self.model):
-            return self._dumped.record_model(LazyStateDict(super().lightning_module_state_dict))
+            return self._dumped.record_model(
+                super().lightning_module_state_dict() if self._calls_hook(ON_SAVE) else NotRead()
+            )
         return self._dumped.record_model(Strategy.lightning_module_state_dict(self))
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """Return the optimizer's state dict.
 
-        A native checkpoint stores the optimizer itself, so its state dict is only created when a hook accesses it.
+        A native checkpoint stores the optimizer itself, so its state dict is only created if a hook gets it.
         """
         if not self._checkpoints.writes_native:
             return super().optimizer_state(optimizer)
-        return self._dumped.record_optimizer(LazyStateDict(partial(super().optimizer_state, optimizer)))
+        return self._dumped.record_optimizer(
+            super().optimizer_state(optimizer) if self._calls_hook(ON_SAVE) else NotRead()
+        )
+
+    def _calls_hook(self, hook: str) -> bool:
+        return is_hook_overridden(hook, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save under a path atomically, replacing what is there: the model's state dict as hooks have left it."""
@@ -114,14 +120,15 @@ class _TrainerStrategy(Strategy):
         return {name: value for name, value in logged.items() if value.numel() == 1 and not value.is_complex()}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a checkpoint for Lightning and its hooks, without reading the model and the optimizers yet.
+        """Open a checkpoint for Lightning and its hooks. Read the model and the optimizers only if a hook gets them.
 
         It may be rankless's or Lightning's own, a folder or a file, from any strategy. Code in it is never run.
         """
         del weights_only
         path = self._checkpoints.locate(self.broadcast(checkpoint_path)).resolve()
         self._checkpoint = self._checkpoints.open_checkpoint(path)
-        return self._checkpoint.to_dict()
+        read = self._calls_hook(ON_LOAD) or self._loads_by_module
+        return self._checkpoint.to_dict(self.lightning_module, read=read)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill the model with the state dict of :meth:`load_checkpoint`, as hooks have left it.
@@ -129,11 +136,15 @@ class _TrainerStrategy(Strategy):
         If Lightning would call ``load_state_dict`` of the module, and the module overrides it, that method is called.
         """
         opened_checkpoint, model = self._require_opened()
-        if not self.restore_checkpoint_after_setup and _overrides_loading(self.lightning_module):
+        if self._loads_by_module:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
             load_model(opened_checkpoint, checkpoint["state_dict"], model, strict=strict)
-        self._checkpoint = opened_checkpoint.with_unread_model()
+
+    @property
+    def _loads_by_module(self) -> bool:
+        """True if Lightning calls ``load_state_dict`` of the module, and the module overrides it."""
+        return not self.restore_checkpoint_after_setup and _overrides_loading(self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers with the states of :meth:`load_checkpoint`, as hooks have left them."""

@@ -1,5 +1,8 @@
 """Tests that a checkpoint dict changed by hooks and callbacks is saved and loaded, as by Lightning's own strategies."""
 
+import copy
+import io
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,12 @@ from lightning.pytorch import strategies as theirs
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import rankless
 import rankless.lightning as ours
 from rankless.errors import InvalidArgumentError, MismatchError
+from rankless.view import Checkpoint
 from tests.helpers.lightning_trainer import Module, make_data, make_strategy, make_trainer, set_environment
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -155,18 +160,128 @@ def test_what_a_hook_makes_of_it_is_loaded(tmp_path: Path, source: str, hook: Ho
     assert_equal(loaded(path, "native", hook, steps=3), loaded(expected, "theirs", hook, steps=3))
 
 
-def test_an_entry_that_was_not_asked_for_is_not_read(tmp_path: Path) -> None:
-    """What hooks leave alone goes from the file into the model, and is not read on the way."""
-    seen = []
+def assert_state_dicts(checkpoint: dict[str, Any]) -> None:
+    """The states are of the types, and in the order, that torch gives them, and C code sees their entries."""
+    state, (optimizer,) = checkpoint["state_dict"], checkpoint["optimizer_states"]
+    expected = Module().state_dict()
+    assert type(state) is OrderedDict
+    assert list(state) == list(expected)
+    assert state._metadata == expected._metadata
+    assert type(optimizer) is dict
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(state)) == len(expected)
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(optimizer)) == 15
+    file = io.BytesIO()
+    torch.save(checkpoint["state_dict"], file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).keys() == expected.keys()
 
-    def hook(checkpoint: dict[str, Any]) -> None:
-        del checkpoint["state_dict"]["net.3.bias"]
-        checkpoint["state_dict"]["net.3.bias"] = torch.zeros(3)
-        seen.append(dict(checkpoint["state_dict"].unread_tensors))
 
-    loaded(saved(tmp_path, "native"), "native", hook)
-    assert "net.0.weight" in seen[0]
-    assert "net.3.bias" not in seen[0]
+@pytest.mark.parametrize("kind", ["native", "lightning", "theirs"])
+def test_hooks_get_the_state_dicts_of_torch(tmp_path: Path, kind: str) -> None:
+    path = saved(tmp_path, kind, assert_state_dicts)
+    loaded(path, "theirs" if kind == "theirs" else "native", assert_state_dicts)
+    loaded(path, "native", assert_state_dicts)
+
+
+class PlainHooks(Module):
+    """A module that overrides no hook."""
+
+
+class LoadHook(Callback):
+    """A callback that gets the checkpoint."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Look at nothing."""
+
+
+@pytest.mark.parametrize(("callbacks", "is_read"), [([], False), ([LoadHook()], True)])
+def test_the_states_are_read_only_if_a_hook_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callbacks: list[Callback], is_read: bool
+) -> None:
+    path = saved(tmp_path, "native")
+    opened = []
+    monkeypatch.setattr(Checkpoint, "__getitem__", spied(Checkpoint.__getitem__, opened))
+    module = PlainHooks()
+    resumed = run(tmp_path, "native", 2, callbacks)
+    resumed.fit(module, make_data(), ckpt_path=str(path))
+    assert bool(opened) == is_read
+    assert_equal(dict(module.state_dict()), {name[6:]: value for name, value in read_model(path).items()})
+
+
+def spied(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """Return a function that also notes its arguments."""
+
+    def call(self: Any, name: str) -> Any:
+        calls.append(name)
+        return function(self, name)
+
+    return call
+
+
+def read_model(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = rankless.open(path)
+    return {name: checkpoint[name] for name in checkpoint if name.startswith("model/")}
+
+
+def merged(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"] |= {"net.3.bias": torch.full((3,), 7.0)}
+
+
+def mapped(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"] = tree_map_only(torch.Tensor, lambda value: value * 2, checkpoint["state_dict"])
+    checkpoint["optimizer_states"] = tree_map_only(
+        torch.Tensor, lambda value: value * 3, checkpoint["optimizer_states"]
+    )
+
+
+def by_position(checkpoint: dict[str, Any]) -> None:
+    module = Module()
+    values = list(checkpoint["state_dict"].values())
+    checkpoint["state_dict"] = dict(zip(module.state_dict(), values, strict=True))
+
+
+def copied(checkpoint: dict[str, Any]) -> None:
+    other = copy.deepcopy(checkpoint)
+    checkpoint.clear()
+    checkpoint.update(other)
+
+
+def moved_to_another_key(checkpoint: dict[str, Any]) -> None:
+    checkpoint["kept"] = [checkpoint["optimizer_states"]]
+
+
+WHOLE_CHANGES = [merged, mapped, by_position, copied, moved_to_another_key]
+
+
+@pytest.mark.parametrize("hook", WHOLE_CHANGES)
+@pytest.mark.parametrize("when", ["saving", "loading"])
+def test_what_torch_and_python_do_to_state_dicts_has_lightnings_effect(tmp_path: Path, when: str, hook: Hook) -> None:
+    saving, loading = (hook, None) if when == "saving" else (None, hook)
+    expected = loaded(saved(tmp_path, "theirs", saving), "theirs", loading, steps=3)
+    assert_equal(loaded(saved(tmp_path, "native", saving), "native", loading, steps=3), expected)
+    assert_equal(loaded(tmp_path / "theirs.ckpt", "native", loading, steps=3), expected)
+
+
+def one_group_more(checkpoint: dict[str, Any]) -> None:
+    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    groups.append({**groups[0], "params": []})
+
+
+@pytest.mark.parametrize("kind", ["native", "theirs"])
+def test_a_parameter_group_too_many_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(MismatchError, match="2 parameter groups, and the optimizer 1"):
+        loaded(saved(tmp_path, kind), "native", one_group_more)
+
+
+def no_states_at_all(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["optimizer_states"]
+
+
+@pytest.mark.parametrize("kind", ["native", "theirs"])
+def test_without_the_states_of_optimizers_there_is_nothing_to_resume(tmp_path: Path, kind: str) -> None:
+    path = saved(tmp_path, kind, no_states_at_all)
+    with pytest.raises(KeyError, match="contains only the model"):
+        loaded(path, "native")
 
 
 def without_head(checkpoint: dict[str, Any]) -> None:
@@ -227,10 +342,35 @@ def other_state(checkpoint: dict[str, Any]) -> None:
     checkpoint["optimizer_states"][0]["state"] = {}
 
 
-def test_other_optimizer_states_cannot_be_saved_natively(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", [other_state, other_rate, no_moments])
+def test_other_optimizer_states_are_saved(tmp_path: Path, hook: Hook) -> None:
+    """The optimizer that is trained is left as it is, unless the hook changes its tensors in place."""
+    expected = loaded(saved(tmp_path, "theirs", hook), "theirs", steps=3)
+    assert_equal(loaded(saved(tmp_path, "native", hook), "native", steps=3), expected)
+
+
+def one_optimizer_more(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = checkpoint["optimizer_states"] * 2
+
+
+def one_group_fewer(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["param_groups"].pop()
+
+
+@pytest.mark.parametrize("hook", [one_optimizer_more, one_group_fewer])
+def test_optimizer_states_that_do_not_fit_are_not_saved(tmp_path: Path, hook: Hook) -> None:
     with pytest.raises(InvalidArgumentError, match="optimizer_states"):
-        saved(tmp_path, "native", other_state)
+        saved(tmp_path, "native", hook)
     assert list_names(tmp_path) == []
+
+
+def other_divided_state(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = copy.deepcopy(checkpoint["optimizer_states"])
+
+
+def test_divided_optimizer_states_are_saved_unchanged_or_not_at_all(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="are divided among ranks"):
+        ranks(2, sharded, str(tmp_path), "fsdp2", other_divided_state, None)
 
 
 @pytest.mark.parametrize("kind", ["native", "lightning"])

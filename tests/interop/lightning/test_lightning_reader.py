@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import rankless
-from rankless.errors import CorruptCheckpointError, OptimizerMismatchError, UnsafePickleError
+from rankless.errors import CorruptCheckpointError, MismatchError, OptimizerMismatchError, UnsafePickleError
 from tests.helpers.commands import assert_needs_no_torch
 from tests.helpers.equality import equal_bits
 from tests.helpers.lightning_net import build_net, gather_contents
@@ -158,3 +159,52 @@ def test_the_commands_take_them(golden: Path, name: str) -> None:
     assert table["values"]["user_content"]["global_step"] == 3
     assert run_command("verify", str(golden / name)).returncode == 0
     assert_needs_no_torch("show", str(golden / name))
+
+
+def a_module_state() -> dict[str, torch.Tensor]:
+    return dict(nn.Linear(2, 3).state_dict())
+
+
+def an_optimizer_state(steps: int = 1) -> dict[str, Any]:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight])
+    for _ in range(steps):
+        weight.square().sum().backward()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+#: What hooks add to a checkpoint, each of which looks like a component.
+ADDED = {
+    "optimizer_ema": an_optimizer_state(2),
+    "optimizers": [an_optimizer_state(2)],
+    "optimizer_0": an_optimizer_state(2),
+    "critic": {"optimizer": an_optimizer_state(2), "model": a_module_state()},
+    "sgd": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0).state_dict(),
+    "model": a_module_state(),
+    "ema": a_module_state(),
+    "module": a_module_state(),
+    "scheduler": {"last_epoch": 3},
+}
+
+
+@pytest.mark.parametrize("added", ADDED)
+def test_of_a_file_only_lightnings_own_keys_are_components(tmp_path: Path, added: str) -> None:
+    state, optimizer = a_module_state(), an_optimizer_state()
+    tree = {"pytorch-lightning_version": "2.6.1", "epoch": 0, "global_step": 1, "lr_schedulers": [{"last_epoch": 1}]}
+    torch.save({**tree, added: ADDED[added], "state_dict": state, "optimizer_states": [optimizer]}, tmp_path / "a.ckpt")
+    checkpoint = rankless.open(tmp_path / "a.ckpt")
+    names = [name.removeprefix("optimizer/").replace("/", ".") for name in checkpoint if "optimizer/" in name[:10]]
+    assert sorted(names) == sorted(f"0.{key}" for key in ("exp_avg", "exp_avg_sq", "step"))
+    assert sorted(name for name in checkpoint if name.startswith("model")) == ["model/bias", "model/weight"]
+    assert all(torch.equal(checkpoint[f"model/{name}"], value) for name, value in state.items())
+    assert checkpoint.values["scheduler"]["state"] == {"last_epoch": 1}
+    assert added in checkpoint.values["user_content"]
+
+
+def test_a_file_without_state_dict_has_no_model(tmp_path: Path) -> None:
+    torch.save({"pytorch-lightning_version": "2.6.1", "ema": a_module_state()}, tmp_path / "a.ckpt")
+    with pytest.raises(MismatchError, match="missing in the checkpoint: weight"):
+        rankless.load_checkpoint(tmp_path / "a.ckpt", model=nn.Linear(2, 3))
+    module = nn.Linear(2, 3)
+    rankless.load_checkpoint(tmp_path / "a.ckpt", model=module, keys={"model": "ema"})

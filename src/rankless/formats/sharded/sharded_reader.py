@@ -24,13 +24,14 @@ from rankless.formats.sharded.model_files import (
 )
 from rankless.formats.sharded.opened_files import OpenedFiles
 from rankless.formats.sharded.shard_files import PICKLED, merge_states
+from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.storage.store import store_of
 
 _GROUPS = "param_groups"
 
-_SLOTS = frozenset({MODEL, OPTIMIZER, "scheduler"})
+_SCHEMA = Schema(model=(MODEL,), optimizer=(OPTIMIZER,), scheduler=("scheduler",))
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -62,9 +63,7 @@ class ShardedReader(TreeReader):
         tree = {file.kind: self._read_component(file) for file in files} | self._read_other_values(path)
         opened = self._opened
         format_name = "colossalai" if _is_colossalai(opened.paths) else "huggingface"
-        contents = classify_tree(
-            tree, keys or {name: name for name in tree if name in _SLOTS}, opened.budget, str(path)
-        )
+        contents = classify_tree(tree, keys, opened.budget, str(path), _SCHEMA)
         super().__init__(path, format_name, opened.paths, opened.fingerprint, contents)
 
     def _read_component(self, file: ModelFile) -> Any:

@@ -63,12 +63,28 @@ def value_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def detect_components(tree: Any, keys: Mapping[str, str], budget: ReadBudget) -> ComponentPaths:
+@dataclass(frozen=True)
+class Schema:
+    """The keys at the top of a tree under which a known system stores its components, by kind.
+
+    A key whose value has another structure than the kind requires is no component. Of several models the first counts,
+    and the others must be the same tensors; several optimizers are those of one model, in their order.
+    """
+
+    model: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    scheduler: tuple[str, ...] = ()
+
+
+def detect_components(
+    tree: Any, keys: Mapping[str, str], budget: ReadBudget, schema: Schema | None = None
+) -> ComponentPaths:
     """Return the components of a tree. ``keys`` names some by slot: ``{"model": "app.net"}``.
 
-    Raises ``InvalidArgumentError`` if one of ``keys`` is not in the tree.
+    With a ``schema`` nothing else is searched for. Raises ``InvalidArgumentError`` if one of ``keys`` is not in the
+    tree.
     """
-    return _ComponentFinder(budget).find_components(tree, keys)
+    return _ComponentFinder(budget).find_components(tree, keys, schema)
 
 
 def _resolve_key(tree: Any, key: str) -> Path | None:
@@ -92,12 +108,30 @@ class _ComponentFinder:
     def __init__(self, budget: ReadBudget) -> None:
         self._budget, self._classifier = budget, TreeClassifier(budget)
 
-    def find_components(self, tree: Any, keys: Mapping[str, str]) -> ComponentPaths:
+    def find_components(self, tree: Any, keys: Mapping[str, str], schema: Schema | None) -> ComponentPaths:
         """See :func:`detect_components`."""
         components = ComponentPaths({slot: self._find_by_key(tree, slot, key) for slot, key in keys.items()})
-        if isinstance(tree, dict):
+        if isinstance(tree, dict) and schema is not None:
+            self._take_known(tree, schema, components)
+        elif isinstance(tree, dict):
             self._search_node(tree, (), components)
         return components
+
+    def _take_known(self, tree: dict[Any, Any], schema: Schema, components: ComponentPaths) -> None:
+        """Add the components at the keys of a schema."""
+        assigned = components.assigned_paths()
+        values = {key: value for key, value in tree.items() if (key,) not in assigned}
+        models = {key: [(key,)] for key in schema.model if isinstance(values.get(key), dict)}
+        duplicates = [key for key in models if self._is_duplicate(key, models, values)]
+        components.duplicates |= {(key,) for key in duplicates}
+        models = {key: paths for key, paths in models.items() if key not in duplicates}
+        optimizers = [
+            path for key in schema.optimizer if key in values for path in self._list_optimizers(values[key], (key,))
+        ]
+        schedulers = {key: [(key,)] for key in schema.scheduler if _is_scheduler(key, values.get(key))}
+        _add_slots(components, "model", dict([*models.items()][:1]))
+        _add_slots(components, "optimizer", {"optimizer": optimizers} if optimizers else {})
+        _add_slots(components, "scheduler", schedulers)
 
     def _find_by_key(self, tree: Any, slot: str, key: str) -> list[Path]:
         path = _resolve_key(tree, key)

@@ -113,7 +113,9 @@ def _prefix_errors(source: str) -> Iterator[None]:
         raise type(error)(f"{source}: {error}") from error
 
 
-def classify_tree(tree: Any, keys: Mapping[str, str], budget: ReadBudget, source: str) -> TreeContents:
+def classify_tree(
+    tree: Any, keys: Mapping[str, str], budget: ReadBudget, source: str, schema: detect_components.Schema | None = None
+) -> TreeContents:
     """Sort a tree into models, optimizers and schedulers; everything else is ``user_content``.
 
     Args:
@@ -121,6 +123,7 @@ def classify_tree(tree: Any, keys: Mapping[str, str], budget: ReadBudget, source
         keys: Components that are not detected, by slot: ``{"model": "app.net"}``.
         budget: The budget of the checkpoint, to which the size of the tree's file has been added.
         source: The name of the file, for messages.
+        schema: Where the components of a known system are. No others are searched for then.
 
     Raises:
         InvalidArgumentError: if one of ``keys`` is not in the tree.
@@ -130,7 +133,7 @@ def classify_tree(tree: Any, keys: Mapping[str, str], budget: ReadBudget, source
     with _prefix_errors(source):
         check_expanded_size(tree, budget)
         return _collect_components(
-            tree, detect_components.detect_components(tree, keys, budget), TreeContents(source, budget)
+            tree, detect_components.detect_components(tree, keys, budget, schema), TreeContents(source, budget)
         )
 
 

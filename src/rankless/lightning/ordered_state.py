@@ -1,0 +1,36 @@
+"""The state dict of a checkpoint's model, in the order of the module and with its metadata, as torch creates it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+from rankless.state.model.model_view import EXTRA
+
+
+def order_state(entries: Mapping[str, Any], module: nn.Module | None) -> OrderedDict[str, Any]:
+    """Return entries as ``module.state_dict()`` orders them; those that it does not have are at the end.
+
+    Without a module their order is kept, and there is no metadata.
+    """
+    if module is None:
+        return OrderedDict(entries)
+    ordered = OrderedDict((name, entries[name]) for name in _list_names(module) if name in entries)
+    ordered.update((name, value) for name, value in entries.items() if name not in ordered)
+    metadata = OrderedDict(
+        (strip_wrapper_prefixes(f"{prefix}.")[:-1], {"version": child._version})  # noqa: SLF001
+        for prefix, child in module.named_modules(remove_duplicate=False)
+    )
+    ordered._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001 - where torch has it
+    return ordered
+
+
+def _list_names(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's state dict in its order, without creating it: FSDP1 would gather all tensors."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name in (*child._parameters, *child._buffers, EXTRA):  # noqa: SLF001
+            yield strip_wrapper_prefixes(f"{prefix}.{name}" if prefix else name)
