@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.data_files import TensorInfo
-from rankless.state.model.hf_config import unwrap_model
+from rankless.state.model.hf_config import class_before_sharding, unwrap_model
 from rankless.state.tensor_views import DTYPES
 
 
@@ -46,8 +47,31 @@ def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> Stored:
         return unchanged
     memory = {name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in infos.items()}
     with _ViewTracker():
-        converted = revert_weight_conversion(module, dict(memory))
+        converted = revert_weight_conversion(_before_sharding(module), dict(memory))
     return _find_origins(converted, memory, infos)
+
+
+def _before_sharding(module: nn.Module) -> nn.Module:
+    """Return a module without calling ``fully_shard``'s classes its own: transformers converts by name of the class.
+
+    The tree of modules is copied, without their tensors; the given one is left as it is.
+    """
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
+        return module
+    copies: dict[nn.Module, nn.Module] = {}
+
+    def copy_tree(original: nn.Module) -> nn.Module:
+        if original not in copies:
+            cls = class_before_sharding(original)
+            copies[original] = cls.__new__(cls)
+            children = {
+                name: child if child is None else copy_tree(child)
+                for name, child in original._modules.items()  # noqa: SLF001 - with children that are None
+            }
+            copies[original].__dict__.update(original.__dict__, _modules=children)
+        return copies[original]
+
+    return copy_tree(module)
 
 
 class _ViewTracker(TorchFunctionMode):

@@ -47,15 +47,18 @@ def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
     if not hasattr(config, "to_json_string"):
         return
     config = copy.deepcopy(config)
-    # fully_shard() derives classes of its own from the model's class; transformers must find its own.
-    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-    config.architectures = [cls.__name__]
+    config.architectures = [class_before_sharding(module).__name__]
     if isinstance(dtype := getattr(module, "dtype", None), torch.dtype):
         config.dtype = str(dtype).removeprefix("torch.")
     yield CONFIG, config.to_json_string().encode()
     generation = getattr(module, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
         yield "generation_config.json", generation.to_json_string().encode()
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module by which transformers knows it: ``fully_shard`` derives a class of its own."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def set_config_dtype(config: bytes, dtype: str) -> bytes:
@@ -92,11 +95,15 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether names of modules or tensors are those of a model with PEFT adapters."""
+    """Return whether names of modules or tensors are those of a model with PEFT adapters.
+
+    PEFT's prompts are beside its ``base_model``; models of images have a ``prompt_encoder`` that is a part of them.
+    """
+    dotted = [f"{strip_wrapper_prefixes(name)}." for name in names]
+    has_prompts = any(name.startswith("prompt_encoder.") for name in dotted)
     return any(
-        "base_layer" in name.split(".")
-        or f"{strip_wrapper_prefixes(name)}.".startswith(("base_model.model.", "prompt_encoder."))
-        for name in names
+        ".base_layer." in f".{name}" or name.startswith("base_model.model." if not has_prompts else "base_model.")
+        for name in dotted
     )
 
 
