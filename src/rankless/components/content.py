@@ -53,7 +53,7 @@ class ComponentContent:
             name: TensorOrigin(self.origins[origin.name].name, origin.start) for name, (_, origin) in by_name.items()
         }
         names = {origin.name: name for name, (_, origin) in by_name.items()}
-        tied = {alias: names[name] for alias, name in self.tied.items()}
+        tied = {alias: names[name] for alias, name in self.tied.items() if name in names}
         return replace(self, tensors={name: info for name, (info, _) in by_name.items()}, origins=origins, tied=tied)
 
     def without_ties(self) -> ComponentContent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
 from rankless.state.meta_models import MetaModels
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
+from rankless.state.model.hf_optional_tensors import optional_names
 from rankless.state.model.model_view import ModelView, is_extra
 from rankless.state.model.peft_adapters import check_unmerged, explain_config_differences, loadable_views
 from rankless.state.optimizer import adapters
@@ -112,12 +113,17 @@ class MismatchReport:
     incomplete: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
 
-    def add_missing(self, component: str, name: str, reason: str = "") -> None:
-        """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``."""
+    def add_missing(self, component: str, name: str, reason: str = "", *, is_optional: bool = False) -> None:
+        """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``.
+
+        What is optional is never refused.
+        """
         self.missing.append(name)
+        self.incomplete.add(component)
+        if is_optional:
+            return
         subject = f"{name} of {component}" if component.startswith("model/") else name
         self.reasons.append((component, f"{name}: {reason}" if reason else f"missing in the checkpoint: {subject}"))
-        self.incomplete.add(component)
 
     def add_unexpected(self, component: str, name: str) -> None:
         """Add a name that is only in the checkpoint."""
@@ -379,7 +385,8 @@ class LoadTargets:
             self._match_adapters(slot, parts, adapter_groups)
             return
         names = self._groups.get(slot, {}).keys() | self._tied.get(slot, {}).keys()
-        self._match_view(slot, models.build_load_view(parts, names))
+        optional = [optional_names(part) for part in parts]
+        self._match_view(slot, models.build_load_view(parts, names), lambda name: any(test(name) for test in optional))
 
     def _match_adapters(self, slot: str, parts: Sequence[object], groups: Sequence[str]) -> None:
         """Match the PEFT adapters of a model with a checkpoint that contains only adapters."""
@@ -398,8 +405,8 @@ class LoadTargets:
             for name in self._groups[group]:
                 self.report.add_unexpected(slot, f"{group}/{name}")
 
-    def _match_view(self, slot: str, view: ModelView) -> None:
-        """Match the tensors of a model or an adapter with the group ``slot``."""
+    def _match_view(self, slot: str, view: ModelView, is_optional: Callable[[str], bool] = lambda _: False) -> None:
+        """Match the tensors of a model or an adapter with the group ``slot``. Optional ones may be missing."""
         stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
         self._views[slot] = view
         aliases: dict[str, list[str]] = {}
@@ -412,7 +419,7 @@ class LoadTargets:
                 candidates = (tied.get(alias, alias) for alias in aliases.get(name, ()))
                 source = next((candidate for candidate in candidates if candidate in stored), None)
             if source is None:
-                self.report.add_missing(_component_of(slot), name)
+                self.report.add_missing(_component_of(slot), name, is_optional=is_optional(name))
                 continue
             target, info = tensor, stored[source]
             if tensor.shape != info.shape:

@@ -3,6 +3,7 @@
 The oracle is the model's output: the loaded model gives the logits of the saved one.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -138,3 +139,129 @@ def test_so_it_does_with_files_of_torch_save(ranks: Ranks, tmp_path: Path, build
     other = built(build, torch.float32, seed=7)
     rankless.load_model(other, tmp_path / "m")
     assert torch.equal(logits(other), logits(expected))
+
+
+def llava() -> nn.Module:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**TINY))
+    )
+
+
+def dinov2() -> nn.Module:
+    return transformers.Dinov2ForImageClassification(
+        transformers.Dinov2Config(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, num_labels=3
+        )
+    )
+
+
+RENAMED: list[Callable[[], nn.Module]] = [llava, dinov2]
+
+
+def shard_all(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model whose parts are sharded, so that each class that transformers knows is another one."""
+    model = built(build, torch.float32, seed)
+    parts = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel) and part is not model]
+    for part in reversed(parts):
+        fully_shard(part)
+    return fully_shard(model)
+
+
+def save_and_load_renamed(folder: str, build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    sharded = shard_all(build, 1)
+    rankless.save_model(sharded, f"{folder}/ours", shard=True)
+    other = shard_all(build, 2)
+    rankless.load_model(other, f"{folder}/theirs")
+    return {name: tensor.full_tensor() for name, tensor in other.state_dict().items()}
+
+
+@pytest.mark.parametrize("build", RENAMED)
+def test_fsdp2_keeps_the_names_on_disk(ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    expected = built(build, torch.float32)
+    expected.save_pretrained(tmp_path / "theirs")
+    loaded = ranks(2, save_and_load_renamed, str(tmp_path), build)[0]
+    assert loaded.keys() == expected.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.state_dict().items())
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_model_with_a_part_called_prompt_encoder_has_a_configuration(tmp_path: Path) -> None:
+    vision = transformers.SamVisionConfig(
+        hidden_size=16, output_channels=8, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    prompts = transformers.SamPromptEncoderConfig(hidden_size=8, image_size=16, patch_size=4)
+    decoder = transformers.SamMaskDecoderConfig(
+        hidden_size=8, mlp_dim=8, num_attention_heads=2, iou_head_hidden_dim=8, num_hidden_layers=1
+    )
+    model = transformers.SamModel(
+        transformers.SamConfig(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder)
+    )
+    rankless.save_model(model, tmp_path / "m", shard=True)
+    reopened, info = transformers.SamModel.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in reopened.state_dict().items())
+
+
+def marian() -> nn.Module:
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=64,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            pad_token_id=63,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            max_position_embeddings=32,
+            decoder_start_token_id=63,
+        )
+    )
+
+
+def test_tensors_that_transformers_does_not_store_are_neither_stored_nor_required(tmp_path: Path) -> None:
+    model, positions = marian(), "model.encoder.embed_positions.weight"
+    model.save_pretrained(tmp_path / "theirs")
+    rankless.save_model(model, tmp_path / "ours", shard=True)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert positions not in ours
+    for folder in ("ours", "theirs"):
+        other = built(marian, torch.float32, seed=2)
+        rankless.load_model(other, tmp_path / folder)
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_missing_beside_them_is_an_error(tmp_path: Path) -> None:
+    tensors = marian().state_dict()
+    del tensors["model.encoder.layers.0.fc1.weight"], tensors["final_logits_bias"]
+    torch.save(tensors, tmp_path / "a.pt")
+    with pytest.raises(rankless.MismatchError, match=r"layers\.0\.fc1\.weight") as error:
+        rankless.load_model(marian(), tmp_path / "a.pt")
+    assert "final_logits_bias" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"])
+def test_a_folder_of_diffusers_is_a_checkpoint(tmp_path: Path, name: str) -> None:
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    save_file(model.state_dict(), tmp_path / name)
+    rankless.load_model(other, tmp_path)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_folder_of_diffusers_may_have_an_index(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    stem = "diffusion_pytorch_model"
+    files = {name: f"{stem}-0000{number}-of-00002.safetensors" for number, name in enumerate(model.state_dict(), 1)}
+    for name, file in files.items():
+        save_file({name: model.state_dict()[name]}, tmp_path / file)
+    index = {"metadata": {"total_size": 36}, "weight_map": files}
+    (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    rankless.load_model(other, tmp_path)
+    assert torch.equal(model.weight, other.weight)

@@ -1,7 +1,8 @@
 """Finding the models and optimizers in a folder, by the names of index files and single files.
 
-Source: transformers' ``utils/hub.py`` and ColossalAI 0.5.0's ``checkpoint_io/utils.py``. The prefix of ColossalAI is
-the variant of transformers: it is put before ``.json``, and before the extension of a single file.
+Source: transformers' ``utils/hub.py``, diffusers' ``utils/constants.py`` and ColossalAI 0.5.0's
+``checkpoint_io/utils.py``. The prefix of ColossalAI is the variant of the other two: it is put before ``.json``, and
+before the extension of a single file.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ _FOLDERS = (MODELING, "model", "optimizer")
 SCHEDULER, CONTENT = "lr_scheduler", "user_content.pt"
 
 _INDEX = re.compile(
-    r"(?P<stem>pytorch_model|model|pytorch_optim|optimizer)\.(?P<form>bin|safetensors)\.index(\.(?P<variant>.+))?\.json"
+    r"(?P<stem>(diffusion_)?pytorch_model|model|pytorch_optim|optimizer)\.(?P<form>bin|safetensors)\.index(\.(?P<variant>.+))?\.json"
 )
 _SINGLE = re.compile(
-    r"(?P<stem>pytorch_model(?=.*\.bin)|model(?=.*\.safetensors))"
+    r"(?P<stem>pytorch_model(?=.*\.bin)|model(?=.*\.safetensors)|diffusion_pytorch_model)"
     r"(\.(?P<variant>(?!safetensors|bin)[^-]+))?\.(?P<form>bin|safetensors)"
 )
 
-_KINDS = {"pytorch_model": MODEL, "model": MODEL, "pytorch_optim": OPTIMIZER, "optimizer": OPTIMIZER}
+_KINDS = {
+    "pytorch_model": MODEL,
+    "diffusion_pytorch_model": MODEL,
+    "model": MODEL,
+    "pytorch_optim": OPTIMIZER,
+    "optimizer": OPTIMIZER,
+}
 
 
 class ModelFile(NamedTuple):

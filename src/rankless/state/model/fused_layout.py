@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.model.hf_config import class_before_sharding, unwrap_model
+from rankless.state.model.hf_optional_tensors import names_not_saved
 from rankless.state.tensor_views import DTYPES
 
 
@@ -34,10 +35,11 @@ Stored = Mapping[str, tuple[TensorInfo, TensorOrigin]]
 def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> Stored:
     """Return the tensors that transformers stores for a model, whose tensors are given by name, dtype and shape.
 
-    For other models the tensors are stored unchanged. Raises ``UnsupportedTensorError`` if the conversion does more
-    than divide tensors into ranges of bytes.
+    For other models the tensors are stored unchanged; some models have tensors that are not stored. Raises
+    ``UnsupportedTensorError`` if the conversion does more than divide tensors into ranges of bytes.
     """
     module: Any = unwrap_model(model) if isinstance(model, nn.Module) else None
+    infos = {name: info for name, info in infos.items() if name not in names_not_saved(module)}
     unchanged = {name: (info, TensorOrigin(name, 0)) for name, info in infos.items()}
     if not hasattr(getattr(module, "config", None), "model_type"):
         return unchanged
@@ -51,8 +53,8 @@ def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> Stored:
     return _find_origins(converted, memory, infos)
 
 
-def _before_sharding(module: nn.Module) -> nn.Module:
-    """Return a module without calling ``fully_shard``'s classes its own: transformers converts by name of the class.
+def _before_sharding(module: nn.Module) -> Any:
+    """Return a module with the classes that its parts had before ``fully_shard``: transformers converts by their names.
 
     The tree of modules is copied, without their tensors; the given one is left as it is.
     """

@@ -58,7 +58,8 @@ def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module by which transformers knows it: ``fully_shard`` derives a class of its own."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    classes = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
 
 
 def set_config_dtype(config: bytes, dtype: str) -> bytes:
