@@ -369,8 +369,9 @@ def other_divided_state(checkpoint: dict[str, Any]) -> None:
 
 
 def test_divided_optimizer_states_are_saved_unchanged_or_not_at_all(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="are divided among ranks"):
-        ranks(2, sharded, str(tmp_path), "fsdp2", other_divided_state, None)
+    for error in ranks.outcomes(2, sharded, str(tmp_path), "fsdp2", other_divided_state, None):
+        assert isinstance(error, InvalidArgumentError)
+        assert "are divided among ranks" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["native", "lightning"])
