@@ -1,7 +1,8 @@
 """The negotiation before a save: ranks check that their calls agree, and exchange tensor specs and values.
 
-Each rank posts an announcement of 80 bytes, mostly digests; in its first save, the name of its host follows. Only new
-or differing specs and values are sent in full, each distinct one once.
+Each rank posts an announcement of 81 bytes, mostly digests; in its first save, the name of its host follows, and then
+16 bytes for each value that ranks only compare. Only new or differing specs and values are sent in full, each distinct
+one once.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
+from rankless.engine.comm.digest_table import encode_digests, find_differing, select_differing
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
@@ -29,6 +31,7 @@ from rankless.state.capture import (
     encode_merged_values,
     merge_values,
 )
+from rankless.state.compared_values import digest_values
 from rankless.state.training import TrainingObjects
 from rankless.storage.posix import host_id, host_name
 
@@ -36,8 +39,8 @@ from rankless.storage.posix import host_id, host_name
 _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 
 #: An announcement: the key of the plan in the rank's cache, the digests of its spec, its meshes, its values and its
-#: host name, and the size of its per-rank values.
-_ANNOUNCEMENT = struct.Struct(f"{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQ")
+#: host name, the size of its per-rank values, and that of the host name, which follows, and then a digest table.
+_ANNOUNCEMENT = struct.Struct(f"<{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQB")
 
 #: The most bytes of the name of a host.
 _MAX_NAME = 64
@@ -73,13 +76,15 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
 
     ``key`` identifies the plan. ``spec_directory`` is ``None`` if all ranks have this plan in their caches.
     ``value_ranks`` are the ranks that must send their values, or empty if all values are equal. ``host_runs`` are the
-    hosts of consecutive ranks: the number of a host, and the number of ranks on it.
+    hosts of consecutive ranks: the number of a host, and the number of ranks on it. ``differing`` are the names of
+    values that only rank 0 stores and that differ between ranks.
     """
 
     key: bytes
     spec_directory: SpecDirectory | None
     value_ranks: list[int]
     host_runs: list[tuple[int, int]]
+    differing: bytes
 
 
 class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +101,7 @@ class SaveAgreement:
     ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
     ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``host_of`` is the number of
     the host of each rank. ``host_names`` are, on rank 0, the names of hosts that were announced in this save.
+    ``differing`` are the names in this rank's :attr:`Capture.compared` whose values differ between ranks.
     """
 
     captured: Capture
@@ -104,12 +110,17 @@ class SaveAgreement:
     merged_values: Mapping[str, Any]
     host_of: Sequence[int]
     host_names: Mapping[int, str]
+    differing: frozenset[str]
 
 
 def negotiate_save(
-    request: SaveRequestProtocol, session: Session, global_ranks: Sequence[int], cached_key: bytes
+    request: SaveRequestProtocol, session: Session, global_ranks: Sequence[int], cached_key: bytes, save: int = 0
 ) -> SaveAgreement:
-    """Capture the training state and negotiate the save. ``cached_key`` is the key of the plan in this rank's cache."""
+    """Capture the training state and negotiate the save.
+
+    ``cached_key`` is the key of the plan in this rank's cache. Ranks compare all bytes of large values at ``save`` 0,
+    and a sample at later ones.
+    """
     captured = Capture()
     host_names: Mapping[int, str] = {}
 
@@ -125,12 +136,15 @@ def negotiate_save(
         host = digest_bytes(host_id().encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
         name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
-        return _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values)) + name
+        digests_of_values = digest_values(captured.compared, save) if session.size > 1 else {}
+        fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values), len(name))
+        return fixed + name + encode_digests(digests_of_values)
 
     def decide(posted: Sequence[bytes]) -> bytes:
         nonlocal host_names
-        decision = _decide_globally(request, [raw[: _ANNOUNCEMENT.size] for raw in posted])
-        host_names = _name_hosts(_list_host_of(decision), [raw[_ANNOUNCEMENT.size :] for raw in posted])
+        announcements = [_split_announcement(raw) for raw in posted]
+        decision = _decide_globally(request, announcements)
+        host_names = _name_hosts(_list_host_of(decision), [announcement.host_name for announcement in announcements])
         return _encode(decision)
 
     raw = vote_same_call(
@@ -145,13 +159,29 @@ def negotiate_save(
     directory = decision.spec_directory
     global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
     host_of = _list_host_of(decision)
-    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names)
+    differing = select_differing(captured.compared, decision.differing)
+    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names, differing)
 
 
-def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _GlobalDecision:
-    """Make the decision of rank 0 on the announcements that all ranks posted."""
+class _Announcement(NamedTuple):
+    """The parts of an announcement. ``fixed`` are those of :data:`_ANNOUNCEMENT`."""
+
+    fixed: tuple[Any, ...]
+    host_name: bytes
+    digest_table: bytes
+
+
+def _split_announcement(raw: bytes) -> _Announcement:
+    *fixed, name_bytes = _ANNOUNCEMENT.unpack_from(raw)
+    table_start = _ANNOUNCEMENT.size + name_bytes
+    return _Announcement(tuple(fixed), raw[_ANNOUNCEMENT.size : table_start], raw[table_start:])
+
+
+def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Announcement]) -> _GlobalDecision:
+    """Make the decision of rank 0 on the announcements of all ranks."""
     request.check_destination()
-    cached_keys, specs, meshes, values, hosts, sizes = zip(*map(_ANNOUNCEMENT.unpack, posted), strict=True)
+    fixed = (announcement.fixed for announcement in announcements)
+    cached_keys, specs, meshes, values, hosts, sizes = zip(*fixed, strict=True)
     check_rank_states(sizes)
     key = digest_bytes(b"".join((*specs, *meshes, request.packing_key())), _KEY_BYTES)
     is_cached = set(cached_keys) == {key}
@@ -159,7 +189,8 @@ def _decide_globally(request: SaveRequestProtocol, posted: Sequence[bytes]) -> _
     _, value_ranks = deduplicate(values)
     host_of, _ = deduplicate(hosts)
     host_runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(host_of)]
-    return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs)
+    differing = find_differing(announcement.digest_table for announcement in announcements)
+    return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs, differing)
 
 
 def _list_host_of(decision: _GlobalDecision) -> list[int]:

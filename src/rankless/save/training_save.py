@@ -70,7 +70,9 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def prepare_save(self) -> None:
         """Capture the training state, plan the save, and open its output."""
-        agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), self._cache.key)
+        agreement = negotiate_save(
+            self._request, self._session, self._ranks.global_ranks(), self._cache.key, self._compared_save
+        )
         self._captured, self._merged_values = agreement.captured, agreement.merged_values
         self._cache.host_names = agreement.host_names or self._cache.host_names
         self._hosts = len(set(agreement.host_of))
@@ -142,9 +144,13 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
             )
         self._request.on_event(event)
 
+    @property
+    def _compared_save(self) -> int:
+        """The number of the save for comparisons between ranks: of all bytes at 0, of a sample at later ones."""
+        return 0 if self._request.options.replica_check == "full" else self._cache.saves
+
     def _hash_replicas(self) -> bytes:
-        save = 0 if self._request.options.replica_check == "full" else self._cache.saves
-        digests, seconds = self._writer.hash_replicas(save)
+        digests, seconds = self._writer.hash_replicas(self._compared_save)
         if self._plan.replicas:
             self._reporter.record_replica_check(seconds)
         return digests

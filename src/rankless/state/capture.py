@@ -19,6 +19,7 @@ from rankless.ondisk.validation import check_utf8
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
 from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
+from rankless.state.compared_values import ComparedValue
 from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_view import ModelView, check_duplicate_tensors
@@ -99,7 +100,8 @@ class Capture:
     ``frozen`` are the keys of those that are parameters without gradients.
     ``small_files`` are written by rank 0. ``rank_values`` are this rank's values, as JSON; ``merged_values`` are
     encoded and are merged with other ranks'; ``shared_values`` are those that rank 0 has for all ranks, by name, as
-    JSON. ``warnings`` are for the caller.
+    JSON. ``compared`` are values that only rank 0 stores, by name: the ranks that have a name compare them.
+    ``warnings`` are for the caller.
     """
 
     inventory: Inventory = field(default_factory=Inventory)
@@ -109,6 +111,7 @@ class Capture:
     rank_values: bytes = b"{}"
     merged_values: dict[str, Any] = field(default_factory=dict)
     shared_values: dict[str, bytes] = field(default_factory=dict)
+    compared: dict[str, ComparedValue] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def add_tensor(
@@ -168,13 +171,13 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> C
     names = {identity: [ref.name for ref in refs] for identity, refs in refs_of_all.items()}
     for slot, parts in schedulers.scheduler_components(training.scheduler).items():
         tree[slot] = schedulers.scheduler_entries(parts, names)
-    all_shared = _shared_values(training)
-    shared = all_shared if rank == leader else {}
+    shared = _shared_values(training)
     arrays = ArrayEncoder(_MERGED)
     encoded = values.encode_value({**tree, **shared}, arrays)
     captured.merged_values = {slot: _mergeable_values(slot, encoded[slot]) for slot in tree}
-    captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
+    captured.compared |= _list_compared({name: encoded[name] for name in shared}, arrays)
     if rank == leader:
+        captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
         _add_arrays(captured, STATE, arrays)
     rank_arrays = ArrayEncoder()
     rank_values = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
@@ -365,6 +368,16 @@ def _shared_values(training: TrainingObjects) -> dict[str, Any]:
     if training.user_content is not None:
         shared["user_content"] = training.user_content
     return shared
+
+
+def _list_compared(encoded: Mapping[str, Any], arrays: ArrayEncoder) -> dict[str, ComparedValue]:
+    """Return encoded :func:`_shared_values`, by name: each scheduler and each stateful object is one."""
+    named = {name: value for name, value in encoded.items() if name != "stateful"}
+    named |= {f"stateful/{name}": value for name, value in values.iterate_members(encoded.get("stateful", {}))}
+    return {
+        name: ComparedValue(value, {key: arrays.tensors[key] for key in _find_references(value)})
+        for name, value in named.items()
+    }
 
 
 def _add_arrays(captured: Capture, group: str, arrays: ArrayEncoder) -> None:

@@ -123,6 +123,20 @@ def _digest_shards(replicas: Sequence[ReplicatedShard], shard_of: ShardOf, save:
     return digest_bytes(np.array(crcs, dtype="<u8").tobytes(), 16)
 
 
+def hash_shards(shards: Sequence[TensorBytes], save: int) -> list[int]:
+    """Return the CRC of each shard: of all its bytes at save 0, of a sample at later ones, as of replicas."""
+    numbered = [ReplicatedShard(number, shard.nbytes) for number, shard in enumerate(shards)]
+    batches: list[list[TensorRange]] = [[] for _ in shards]
+    for sampled in sample_everything(numbered) if save == 0 else sample_some(numbered, save):
+        batches[sampled.tensor].append(sampled)
+    streams = find_copy_streams(shards)
+    if streams:
+        return _hash_on_devices(streams, batches, shards.__getitem__)
+    hash_batch = partial(crc_of_ranges, shard_of=shards.__getitem__)
+    is_small = sum(shard.nbytes for shard in shards) <= _BATCH_BYTES  # then threads take longer than the work
+    return list(map(hash_batch, batches)) if is_small else run_in_threads(hash_batch, batches)
+
+
 def _hash_on_devices(
     streams: Sequence[CopyStream], batches: Sequence[Sequence[TensorRange]], shard_of: ShardOf
 ) -> list[int]:

@@ -1,0 +1,47 @@
+"""Comparison of named values between ranks, by digests that the ranks post in a vote they hold anyway.
+
+A rank posts 16 bytes for each name that it has. A name may be on some ranks only: those are compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from rankless.engine.plan.spec import digest_bytes
+
+#: The size in bytes of the digest of a name, and of the digest of a value.
+DIGEST_BYTES = 8
+
+_ENTRY_BYTES = 2 * DIGEST_BYTES
+
+
+def encode_digests(digests: Mapping[str, bytes]) -> bytes:
+    """Return a rank's table, given the digest of each value by name. It does not depend on the order of the names."""
+    return b"".join(sorted(_digest_name(name) + digest for name, digest in digests.items()))
+
+
+def find_differing(posted: Iterable[bytes]) -> bytes:
+    """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks."""
+    first_digests: dict[bytes, bytes] = {}
+    differing = {
+        name
+        for table in dict.fromkeys(posted)
+        for name, digest in _iterate_entries(table)
+        if first_digests.setdefault(name, digest) != digest
+    }
+    return b"".join(sorted(differing))
+
+
+def select_differing(names: Iterable[str], differing: bytes) -> frozenset[str]:
+    """Return those of a rank's ``names`` that :func:`find_differing` found."""
+    encoded = {differing[start : start + DIGEST_BYTES] for start in range(0, len(differing), DIGEST_BYTES)}
+    return frozenset(name for name in names if _digest_name(name) in encoded) if encoded else frozenset()
+
+
+def _digest_name(name: str) -> bytes:
+    return digest_bytes(name.encode(errors="surrogatepass"), DIGEST_BYTES)
+
+
+def _iterate_entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:
+    for start in range(0, len(table), _ENTRY_BYTES):
+        yield table[start : start + DIGEST_BYTES], table[start + DIGEST_BYTES : start + _ENTRY_BYTES]

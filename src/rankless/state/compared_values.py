@@ -1,0 +1,39 @@
+"""Values that only rank 0 stores, and that the ranks which have them compare by digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from rankless.engine.comm.digest_table import DIGEST_BYTES
+from rankless.engine.integrity.replicas import hash_shards
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.spec import digest_bytes
+from rankless.state.tensor_views import NAMES
+
+
+class ComparedValue(NamedTuple):
+    """A value as JSON, ``encoded``, and the tensors that it refers to, by name."""
+
+    encoded: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def digest_values(compared: Mapping[str, ComparedValue], save: int) -> dict[str, bytes]:
+    """Return a digest of each value. Equal values have equal digests in all processes.
+
+    The digests are over all bytes of the tensors at save 0, and over a sample at later ones, as for replicas.
+    """
+    tensors = [tensor for value in compared.values() for _, tensor in sorted(value.tensors.items())]
+    crcs = iter(hash_shards([TensorBytes(tensor) for tensor in tensors], save))
+    return {name: _digest_value(value, crcs) for name, value in compared.items()}
+
+
+def _digest_value(value: ComparedValue, crcs: Any) -> bytes:
+    hashed = [
+        (name, NAMES[tensor.dtype], list(tensor.shape), next(crcs)) for name, tensor in sorted(value.tensors.items())
+    ]
+    return digest_bytes(json.dumps([value.encoded, hashed], sort_keys=True).encode(), DIGEST_BYTES)
