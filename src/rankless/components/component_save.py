@@ -25,7 +25,8 @@ from rankless.engine.plan.save_plan import TensorSpan, plan_into_files
 from rankless.engine.plan.split_tensors import split_ranges
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RankMismatchError, UnsupportedValueError
-from rankless.save.save_negotiation import SaveAgreement, negotiate_save
+from rankless.observe.warning import warn_caller
+from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.state.capture import STATE
 
@@ -71,6 +72,9 @@ class ComponentSave(SaveOperation[Path]):
         """Agree on what to save, create the files, and check that replicas are equal."""
         agreement = negotiate_save(self._request, self._session, self._ranks.global_ranks(), b"")
         self._captured = agreement.captured
+        names = name_differing(self._session, agreement) if agreement.differing else []
+        if names:
+            warn_caller(describe_differing(names, "rank 0's are saved; a checkpoint would have those of each rank"))
         global_spec = agreement.global_spec
         if global_spec is None:
             raise RankMismatchError("the ranks did not agree on what to save")

@@ -42,6 +42,9 @@ _KEY_BYTES, _VALUES_BYTES, _HOST_BYTES = 8, 16, 8
 #: host name, the size of its per-rank values, and that of the host name, which follows, and then a digest table.
 _ANNOUNCEMENT = struct.Struct(f"<{_KEY_BYTES}s16s16s{_VALUES_BYTES}s{_HOST_BYTES}sQB")
 
+#: The most names in a warning.
+_SHOWN = 5
+
 #: The most bytes of the name of a host.
 _MAX_NAME = 64
 
@@ -101,7 +104,7 @@ class SaveAgreement:
     ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.
     ``merged_values`` are, on rank 0, the values of all ranks' models and optimizers. ``host_of`` is the number of
     the host of each rank. ``host_names`` are, on rank 0, the names of hosts that were announced in this save.
-    ``differing`` are the names in this rank's :attr:`Capture.compared` whose values differ between ranks.
+    ``differing`` are the encoded names of values in :attr:`Capture.compared` that differ between ranks.
     """
 
     captured: Capture
@@ -110,16 +113,23 @@ class SaveAgreement:
     merged_values: Mapping[str, Any]
     host_of: Sequence[int]
     host_names: Mapping[int, str]
-    differing: frozenset[str]
+    differing: bytes
 
 
 def negotiate_save(
-    request: SaveRequestProtocol, session: Session, global_ranks: Sequence[int], cached_key: bytes, save: int = 0
+    request: SaveRequestProtocol,
+    session: Session,
+    global_ranks: Sequence[int],
+    cached_key: bytes,
+    *,
+    save: int = 0,
+    differing: bytes = b"",
 ) -> SaveAgreement:
     """Capture the training state and negotiate the save.
 
     ``cached_key`` is the key of the plan in this rank's cache. Ranks compare all bytes of large values at ``save`` 0,
-    and a sample at later ones.
+    and a sample at later ones. ``differing`` are the encoded names of values that were found to differ between ranks
+    and are stored for each rank.
     """
     captured = Capture()
     host_names: Mapping[int, str] = {}
@@ -127,7 +137,7 @@ def negotiate_save(
     def capture_and_announce() -> bytes:
         nonlocal captured
         request.check_arguments()
-        captured = capture_training(request.training, session.rank)
+        captured = capture_training(request.training, session.rank, differing=differing)
         for message in captured.warnings if session.rank == COORDINATOR_RANK else ():
             warn_caller(message)
         digests = digest_specs(captured.inventory.build_spec(), captured.inventory.build_meshes())
@@ -159,8 +169,30 @@ def negotiate_save(
     directory = decision.spec_directory
     global_spec = directory.build_global_spec(encoded_specs, global_ranks) if directory else None
     host_of = _list_host_of(decision)
-    differing = select_differing(captured.compared, decision.differing)
-    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names, differing)
+    return SaveAgreement(captured, decision.key, global_spec, merged_values, host_of, host_names, decision.differing)
+
+
+def name_differing(session: Session, agreement: SaveAgreement) -> list[str]:
+    """Return, on rank 0, the names of the values that differ between ranks."""
+    names: set[str] = set()
+
+    def merge_names(posted: Sequence[bytes]) -> bytes:
+        names.update(name for raw in posted for name in msgspec.msgpack.decode(raw, type=list[str]))
+        return b""
+
+    session.vote(
+        "naming what differs between ranks",
+        lambda: sorted(select_differing(agreement.captured.compared, agreement.differing)),
+        _encode,
+        merge_names,
+    )
+    return sorted(names)
+
+
+def describe_differing(names: Sequence[str], outcome: str) -> str:
+    """Return a warning about values that differ between ranks; ``outcome`` says what becomes of them."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"ranks hold different values of {', '.join(names[:_SHOWN])}{more}: {outcome}"
 
 
 class _Announcement(NamedTuple):

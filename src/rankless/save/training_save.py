@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rankless.engine.comm.digest_table import join_differing
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io.staging import DeferredCopies
@@ -21,17 +22,21 @@ from rankless.formats.native import RANKS
 from rankless.formats.native import STATE as STATE_FILE
 from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.run.catalog import CheckpointIdentity, next_identity
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
 from rankless.run.scan import CheckpointInfo
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
-from rankless.save.save_negotiation import SaveAgreement, negotiate_save
+from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.save.save_request import SaveRequest
 from rankless.state.capture import build_ranks_file, build_state_file
 from rankless.state.step_only_tensors import step_only_tensors
 from rankless.storage.links_and_clones import Sharing
+
+#: What becomes of values that differ between ranks, in a warning.
+_STORED_BY_RANK = "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's"
 
 
 @dataclass
@@ -39,7 +44,8 @@ class SavePlanCache:
     """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
-    is not on rank 0's host, if there is one. ``host_names`` are, on rank 0, the names of hosts by number.
+    is not on rank 0's host, if there is one. ``differing`` are the encoded names of values that differ between ranks.
+    ``host_names`` are, on rank 0, the names of hosts by number.
     ``sharing`` is what is known about the file system, and ``has_checked_store`` whether an object store was asked if
     it honours conditions.
     """
@@ -48,6 +54,7 @@ class SavePlanCache:
     plan: SavePlan = EMPTY_PLAN
     saves: int = 0
     witness: int | None = None
+    differing: bytes = b""
     host_names: Mapping[int, str] = field(default_factory=dict)
     sharing: Sharing = field(default_factory=Sharing)
     has_checked_store: bool = False
@@ -70,14 +77,30 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def prepare_save(self) -> None:
         """Capture the training state, plan the save, and open its output."""
-        agreement = negotiate_save(
-            self._request, self._session, self._ranks.global_ranks(), self._cache.key, self._compared_save
-        )
+        agreement = self._negotiate(self._cache.differing)
+        differing = join_differing(self._cache.differing, agreement.differing)
+        if differing != self._cache.differing:
+            names = name_differing(self._session, agreement)
+            agreement = self._negotiate(differing)
+            self._cache.differing = differing
+            if names:
+                warn_caller(
+                    describe_differing(
+                        names,
+                        _STORED_BY_RANK,
+                    )
+                )
         self._captured, self._merged_values = agreement.captured, agreement.merged_values
         self._cache.host_names = agreement.host_names or self._cache.host_names
         self._hosts = len(set(agreement.host_of))
         self._placement = describe_placement(agreement.host_of, self._cache.host_names)
         self._plan_and_open(agreement)
+
+    def _negotiate(self, differing: bytes) -> SaveAgreement:
+        ranks = self._ranks.global_ranks()
+        return negotiate_save(
+            self._request, self._session, ranks, self._cache.key, save=self._compared_save, differing=differing
+        )
 
     @abstractmethod
     def _plan_and_open(self, agreement: SaveAgreement) -> None:

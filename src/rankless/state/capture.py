@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankless.engine.comm.digest_table import select_differing
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
 from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
@@ -19,7 +20,7 @@ from rankless.ondisk.validation import check_utf8
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
 from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
-from rankless.state.compared_values import ComparedValue
+from rankless.state.compared_values import ComparedValue, compare_buffer
 from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_view import ModelView, check_duplicate_tensors
@@ -38,6 +39,7 @@ from rankless.state.scheduler_stages import as_stored, merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import TensorView, check_present, view_of
 from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
+from rankless.state.values_by_rank import DIFFERING, LAYOUT, digest_layout
 
 #: Groups of tensors; their directories or files have the same names.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
@@ -139,10 +141,11 @@ class Capture:
 
 
 @traced("capture", "plan")
-def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> Capture:
+def capture_training(training: TrainingObjects, rank: int, leader: int = 0, differing: bytes = b"") -> Capture:
     """Capture the training objects, without changing them.
 
-    Values that are equal on all ranks are taken from rank ``leader``. Raises ``UnsupportedValueError``,
+    Values that are equal on all ranks are taken from rank ``leader``. ``differing`` are the encoded names of those that
+    are known to differ: they are among the values of each rank, too. Raises ``UnsupportedValueError``,
     ``UnsupportedTensorError``, ``StateError`` or ``InvalidArgumentError``.
     """
     captured = Capture()
@@ -175,12 +178,17 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0) -> C
     arrays = ArrayEncoder(_MERGED)
     encoded = values.encode_value({**tree, **shared}, arrays)
     captured.merged_values = {slot: _mergeable_values(slot, encoded[slot]) for slot in tree}
-    captured.compared |= _list_compared({name: encoded[name] for name in shared}, arrays)
+    captured.compared |= _list_compared(shared, encoded, arrays)
+    for slot, view in views.items() if training.adapters != ONLY_ADAPTERS else ():
+        captured.compared |= _list_compared_in_model(slot, view, encoded[slot], arrays)
     if rank == leader:
         captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
         _add_arrays(captured, STATE, arrays)
     rank_arrays = ArrayEncoder()
     rank_values = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
+    own = {name: captured.compared[name].value for name in sorted(select_differing(captured.compared, differing))}
+    if own:
+        rank_values |= {DIFFERING: own, LAYOUT: digest_layout(views)}
     captured.rank_values = values.check_size(
         values.dump_values(rank_values, rank_arrays, f"{rank}/"), values.RANKS_FILE
     )
@@ -199,7 +207,8 @@ def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: b
     for name, tensor in view.tensors.items():
         is_frozen, splits = name in view.frozen, view.splits.get(name, ())
         is_apart = is_frozen and frozen_apart
-        keys = captured.add_tensor(slot, name, tensor, shared=name not in view.buffers, splits=splits, apart=is_apart)
+        is_compared = name not in view.buffers or tensor.layout is not None  # else by its digest
+        keys = captured.add_tensor(slot, name, tensor, shared=is_compared, splits=splits, apart=is_apart)
         captured.frozen |= keys if is_frozen else set()
     if view.tied:
         captured.inventory.tied[slot] = view.tied
@@ -370,14 +379,35 @@ def _shared_values(training: TrainingObjects) -> dict[str, Any]:
     return shared
 
 
-def _list_compared(encoded: Mapping[str, Any], arrays: ArrayEncoder) -> dict[str, ComparedValue]:
-    """Return encoded :func:`_shared_values`, by name: each scheduler and each stateful object is one."""
-    named = {name: value for name, value in encoded.items() if name != "stateful"}
-    named |= {f"stateful/{name}": value for name, value in values.iterate_members(encoded.get("stateful", {}))}
-    return {
-        name: ComparedValue(value, {key: arrays.tensors[key] for key in _find_references(value)})
-        for name, value in named.items()
+def _list_compared(
+    shared: Mapping[str, Any], encoded: Mapping[str, Any], arrays: ArrayEncoder
+) -> dict[str, ComparedValue]:
+    """Return :func:`_shared_values` by name: each scheduler and each stateful object is one."""
+    named = {name: (value, encoded[name]) for name, value in shared.items() if name != "stateful"}
+    stateful_objects = dict(values.iterate_members(encoded.get("stateful", {})))
+    named |= {
+        f"stateful/{name}": (state, stateful_objects[name])
+        for name, state in shared.get("stateful", {}).items()
+        if name in stateful_objects
     }
+    return {name: _compare_encoded(value, part, arrays) for name, (value, part) in named.items()}
+
+
+def _list_compared_in_model(slot: str, view: ModelView, encoded: Any, arrays: ArrayEncoder) -> dict[str, ComparedValue]:
+    """Return the buffers and the extra state of a model: every rank has them whole."""
+    compared = {
+        f"{slot}/{name}": compare_buffer(view.tensors[name].local, is_posted=name not in view.overwritten)
+        for name in view.buffers
+        if name in view.tensors and view.tensors[name].layout is None
+    }
+    members = dict(values.iterate_members(encoded))
+    return compared | {
+        f"{slot}/{name}": _compare_encoded(value, members[name], arrays) for name, value in view.extra.items()
+    }
+
+
+def _compare_encoded(value: Any, encoded: Any, arrays: ArrayEncoder) -> ComparedValue:
+    return ComparedValue(value, encoded, {key: arrays.tensors[key] for key in _find_references(encoded)})
 
 
 def _add_arrays(captured: Capture, group: str, arrays: ArrayEncoder) -> None:

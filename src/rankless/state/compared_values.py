@@ -16,20 +16,31 @@ from rankless.state.tensor_views import NAMES
 
 
 class ComparedValue(NamedTuple):
-    """A value as JSON, ``encoded``, and the tensors that it refers to, by name."""
+    """A ``value``; the same as JSON, ``encoded``, with the tensors that this refers to, by name.
 
+    If DDP replaces the value on all ranks of its group by that of one of them, only this one ``is_posted``.
+    """
+
+    value: Any
     encoded: Any
     tensors: Mapping[str, torch.Tensor]
+    is_posted: bool = True
+
+
+def compare_buffer(tensor: torch.Tensor, *, is_posted: bool) -> ComparedValue:
+    """Return a buffer as a value."""
+    return ComparedValue(tensor, None, {"": tensor}, is_posted)
 
 
 def digest_values(compared: Mapping[str, ComparedValue], save: int) -> dict[str, bytes]:
-    """Return a digest of each value. Equal values have equal digests in all processes.
+    """Return a digest of each value that this rank posts. Equal values have equal digests in all processes.
 
     The digests are over all bytes of the tensors at save 0, and over a sample at later ones, as for replicas.
     """
-    tensors = [tensor for value in compared.values() for _, tensor in sorted(value.tensors.items())]
+    posted = {name: value for name, value in compared.items() if value.is_posted}
+    tensors = [tensor for value in posted.values() for _, tensor in sorted(value.tensors.items())]
     crcs = iter(hash_shards([TensorBytes(tensor) for tensor in tensors], save))
-    return {name: _digest_value(value, crcs) for name, value in compared.items()}
+    return {name: _digest_value(value, crcs) for name, value in posted.items()}
 
 
 def _digest_value(value: ComparedValue, crcs: Any) -> bytes:

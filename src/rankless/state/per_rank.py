@@ -15,6 +15,7 @@ from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.values import decode_value
 from rankless.state import rng, stateful
 from rankless.state.array_decoder import ArrayComparer, ArrayDecoder
+from rankless.state.values_by_rank import DIFFERING, LAYOUT, list_differing
 
 #: Keys of its components in files; the last one has another name in the API.
 RNG, LOADER, CONTENT = "rng", "dataloader", "content"
@@ -62,7 +63,9 @@ class RankState:
 
     ``loader`` is this rank's loader state or, if ``split``, the states of all ranks that saved: for another number of
     ranks, or for a loader with ``needs_all_states``. ``lost`` are the components that were saved and cannot be restored
-    on this number of ranks, each with the reason.
+    on this number of ranks, each with the reason. ``differing`` are the names of values that differed between the ranks
+    that saved; ``own`` are those that this rank had, if its number of ranks is the same, and ``layout`` tells if its
+    models must be, too.
     """
 
     generators: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +74,9 @@ class RankState:
     split: bool = False
     content: Any = None
     lost: Mapping[str, str] = field(default_factory=dict)
+    differing: frozenset[str] = frozenset()
+    own: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = ""
 
     def has_generators(self) -> bool:
         """Return whether there is a state or seed for any generator."""
@@ -94,7 +100,12 @@ def restore_same_world_size(
 
     Raises ``CorruptCheckpointError`` if the state of a generator is missing.
     """
-    state = RankState(content=rank_values.get(CONTENT))
+    state = RankState(
+        content=rank_values.get(CONTENT),
+        differing=list_differing(saved.ranks),
+        own=rank_values.get(DIFFERING, {}),
+        layout=rank_values.get(LAYOUT, ""),
+    )
     if dataloader is not None and LOADER in rank_values:
         state.split = getattr(dataloader, "needs_all_states", False)
         state.loader = saved.decode_component(LOADER, saved.arrays) if state.split else [rank_values[LOADER]]
@@ -112,7 +123,7 @@ def restore_same_world_size(
 
 def restore_resized(saved: SavedRankStates, rank: int, size: int, dataloader: Any, *, generators: bool) -> RankState:
     """Return the state of rank ``rank`` of ``size``, another number of ranks than saved."""
-    state = RankState(split=True)
+    state = RankState(split=True, differing=list_differing(saved.ranks))
     saved_components = {
         component for rank_values in saved.ranks if isinstance(rank_values, dict) for component in rank_values
     }

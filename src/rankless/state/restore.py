@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -40,6 +41,7 @@ from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_description
 from rankless.state.tensor_views import TensorView, shares_elements, view_of
 from rankless.state.training import TrainingObjects
+from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]
@@ -47,6 +49,9 @@ Groups = Mapping[str, Mapping[str, TensorInfo]]
 #: Kinds of names that ranks exchange besides the tensors they request, by slot: values of models, parameters of
 #: optimizers, and stored tensors that a model has but that cannot be loaded into it.
 _VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
+
+#: The component of the content that the user saved for all ranks.
+CONTENT = "user_content"
 
 #: The number of lines shown in a message.
 _SHOWN = 20
@@ -103,7 +108,8 @@ class MismatchReport:
 
     ``unexpected`` has the component of each name. ``reasons`` has, for each missing thing that was requested, its
     component and a message. ``incomplete`` are the components (``"model"``, …) that have such names, ``cast`` those
-    with tensors whose dtype differs.
+    with tensors whose dtype differs. ``differing`` are values that differed between the ranks that saved, and of which
+    each rank gets that of rank 0, with their components.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -112,6 +118,7 @@ class MismatchReport:
     reasons: list[tuple[str, str]] = field(default_factory=list)
     incomplete: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
+    differing: list[tuple[str, str]] = field(default_factory=list)
 
     def add_missing(self, component: str, name: str, reason: str = "", *, is_optional: bool = False) -> None:
         """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``.
@@ -124,6 +131,10 @@ class MismatchReport:
             return
         subject = f"{name} of {component}" if component.startswith("model/") else name
         self.reasons.append((component, f"{name}: {reason}" if reason else f"missing in the checkpoint: {subject}"))
+
+    def add_differing(self, component: str, name: str) -> None:
+        """Add a value that differed between the ranks that saved, and that this rank does not get back."""
+        self.differing.append((component, name))
 
     def add_unexpected(self, component: str, name: str) -> None:
         """Add a name that is only in the checkpoint."""
@@ -142,7 +153,12 @@ class MismatchReport:
 
     def tolerated_reasons(self, policy: RestorePolicy) -> list[str]:
         """Return messages about requested things that are missing and may be: as many as are shown."""
-        return [reason for component, reason in self.reasons if policy.may_be_missing(component)][: _SHOWN + 1]
+        reasons = [reason for component, reason in self.reasons if policy.may_be_missing(component)]
+        reasons += [
+            f"{name}: it differed between the ranks that saved, and these are others: rank 0's is loaded"
+            for _, name in self.differing
+        ]
+        return reasons[: _SHOWN + 1]
 
     def raise_if_any(self, policy: RestorePolicy, source: str) -> None:
         """Raise a ``MismatchError`` that names all mismatches which the policy does not allow."""
@@ -203,6 +219,8 @@ class LoadTargets:
         self._optimizer_restores: dict[str, OptimizerRestore] = {}
         #: New buffers with the checkpoint's shapes, for modules that resize theirs, by slot and name.
         self._resized_buffers: dict[str, dict[str, Tensor]] = {}
+        #: Buffers that this rank had, if they differed between ranks, by slot and name.
+        self._own_buffers: dict[str, Mapping[str, Tensor]] = {}
         self._values: Mapping[str, Any] = {}
         self._rank_state = RankState()
         #: The saved states of schedulers, by slot.
@@ -210,9 +228,10 @@ class LoadTargets:
 
     def match_targets(self, shared: Mapping[str, Any], rank_state: RankState, rank_arrays: ArrayDecoder) -> None:
         """Find a target for everything requested. Raises ``OptimizerMismatchError``."""
-        self._values, self._rank_state = shared, rank_state
+        self._values, self._rank_state = replace_shared(shared, rank_state.own), rank_state
         for slot, parts in models.model_components(self._training.model).items():
             self._match_model(slot, parts)
+        self._match_differing()
         for slot, parts in adapters.optimizer_components(self._training.optimizer).items():
             self._match_optimizer(slot, parts)
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
@@ -235,6 +254,18 @@ class LoadTargets:
         self.report.different += schedulers.compare_schedulers(parts, entries)
         if has_differed(entries):
             self.report.cast.add(slot)
+
+    def _match_differing(self) -> None:
+        """Find the values that differed between the ranks that saved, and that this rank had."""
+        state = self._rank_state
+        restored = {name for name in state.own if not name.startswith(MODEL)}
+        for slot, view in self._views.items() if digest_layout(self._views) == state.layout else ():
+            own = own_model_values(slot, view, state.own)
+            self._own_buffers[slot] = {name: own[name] for name in own if name in view.buffers}
+            self._values = {**self._values, slot: {**self._values.get(slot, {}), **_without(own, view.buffers)}}
+            restored.update(f"{slot}/{name}" for name in own)
+        for component, name in components_of(self._training, state.differing - restored):
+            self.report.add_differing(component, name)
 
     def _match_stateful(self) -> None:
         """Match stateful objects by name."""
@@ -327,7 +358,7 @@ class LoadTargets:
     def classify_components(self) -> tuple[list[str], list[str]]:
         """Return the components that are restored exactly, and those that are reconstructed from what was saved.
 
-        Reconstructed components differ: they are cast, split for another number of ranks, or seeded.
+        Reconstructed components differ: they are cast, split for another number of ranks, seeded, or rank 0's for all.
         """
         state, report = self._rank_state, self.report
         loaded = [
@@ -335,13 +366,16 @@ class LoadTargets:
             for component in self._training.component_names()
             if component != LOADER and component not in report.incomplete
         ]
-        exact = [component for component in loaded if component not in report.cast]
-        reconstructed = [component for component in loaded if component in report.cast]
+        differing = {component for component, _ in report.differing}
+        inexact = report.cast | differing
+        exact = [component for component in loaded if component not in inexact]
+        reconstructed = [component for component in loaded if component in inexact]
         if state.has_generators():
             (reconstructed if state.seeds else exact).append(RNG)
         if state.loader:
             (reconstructed if state.split else exact).append(LOADER)
-        exact += ["user_content"] if "user_content" in self._values else []
+        if CONTENT in self._values:
+            (reconstructed if CONTENT in differing else exact).append(CONTENT)
         exact += [PER_RANK_CONTENT] if state.content is not None else []
         return exact, reconstructed
 
@@ -599,6 +633,9 @@ class LoadTargets:
 
     def _apply_model(self, slot: str, view: ModelView) -> None:
         """Give a model its values, then run its own load hooks."""
+        with torch.no_grad():
+            for name, buffer in self._own_buffers.get(slot, {}).items():
+                view.tensors[name].local.copy_(buffer)
         extra = {name: value for name, value in self._values.get(slot, {}).items() if name in view.extra}
         for name, value in extra.items():
             view.set_extra(name, value)
@@ -606,6 +643,10 @@ class LoadTargets:
         for loader in view.loaders:
             if not fsdp1.uses_fsdp1(loader.module):
                 loader.run_hooks(self._resized_buffers.get(slot, {}) | others)
+
+
+def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in names}
 
 
 def _component_of(group: str) -> str:

@@ -34,8 +34,17 @@ def find_differing(posted: Iterable[bytes]) -> bytes:
 
 def select_differing(names: Iterable[str], differing: bytes) -> frozenset[str]:
     """Return those of a rank's ``names`` that :func:`find_differing` found."""
-    encoded = {differing[start : start + DIGEST_BYTES] for start in range(0, len(differing), DIGEST_BYTES)}
+    encoded = _split_names(differing)
     return frozenset(name for name in names if _digest_name(name) in encoded) if encoded else frozenset()
+
+
+def join_differing(known: bytes, differing: bytes) -> bytes:
+    """Return the names in either result of :func:`find_differing`; ``known`` itself if it has them all."""
+    return b"".join(sorted(_split_names(known) | _split_names(differing)))
+
+
+def _split_names(differing: bytes) -> set[bytes]:
+    return {differing[start : start + DIGEST_BYTES] for start in range(0, len(differing), DIGEST_BYTES)}
 
 
 def _digest_name(name: str) -> bytes:

@@ -119,6 +119,8 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     }
     view = _view_entries(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
     view.owners = {name: (module, raw_names[name]) for name in view.extra}
+    overwritten = _overwritten_buffers(model)
+    view.overwritten = {name for name in buffers if id(state[name]) in overwritten}
     view.loaders = [HookedLoader(module, raw_names, frozenset(result.splits))]
     return view
 
@@ -209,6 +211,20 @@ def _describe_flat(shard: FlatShard) -> TensorView:
 
 def _is_flat(parameter: nn.Parameter, flat_ids: set[int]) -> bool:
     return id(parameter) in flat_ids or isinstance(parameter, FlatParameter)
+
+
+def _overwritten_buffers(model: nn.Module) -> set[int]:
+    """Return the ``id`` of the buffers that DDP replaces before each step by those of rank 0 of its group."""
+    return {
+        id(buffer)
+        for ddp in model.modules()
+        if isinstance(ddp, DistributedDataParallel)
+        and ddp.broadcast_buffers
+        and ddp.process_group.rank() > 0
+        and not hasattr(ddp, "buffer_hook")  # code of the user, which may do anything
+        for name, buffer in ddp.module.named_buffers()
+        if name not in ddp.parameters_to_ignore
+    }
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:

@@ -52,7 +52,8 @@ class ModelView:
     names of parameters without gradients; ``duplicates`` are further tensors that several parts of the model have under
     one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs`` are the parameters by ``id``.
     ``extra`` are values of a state dict that are not tensors, and results of ``get_extra_state``, by name; ``owners``
-    are the objects that they are given back to, with the name that they have there. ``loaders`` are the modules whose
+    are the objects that they are given back to, with the name that they have there. ``overwritten`` are the names of
+    buffers that DDP replaces by those of another rank before the next step. ``loaders`` are the modules whose
     load hooks must run.
     """
 
@@ -66,6 +67,7 @@ class ModelView:
     refs: dict[int, tuple[ParamRef, ...]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
+    overwritten: set[str] = field(default_factory=set)
     loaders: list[HookedLoader] = field(default_factory=list)
 
     def set_extra(self, name: str, value: object) -> None:
@@ -98,6 +100,7 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
     for target, source in pairs:
         target.update(source)  # type: ignore[arg-type]
     merged.buffers |= view.buffers
+    merged.overwritten |= view.overwritten
     merged.frozen |= view.frozen
     merged.refs |= view.refs
 
