@@ -10,7 +10,8 @@ from torch import nn
 from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
-from rankless.state.model.materialize import find_initializer, materialize, meta_tensors
+from rankless.state.model.initializer_probe import explain_uninitialized
+from rankless.state.model.materialize import materialize, meta_tensors
 from rankless.state.tensor_views import local_tensor
 from rankless.state.training import TrainingObjects
 
@@ -37,12 +38,9 @@ class MetaModels:
         ``targeted`` are the ``id`` of the local shards that are loaded. Other tensors need an initializer.
         """
         for module in self._iterate_modules():
-            for tensor in meta_tensors(module):
-                if id(local_tensor(tensor.tensor)) not in targeted and find_initializer(module, tensor.owner) is None:
-                    yield (
-                        f"{strip_wrapper_prefixes(tensor.name)}: on the meta device here, not in the checkpoint, and "
-                        f"{type(tensor.owner).__qualname__} has no reset_parameters() to initialize it"
-                    )
+            unloaded = [meta for meta in meta_tensors(module) if id(local_tensor(meta.tensor)) not in targeted]
+            for name, reason in explain_uninitialized(module, unloaded).items() if unloaded else ():
+                yield f"{strip_wrapper_prefixes(name)}: on the meta device here, not in the checkpoint, and {reason}"
 
     def materialize_models(self, filled: set[int]) -> dict[int, torch.Tensor]:
         """Give the models memory, and initialize tensors that are not ``filled``.

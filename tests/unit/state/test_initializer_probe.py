@@ -1,0 +1,94 @@
+"""Tests that a tensor on the meta device which is not loaded is refused by name unless an initializer sets it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import rankless
+from rankless.errors import MismatchError
+
+
+class Table(nn.Module):
+    """A module with a non-persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+class Unset(Table):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class SetInPlace(Table):
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0))
+
+
+class SetThroughData(Table):
+    def reset_parameters(self) -> None:
+        self.table.data.copy_(torch.arange(4.0))
+
+
+class Replaced(Table):
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(4.0)
+
+
+class SetInPart(Table):
+    def reset_parameters(self) -> None:
+        self.table[1:] = 1.0
+
+
+class Failing(Table):
+    def reset_parameters(self) -> None:
+        raise ValueError("no values")
+
+
+class Initialized(nn.Module):
+    """A model with the initializer of transformers' models, which sets what ``sets`` says."""
+
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.config, self.sets, self.inner = SimpleNamespace(), sets, Table()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.inner and self.sets:
+            module.table.data.copy_(torch.arange(4.0))
+
+
+def _make_on_meta(tmp_path: Path, make: Callable[[], nn.Module]) -> nn.Module:
+    rankless.save_checkpoint(tmp_path, "s", model=make(), rng=False)
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("make", [SetInPlace, SetThroughData, Replaced])
+def test_a_buffer_that_is_initialized_has_its_value(tmp_path: Path, make: Callable[[], Table]) -> None:
+    model = _make_on_meta(tmp_path, make)
+    assert rankless.restore(tmp_path, model=model, rng=False).exact == ("model",)
+    assert model.table.tolist() == [0, 1, 2, 3]
+
+
+def test_the_initializer_of_the_model_counts_if_it_sets_the_buffer(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, lambda: Initialized(sets=True))
+    rankless.restore(tmp_path, model=model, rng=False)
+    assert model.inner.table.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [Table, Unset, SetInPart, Failing, lambda: Initialized(sets=False)])
+def test_a_buffer_that_nothing_sets_is_refused_and_nothing_changes(
+    tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    model = _make_on_meta(tmp_path, make)
+    generator = torch.get_rng_state()
+    with pytest.raises(MismatchError, match="table: on the meta device here"):
+        rankless.restore(tmp_path, model=model, rng=False)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(generator, torch.get_rng_state())
