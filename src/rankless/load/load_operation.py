@@ -44,6 +44,7 @@ from rankless.load.load_request import LoadRequest
 from rankless.load.load_result import RestoreResult
 from rankless.load.reads import Reads
 from rankless.load.selection import CheckpointSelector, SelectedCheckpoint
+from rankless.load.tied_comparison import are_equal
 from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
 from rankless.observe.spans import span
@@ -80,6 +81,13 @@ class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
 
     spec_directory: SpecDirectory
     hosts: int
+
+
+class _Tolerated(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank lacks and may lack, and the stored tensors that it found to be dropped although they differ."""
+
+    missing: list[str]
+    dropped: list[tuple[str, str, str]]
 
 
 #: The group of the values that a load always returns.
@@ -256,25 +264,36 @@ class LoadOperation:
         has_page_cache = decision.hosts == 1 and not isinstance(request.path, ObjectPath)
         exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
 
+        #: What differs of the stored tensors that are one tensor of the model, of those that this rank compared.
+        dropped: list[tuple[str, str, str]] = []
+
         def check_and_plan() -> Reads:
             tensors = list(global_spec.iter_tensors())
             keys = {key for spec in global_spec.specs for key in spec.known_names}
             known_names = {key: global_spec.known_names(key) for key in keys}
+            for merged in targets.list_merged(known_names)[self._session.rank :: self._session.size]:
+                if not are_equal(reader, *merged):
+                    dropped.append(merged)
+                    targets.add_dropped(*merged)
             targets.check_matches({(tensor.group, tensor.name) for tensor in tensors}, known_names, str(reader.path))
             self._check_refilled(targets, reader.path)
             exchanges = exchange and exchange_is_needed and self._session.size > 1
             return Reads.build(reader, targets, tensors, self._ranks, exchange=exchanges)
 
-        def collect_missing(posted: list[bytes]) -> bytes:
-            names = [name for raw in posted for name in msgspec.msgpack.decode(raw, type=list[str])]
-            self._missing = list(dict.fromkeys(names))
-            return b""
+        def collect_tolerated(posted: list[bytes]) -> bytes:
+            reports = [msgspec.msgpack.decode(raw, type=_Tolerated) for raw in posted]
+            self._missing = list(dict.fromkeys(name for report in reports for name in report.missing))
+            return _encode([merged for report in reports for merged in report.dropped])
 
-        def encode_missing(_: Reads) -> bytes:
-            return _encode(targets.report.tolerated_reasons(request.policy))
+        def encode_tolerated(_: Reads) -> bytes:
+            return _encode(_Tolerated(targets.report.tolerated_reasons(request.policy), dropped))
 
         phase = "matching the checkpoint with what it is loaded into"
-        return self._session.vote(phase, check_and_plan, encode_missing, collect_missing)[0]
+        reads, raw = self._session.vote(phase, check_and_plan, encode_tolerated, collect_tolerated)
+        for merged in msgspec.msgpack.decode(raw, type=list[tuple[str, str, str]]):
+            if merged not in dropped:
+                targets.add_dropped(*merged)
+        return reads
 
     def _check_refilled(self, targets: LoadTargets, folder: Path) -> None:
         """Raise ``MismatchError`` if a failed attempt filled a tensor that this checkpoint does not fill."""

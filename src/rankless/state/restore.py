@@ -50,6 +50,9 @@ Groups = Mapping[str, Mapping[str, TensorInfo]]
 #: optimizers, and stored tensors that a model has but that cannot be loaded into it.
 _VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
 
+#: The kind of the names of stored tensors that are one tensor of the model: two names, with a character between them.
+_MERGED, _BETWEEN = "merged", "\0"
+
 #: The component of the content that the user saved for all ranks.
 CONTENT = "user_content"
 
@@ -462,11 +465,48 @@ class LoadTargets:
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
                 loaded.add(source)
+        self._note_merged(slot, view)
         self._check_wrappers(slot, view)
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)}
         not_loaded = sorted(known_names & (stored.keys() - loaded))
         self._check_load_hooks(slot, view)
         self.inventory.names[f"{_KNOWN} {slot}"] = not_loaded + sorted(self._joined_names.get(slot, ()))
+
+    def _note_merged(self, slot: str, view: ModelView) -> None:
+        """Note the stored tensors under names that are tied here: all but one of them are dropped if they are equal."""
+        stored, tied = self._groups.get(slot, {}), self._tied.get(slot, {})
+        names: dict[str, list[str]] = {}
+        for alias, name in view.tied.items():
+            sources = names.setdefault(name, [source for source in [tied.get(name, name)] if source in stored])
+            source = tied.get(alias, alias)
+            if source in stored and source not in sources:
+                sources.append(source)
+        pairs = ((sources[0], dropped) for sources in names.values() for dropped in sources[1:])
+        self.inventory.names[f"{_MERGED} {slot}"] = sorted(_BETWEEN.join(pair) for pair in pairs)
+
+    def list_merged(self, known: Mapping[str, set[str]]) -> list[tuple[str, str, str]]:
+        """Return, given the names that any rank knows, what is one tensor of a model on some rank.
+
+        Each is a group, the stored tensor that is loaded, and one that is dropped.
+        """
+        kind = f"{_MERGED} "
+        return [
+            (key.removeprefix(kind), *name.split(_BETWEEN))  # type: ignore[misc]
+            for key in sorted(known)
+            if key.startswith(kind)
+            for name in sorted(known[key])
+        ]
+
+    def add_dropped(self, group: str, kept: str, dropped: str) -> None:
+        """Report a stored tensor that is dropped although it differs from the one that is loaded."""
+        component = _component_of(group)
+        if self._policy.is_strict(component):
+            self.report.different.append(
+                f"{dropped}: the same tensor as {kept} here, and another one in the checkpoint, which would be "
+                f"dropped: untie them, or pass strict=False to load {kept} for both"
+            )
+        else:
+            self.report.add_unexpected(component, dropped)
 
     def _check_wrappers(self, slot: str, view: ModelView) -> None:
         """Report tensors that belong to another tensor subclass here than in the checkpoint, or to one on one side."""

@@ -1,0 +1,38 @@
+"""Comparison of stored tensors that are one tensor of the model: weights that are tied only here."""
+
+from __future__ import annotations
+
+from rankless.engine.io.source_reader import SourceReader
+from rankless.engine.plan.file_ranges import CHUNK
+from rankless.formats.reader import Reader
+
+
+def are_equal(reader: Reader, group: str, first: str, second: str) -> bool:
+    """Return whether two stored tensors are equal: by their CRCs if both have some, else by reading both.
+
+    Called by :class:`rankless.load.load_operation.LoadOperation` before anything is changed.
+    """
+    infos = [reader.groups[group][name] for name in (first, second)]
+    if (infos[0].dtype, tuple(infos[0].shape)) != (infos[1].dtype, tuple(infos[1].shape)):
+        return False
+    crcs = [reader.block_crcs(group, name) for name in (first, second)]
+    if crcs[0] is not None and crcs[1] is not None:
+        return list(crcs[0]) == list(crcs[1])
+    nbytes = infos[0].nbytes
+    return all(
+        _read(reader, group, first, start, stop) == _read(reader, group, second, start, stop)
+        for start, stop in ((start, min(start + CHUNK, nbytes)) for start in range(0, nbytes, CHUNK))
+    )
+
+
+def _read(reader: Reader, group: str, name: str, start: int, stop: int) -> bytearray:
+    """Return bytes ``[start, stop)`` of a stored tensor."""
+    data = bytearray(stop - start)
+    extents = reader.find_extents(group, name, start, stop)
+    sources = SourceReader([extent.file for extent in extents])
+    try:
+        for number, extent in enumerate(extents):
+            sources.read(number, extent.offset, memoryview(data)[extent.start - start : extent.stop - start])
+    finally:
+        sources.close()
+    return data
