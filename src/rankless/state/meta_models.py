@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
 from rankless.state.model.initializer_probe import explain_uninitialized
 from rankless.state.model.materialize import materialize, meta_tensors
+from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_views import local_tensor
 from rankless.state.training import TrainingObjects
 
@@ -40,7 +40,7 @@ class MetaModels:
         for module in self._iterate_modules():
             unloaded = [meta for meta in meta_tensors(module) if id(local_tensor(meta.tensor)) not in targeted]
             for name, reason in explain_uninitialized(module, unloaded).items() if unloaded else ():
-                yield f"{strip_wrapper_prefixes(name)}: on the meta device here, not in the checkpoint, and {reason}"
+                yield f"{NameCleaner(module)(name)}: on the meta device here, not in the checkpoint, and {reason}"
 
     def materialize_models(self, filled: set[int]) -> dict[int, torch.Tensor]:
         """Give the models memory, and initialize tensors that are not ``filled``.

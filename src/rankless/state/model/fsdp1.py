@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _reshard
-from torch.nn.parallel import DistributedDataParallel
 
 from rankless.errors import StateError, UnsupportedTensorError
-from rankless.ondisk.wrapper_prefixes import WRAPPERS
 from rankless.state.mesh_order import order_mesh
 from rankless.state.model.flat_shards import FlatShard
+from rankless.state.model.wrapper_modules import wrapped_name
 
 
 def uses_fsdp1(module: nn.Module) -> bool:
@@ -36,9 +35,10 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
     """Yield every module under its clean name, at each of its paths, in the order of ``state_dict``; wrappers too."""
     yield name, module
     for child_name, child in module._modules.items():
-        is_wrapper = child_name in WRAPPERS or (isinstance(module, DistributedDataParallel) and child_name == "module")
         if child is not None:
-            yield from named_modules(child, name if is_wrapper else _join_names(name, child_name))
+            yield from named_modules(
+                child, name if child_name == wrapped_name(module) else _join_names(name, child_name)
+            )
 
 
 def flat_shards(module: nn.Module) -> Iterator[FlatShard]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model.flat_model import FlatModel
+from rankless.state.model.wrapper_modules import find_wrapped
 
 #: The file with the configuration of a model.
 CONFIG = "config.json"
@@ -109,11 +109,7 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP, FSDP1 and ``torch.compile``."""
-    while True:
-        if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
-            model = model.module
-        elif isinstance(inner := dict(model.named_children()).get("_orig_mod"), nn.Module):
-            model = inner
-        else:
-            return model
+    """Return the module inside DDP, FSDP1, activation checkpointing and ``torch.compile``."""
+    while (inner := find_wrapped(model)) is not None:
+        model = inner
+    return model

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rankless.errors import StateError
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+from rankless.state.model.wrapper_modules import NameCleaner
 
 #: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
 #: which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.
@@ -79,7 +79,7 @@ class HookedLoader:
         code = next((candidate for candidate in self.code if not candidate.defined_in.startswith(_RENAMING)), None)
         if code is None:
             return None
-        name = strip_wrapper_prefixes(code.path) or "the model"
+        name = NameCleaner(self.module)(code.path) or "the model"
         return (
             f"{name} ({type(code.module).__qualname__}) has code of its own that runs in load_state_dict, which cannot "
             "be run under FSDP1, whose parameters are flat: shard with FSDP2's fully_shard(), or load the model before "

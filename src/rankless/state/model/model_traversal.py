@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from rankless.engine.plan.layout_types import FlatSharded, MeshShape, PlacementLayout, Replicated
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedTensorError
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.components import name_components
 from rankless.state.model import fsdp1
 from rankless.state.model.flat_model import FlatModel
@@ -26,6 +25,7 @@ from rankless.state.model.model_view import EXTRA, ModelView, ParamRef, is_extra
 from rankless.state.model.replaced_entries import ReplacedModel
 from rankless.state.model.state_dict_hooks import HookedStateDict, has_hooks, state_dict_names
 from rankless.state.model.state_dict_hooks import hooked_state_dict as hooked
+from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_subclasses import is_wrapper, view_outside, view_wrapper
 from rankless.state.tensor_views import NAMES, TensorView, check_kind, is_plain, view_of
 from rankless.state.tied_weights import find_tied
@@ -89,14 +89,14 @@ def _view_part(model: object, *, hooks: bool) -> ModelView:
 
 def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     module = unwrap_model(model)
-    ddp_prefixes = _wrapper_prefixes(module)
+    clean_name = NameCleaner(module)
     for name, parameter in module.named_parameters():
         if not is_wrapper(parameter):
-            check_kind(parameter, f"model tensor {_clean_name(name, ddp_prefixes)!r}")
+            check_kind(parameter, f"model tensor {clean_name(name)!r}")
     result = hooked(module) if hooks else HookedStateDict(state_dict_names(module) | dict(_extra_states(module)))
     if result.computed:
         raise StateError(
-            f"{_clean_name(result.computed[0], ddp_prefixes)!r} in the model's state_dict is computed by a hook or an "
+            f"{clean_name(result.computed[0])!r} in the model's state_dict is computed by a hook or an "
             "override: neither a tensor of the model nor a part of one, it could not be loaded back; pass "
             "state_dict_hooks=False to save the parameters, buffers and extra state as the model has them, and nothing "
             "else that its state_dict returns"
@@ -104,7 +104,7 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     state: dict[str, Any] = {}
     raw_names: dict[str, str] = {}
     for raw_name, value in result.values.items():
-        name = _clean_name(raw_name, ddp_prefixes)
+        name = clean_name(raw_name)
         if name in state:
             raise StateError(f"the model has two entries named {name!r} after wrappers' prefixes are removed")
         state[name] = value
@@ -112,9 +112,7 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     parameters = {id(parameter) for parameter in module.parameters()}
     buffers = {name for name, value in state.items() if isinstance(value, torch.Tensor) and id(value) not in parameters}
     splits = {
-        _clean_name(raw_name, ddp_prefixes): tuple(
-            replace(split, name=_clean_name(split.name, ddp_prefixes)) for split in raw_splits
-        )
+        clean_name(raw_name): tuple(replace(split, name=clean_name(split.name)) for split in raw_splits)
         for raw_name, raw_splits in result.splits.items()
     }
     view = _view_entries(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
@@ -133,7 +131,8 @@ def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _view_replaced(model: ReplacedModel) -> ModelView:
     module_view = _view_part(model.module, hooks=True)
-    entries = {strip_wrapper_prefixes(name): value for name, value in model.entries.items()}
+    clean_name = NameCleaner(model.module)
+    entries = {clean_name(name): value for name, value in model.entries.items()}
     view = _view_entries(entries, module_view.buffers & entries.keys(), frozenset(module_view.tied))
     view.refs = module_view.refs
     return view
@@ -225,22 +224,6 @@ def _overwritten_buffers(model: nn.Module) -> set[int]:
         for name, buffer in ddp.module.named_buffers()
         if name not in ddp.parameters_to_ignore
     }
-
-
-def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Return the prefixes, with ``module.``, of submodules that are wrapped by DDP themselves."""
-    return [
-        f"{name}.module."
-        for name, submodule in module.named_modules(remove_duplicate=False)
-        if isinstance(submodule, DistributedDataParallel)
-    ]
-
-
-def _clean_name(name: str, ddp_prefixes: list[str]) -> str:
-    for prefix in sorted(ddp_prefixes, key=len, reverse=True):
-        if name.startswith(prefix):
-            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return strip_wrapper_prefixes(name)
 
 
 def _view_entries(

@@ -20,9 +20,9 @@ from torch import nn
 from rankless.errors import StateError, UnsafeNameError
 from rankless.ondisk.data_files import ADAPTER_CONFIG, adapter_group
 from rankless.ondisk.validation import check_relative_path
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model.hf_config import base_config_files, unwrap_model
 from rankless.state.model.model_view import ModelView
+from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_views import TensorView, view_of
 
 #: The folder, next to the configuration, of the base model's configuration files.
@@ -239,13 +239,17 @@ class _AdaptedModel:
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules, with the names that checkpoints have."""
-        return ((strip_wrapper_prefixes(name), module) for name, module in self._module.named_modules())
+        clean_name = NameCleaner(self._module)
+        return ((clean_name(name), module) for name, module in self._module.named_modules())
 
     def prompt_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of a prompt encoder by their names in the model; none for other adapters."""
         encoders, prefix = getattr(self._module, "prompt_encoder", {}), f"prompt_encoder.{self._adapter}"
-        parameters = encoders[self._adapter].named_parameters() if self._adapter in encoders else ()
-        return [(f"{prefix}.{strip_wrapper_prefixes(name)}", tensor) for name, tensor in parameters]
+        if self._adapter not in encoders:
+            return []
+        clean_name = NameCleaner(encoders[self._adapter])
+        parameters = encoders[self._adapter].named_parameters()
+        return [(f"{prefix}.{clean_name(name)}", tensor) for name, tensor in parameters]
 
     def get_prompt_embedding_to_save(self, adapter_name: str) -> torch.Tensor:
         """Return the prompt: the one parameter of an encoder that has no other, else what the encoder computes."""
