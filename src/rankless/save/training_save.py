@@ -91,6 +91,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
                     )
                 )
         self._captured, self._merged_values = agreement.captured, agreement.merged_values
+        self._captured.compared.clear()  # else tensors would be kept until the save ends
         self._cache.host_names = agreement.host_names or self._cache.host_names
         self._hosts = len(set(agreement.host_of))
         self._placement = describe_placement(agreement.host_of, self._cache.host_names)
