@@ -147,6 +147,8 @@ class CheckpointMixin(_Base):
             components |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             components |= {"stateful": self._stateful_objects()}
         state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+        # The states of other ranks' trainers say which rank they are of.
+        content = {"trainer_state": json.loads(state), "files": sorted(files)}
         save_checkpoint(
             run,
             _TAG.format(step),
@@ -154,7 +156,7 @@ class CheckpointMixin(_Base):
             files=files | {_STATE_FILE: state.encode()},
             adapter_only=self._adapter_only,
             frozen=self._frozen,
-            user_content={"trainer_state": json.loads(state), "files": sorted(files)},
+            user_content=content if self.is_world_process_zero() else None,
             step=step,
             metrics=_find_metrics(self.state.log_history, step),
             keep=self._retention_policy(),
