@@ -382,7 +382,7 @@ def _shared_values(training: TrainingObjects) -> dict[str, Any]:
 def _list_compared(
     shared: Mapping[str, Any], encoded: Mapping[str, Any], arrays: ArrayEncoder
 ) -> dict[str, ComparedValue]:
-    """Return :func:`_shared_values` by name: each scheduler and each stateful object is one."""
+    """Return :func:`_shared_values` by name: each stateful object is one."""
     named = {name: (value, encoded[name]) for name, value in shared.items() if name != "stateful"}
     stateful_objects = dict(values.iterate_members(encoded.get("stateful", {})))
     named |= {
