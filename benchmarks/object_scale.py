@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
-from rankless.engine.io.upload_parts import GRAIN, PART_BYTES
+from rankless.engine.io.upload_parts import GRAIN
+from rankless.engine.io.upload_target import PART_BYTES
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, Sharded
 from rankless.engine.plan.save_plan import SavePlan, plan_save

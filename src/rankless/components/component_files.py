@@ -12,7 +12,7 @@ import torch
 from rankless.components.content import ComponentContent
 from rankless.conversion.torch_target import PlannedTorchFile
 from rankless.engine.io.checkpoint_files import require_block_crcs
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.ondisk.block_crcs import Fragment
 from rankless.ondisk.data_files import DataFile
 

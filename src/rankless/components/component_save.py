@@ -18,7 +18,7 @@ from rankless.components.content import ComponentContent, component_content, nam
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.integrity import replicas
 from rankless.engine.io.requests import Fragments
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.save_plan import TensorSpan, plan_into_files

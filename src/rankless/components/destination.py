@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.components.component_files import FileSet, FragmentsOf
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.formats.sharded.index import files_named_by
 from rankless.run.cleanup import clean_up

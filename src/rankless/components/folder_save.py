@@ -12,7 +12,7 @@ from rankless.components.destination import ComponentOutput
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.requests import Fragments
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from rankless.components.component_files import FileSet
 from rankless.components.destination import Destination
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.errors import RanklessError, RankMismatchError
 from rankless.formats.sharded.index import files_named_by
 from rankless.run.dead_owner import ABANDONED_SECONDS

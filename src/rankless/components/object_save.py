@@ -12,7 +12,7 @@ from rankless.components.object_output import ObjectComponentOutput, component_f
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import Fragments, ignore_progress
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.save.shared_upload import RankBytes, SharedUpload, UploadRanks, abort_uploads
 from rankless.storage.object_path import ObjectPath

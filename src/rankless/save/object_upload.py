@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rankless.engine.io.checkpoint_files import MakeManifest, build_headers, build_indexes
 from rankless.engine.io.requests import Fragments, OnBytesMoved
-from rankless.engine.io.upload_parts import FileFrame
+from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import StateError
 from rankless.ondisk import block_crcs, manifest

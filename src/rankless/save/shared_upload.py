@@ -19,7 +19,8 @@ from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragmen
 from rankless.engine.io import upload_parts
 from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
-from rankless.engine.io.upload_parts import FileFrame, PartUploader, SentPart, UploadedParts, UploadTarget
+from rankless.engine.io.upload_parts import PartUploader, SentPart, UploadedParts
+from rankless.engine.io.upload_target import FileFrame, UploadTarget, check_file_size
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import RanklessError, RankMismatchError, StorageError
@@ -70,14 +71,14 @@ def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str]) -> 
     begun: list[Upload] = []
 
     def create_upload(path: ObjectPath) -> str:
-        if files[path] <= upload_parts.PART_BYTES:
+        if files[path] <= upload_parts.GRAIN.nbytes:
             return ""
         upload = path.store.create_upload(path, notes)
         begun.append(upload)
         return upload.id
 
     for path, size in files.items():
-        upload_parts.check_file_size(str(path), size)
+        check_file_size(str(path), size)
     try:
         return map_requests(create_upload, files)
     except BaseException:
@@ -199,5 +200,5 @@ class SharedUpload:
 
 
 def _part_sizes(size: int) -> list[int]:
-    step = upload_parts.PART_BYTES
+    step = upload_parts.GRAIN.nbytes
     return [min(step, size - start) for start in range(0, size, step)]

@@ -21,7 +21,7 @@ from awscrt.checksums import crc64nvme
 
 import rankless
 from rankless import S3
-from rankless.engine.io.upload_parts import PART_BYTES, check_file_size
+from rankless.engine.io.upload_target import PART_BYTES, check_file_size
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, StorageError
 from rankless.storage.body import Body
 from rankless.storage.http import retries

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankless.engine.io.upload_parts import PART_BYTES, FileFrame, UploadTarget, check_file_size
+from rankless.engine.io.upload_target import PART_BYTES, FileFrame, UploadTarget, check_file_size
 from rankless.errors import RanklessError
 from rankless.ondisk.block_crcs import combine
 from rankless.process.worker_threads import run_in_threads

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from rankless.engine.comm.store_messages import StoreMessages
@@ -26,21 +25,15 @@ from rankless.engine.io.cell_exchange import CellExchange, ReceivedRun
 from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.part_assembly import PartAssembly
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, merge_fragments
+from rankless.engine.io.upload_target import PART_BYTES, UploadTarget
 from rankless.engine.io.write_stripes import hash_fragments
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.transfers import TransferTable, cut_out
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.errors import InvalidArgumentError
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.worker_threads import run_in_threads
-from rankless.storage.body import Body
 from rankless.storage.memory import Bytes, aligned_buffer
-from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import Upload
-
-#: The size of parts in bytes. It depends on nothing, so that the ETag of an object depends on its bytes only.
-PART_BYTES = 16 * 2**20
 
 #: The cells of a plan for uploads: each is a part. Ranks take turns in sending the headers, which they keep in memory.
 GRAIN = CellGrain(PART_BYTES, is_dealt=True)
@@ -48,9 +41,6 @@ GRAIN = CellGrain(PART_BYTES, is_dealt=True)
 #: The most bytes of a message between ranks that goes through the key-value store. Nearly all bytes of a large job are
 #: passed on, in messages of some 100 KiB, and they must not all go through one process.
 _MAX_STORED_BYTES = 4 * 2**10
-
-#: The most parts of an object, in all stores.
-_MAX_PARTS = 10_000
 
 #: How many parts a rank sends in a round, and how many at a time.
 _PARTS_A_ROUND, _THREADS = 8, 8
@@ -63,47 +53,6 @@ class SentPart(NamedTuple):
     part: int
     crc64nvme: int
     receipt: str
-
-
-class FileFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A file without the bytes of its tensors: its size, that of its header, and ``known``: other bytes, by offset.
-
-    The header is known later.
-    """
-
-    size: int
-    header_bytes: int = 0
-    known: Sequence[tuple[int, bytes]] = ()
-
-
-@dataclass(frozen=True)
-class UploadTarget:
-    """A file to be uploaded: its path, its frame, and its upload; none if it has one part, and is written at once."""
-
-    path: ObjectPath
-    frame: FileFrame
-    upload: Upload | None
-
-    @property
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        return self.frame.size
-
-    def is_held(self, start: int) -> bool:
-        """Return whether the part at byte ``start`` is kept until the headers are known."""
-        return start < self.frame.header_bytes or self.upload is None
-
-    def send_part(self, part: int, body: Body) -> str:
-        """Send a part, and return its receipt; for a file of one part, its ETag."""
-        if self.upload is not None:
-            return self.path.store.put_part(self.upload, part + 1, body)
-        return self.path.store.put_object(self.path, body)
-
-    def send_assembled(self, file: int, part: int, assembly: PartAssembly) -> SentPart:
-        """Send a part of the file with number ``file``."""
-        assembly.check_complete()
-        body = assembly.make_body()
-        return SentPart(file, part, body.crc64nvme, self.send_part(part, body))
 
 
 @dataclass
@@ -120,18 +69,16 @@ class UploadedParts:
         def send(key: tuple[int, int]) -> SentPart:
             (file, part), assembly = key, self.held.pop(key)
             assembly.add_known(part * PART_BYTES, headers[file][part * PART_BYTES : (part + 1) * PART_BYTES])
-            return targets[file].send_assembled(file, part, assembly)
+            return _send_assembled(targets[file], file, part, assembly)
 
         return run_in_threads(send, sorted(self.held), _THREADS)
 
 
-def check_file_size(path: str, nbytes: int) -> None:
-    """Raise ``InvalidArgumentError`` if a file has more parts than a store accepts."""
-    if nbytes > _MAX_PARTS * PART_BYTES:
-        raise InvalidArgumentError(
-            f"{path} has {nbytes} bytes, and an object store accepts {_MAX_PARTS * PART_BYTES} of one file: "
-            "pass a smaller max_shard_size, or split the largest tensor"
-        )
+def _send_assembled(target: UploadTarget, file: int, part: int, assembly: PartAssembly) -> SentPart:
+    """Send a part of the file with number ``file``."""
+    assembly.check_complete()
+    body = assembly.make_body()
+    return SentPart(file, part, body.crc64nvme, target.send_part(part, body))
 
 
 class _Position(NamedTuple):
@@ -259,7 +206,7 @@ class PartUploader:
             with self._borrow_buffer() as buffer:
                 assembly = PartAssembly(start, buffer[:size])
                 fragments = self._fill_part(part, assembly)
-                sent = target.send_assembled(part.file, part.number, assembly)
+                sent = _send_assembled(target, part.file, part.number, assembly)
             uploaded.sent.append(sent)
         on_moved(size)
         return fragments
