@@ -8,27 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankless.ondisk.dtypes import dtype_width
+from rankless.ondisk.dtypes import NUMPY_NAMES, dtype_width
 
 #: Elements as unsigned integers of their width: the raw bits.
 Bits = npt.NDArray[Any]
-
-#: NumPy's names of the dtypes that it has.
-NUMPY_DTYPES = {
-    "BOOL": "bool",
-    "C64": "c8",
-    "F16": "f2",
-    "F32": "f4",
-    "F64": "f8",
-    "I16": "i2",
-    "I32": "i4",
-    "I64": "i8",
-    "I8": "i1",
-    "U16": "u2",
-    "U32": "u4",
-    "U64": "u8",
-    "U8": "u1",
-}
 
 
 class _SmallFloat(NamedTuple):
@@ -62,18 +45,23 @@ def as_values(bits: Bits, dtype: str) -> npt.NDArray[Any]:
     """Convert elements to float64 or complex128."""
     with np.errstate(invalid="ignore"):  # NaNs that signal
         if dtype == "BF16":
-            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-        if dtype in NUMPY_DTYPES:
-            return bits.view(NUMPY_DTYPES[dtype]).astype(np.complex128 if dtype == "C64" else np.float64)
+            return _widen_bfloat16(bits).astype(np.float64)
+        if dtype in NUMPY_NAMES:
+            return bits.view(NUMPY_NAMES[dtype]).astype(np.complex128 if dtype == "C64" else np.float64)
     values: npt.NDArray[Any] = _values_of_bytes(dtype)[bits]
     return values
 
 
 def as_array(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[Any]:
     """Return the elements that some bytes are; as float32, exactly, if NumPy does not have the dtype."""
-    if dtype in NUMPY_DTYPES:
-        return raw.view(NUMPY_DTYPES[dtype])
-    return as_values(raw.view(f"u{dtype_width(dtype)}"), dtype).astype(np.float32)
+    if dtype in NUMPY_NAMES:
+        return raw.view(NUMPY_NAMES[dtype])
+    bits = raw.view(f"u{dtype_width(dtype)}")
+    return _widen_bfloat16(bits) if dtype == "BF16" else as_values(bits, dtype).astype(np.float32)
+
+
+def _widen_bfloat16(bits: Bits) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 @cache
@@ -83,12 +71,37 @@ def _values_of_bytes(dtype: str) -> npt.NDArray[np.float64]:
     if dtype == "F8_E8M0":  # only an exponent
         powers: npt.NDArray[np.float64] = np.append(np.exp2(codes[:-1] - 127.0), np.nan)
         return powers
-    fraction_bits, bias, specials = _SMALL_FLOATS[dtype]
-    magnitudes = codes & 0x7F
-    exponents, fractions = magnitudes >> fraction_bits, magnitudes & ((1 << fraction_bits) - 1)
-    is_normal = exponents > 0
-    significands = is_normal + fractions / (1 << fraction_bits)
-    values: npt.NDArray[np.float64] = np.exp2(np.maximum(exponents, 1) - float(bias)) * significands
+    values = _formula_values(dtype, codes & 0x7F)
     values[codes >= 0x80] *= -1.0  # noqa: PLR2004 - the sign's bit
+    specials = _SMALL_FLOATS[dtype].specials
     values[list(specials)] = list(specials.values())
     return values
+
+
+def _formula_values(dtype: str, magnitudes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the values of codes without signs and specials."""
+    fraction_bits, bias, _ = _SMALL_FLOATS[dtype]
+    exponents, fractions = magnitudes >> fraction_bits, magnitudes & ((1 << fraction_bits) - 1)
+    significands = (exponents > 0) + fractions / (1 << fraction_bits)
+    values: npt.NDArray[np.float64] = np.exp2(np.maximum(exponents, 1) - float(bias)) * significands
+    return values
+
+
+class SmallFloatSteps(NamedTuple):
+    """The values to which elements are rounded, by their codes. ``nan`` is the code of NaNs.
+
+    The last value is too large for the dtype: its code is that of infinity, or of a NaN. F8_E4M3 has none: torch makes
+    all that is too large the largest value.
+    """
+
+    values: npt.NDArray[np.float64]
+    nan: int
+    has_negative_zero: bool
+
+
+def small_float_steps(dtype: str) -> SmallFloatSteps:
+    """Return the values to which elements of a dtype of one byte with a sign are rounded."""
+    specials = _SMALL_FLOATS[dtype].specials
+    is_unsigned_zero = min(specials) == 0x80  # noqa: PLR2004 - the sign's bit
+    steps = np.arange(min(specials) + (dtype != "F8_E4M3"))  # which saturates
+    return SmallFloatSteps(_formula_values(dtype, steps), 0x80 if is_unsigned_zero else 0x7F, not is_unsigned_zero)
