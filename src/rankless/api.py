@@ -11,12 +11,10 @@ import torch.distributed as dist
 
 from rankless.load.load_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
-from rankless.run import aliases, catalog
-from rankless.run.aliases import delete_alias
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import TagArgument, check_tag_argument, give_alias, give_metrics
+from rankless.run.tags import TagArgument, check_tag_argument, give_metrics
 from rankless.run_session import RunDirectory
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
@@ -259,57 +257,6 @@ def finalize() -> None:
     background_statistics.wait()
 
 
-def has_checkpoint(path: str | PathLike[str]) -> bool:
-    """Return whether a run directory has a complete checkpoint. Only this process's file system is checked.
-
-    Args:
-        path: The run directory.
-
-    Returns:
-        ``True`` if there is at least one complete checkpoint.
-
-    Raises:
-        StorageError: The file system reported an error, so the answer is unknown.
-    """
-    return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(parse_location(path)))
-
-
-def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
-    """Return the checkpoints in a run directory, oldest first.
-
-    Args:
-        path: The run directory.
-
-    Returns:
-        One entry for each checkpoint. Checkpoints that cannot be read, for example because their manifest is corrupt,
-        come before all others.
-    """
-    return catalog.list_checkpoints(parse_location(path))
-
-
-def set_alias(path: str | PathLike[str], alias: str, tag: TagArgument = None) -> CheckpointInfo:
-    """Give a checkpoint a further name, under which it can be loaded and opened. Call it on one rank.
-
-    Retention does not remove a checkpoint that has an alias. If another process replaces the checkpoint, loads by the
-    alias fail until it is set again. A checkpoint whose tag is the alias is preferred to it.
-
-    Args:
-        path: The run directory.
-        alias: The name, such as ``"production"``. If it is an alias already, it then means the other checkpoint.
-        tag: The checkpoint, as in :func:`restore`; the latest by default.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        NoCheckpointError: There is no such checkpoint.
-        TagExistsError: There is a checkpoint whose tag is the alias.
-        InvalidArgumentError: The alias cannot be the name of a checkpoint.
-        StorageError: The file system reported an error.
-    """
-    return give_alias(parse_location(path), alias, check_tag_argument(tag))
-
-
 def add_metrics(path: str | PathLike[str], tag: TagArgument, metrics: Mapping[str, Any]) -> CheckpointInfo:
     """Add metrics to a finished checkpoint, such as the score of an evaluator. Call it on one rank.
 
@@ -330,28 +277,3 @@ def add_metrics(path: str | PathLike[str], tag: TagArgument, metrics: Mapping[st
         StorageError: The file system reported an error.
     """
     return give_metrics(parse_location(path), check_tag_argument(tag), read_metrics(metrics))
-
-
-def remove_alias(path: str | PathLike[str], alias: str) -> None:
-    """Remove an alias. The checkpoint stays. Call it on one rank.
-
-    Args:
-        path: The run directory.
-        alias: The alias.
-
-    Raises:
-        NoCheckpointError: There is no such alias.
-    """
-    delete_alias(parse_location(path), alias)
-
-
-def list_aliases(path: str | PathLike[str]) -> dict[str, str]:
-    """Return the aliases in a run directory with the tags of their checkpoints, which may have been removed since.
-
-    Args:
-        path: The run directory.
-
-    Returns:
-        The tags by alias.
-    """
-    return {name: alias.tag for name, alias in aliases.list_aliases(parse_location(path)).items()}

@@ -18,6 +18,7 @@ from rankless.nxd.model_sharding import sharding_of
 from rankless.nxd.reader import step_dirs
 from rankless.nxd.reader.nxd_reader import OPTIMIZER, WEIGHTS
 from rankless.options import LoadKeywords
+from rankless.run import named_checkpoints
 from rankless.storage.posix import local_path
 
 #: The value of ``num_kept_ckpts`` that keeps all checkpoints, besides ``None``.
@@ -97,7 +98,7 @@ def load_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
     folder = _single_path(path, checkpoint_dir_str)
     options: LoadKeywords = {"strict": strict, "cast_dtype": True}
     checkpoint = None if tag is None else folder / str(tag)
-    if checkpoint is None and not api.has_checkpoint(folder) and step_dirs.is_nxd_run(folder):
+    if checkpoint is None and not named_checkpoints.has_checkpoint(folder) and step_dirs.is_nxd_run(folder):
         checkpoint = step_dirs.newest_tag(folder)
     if checkpoint is not None and not is_native(checkpoint) and step_dirs.is_tag(checkpoint):
         options["keys"] = _reader_keys(checkpoint, layout, model, optimizer)
@@ -110,7 +111,7 @@ def load_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
 def has_checkpoint(dir_str: str | PathLike[str]) -> bool:
     """Return whether a folder has a complete checkpoint of rankless or NxD."""
     folder = local_path(dir_str)
-    if api.has_checkpoint(folder):
+    if named_checkpoints.has_checkpoint(folder):
         return True
     try:
         return step_dirs.is_nxd_run(folder) and bool(step_dirs.newest_tag(folder))
