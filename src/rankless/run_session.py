@@ -22,6 +22,7 @@ from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.reporter import with_progress_bar
 from rankless.observe.spans import span, traced
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.ondisk.validation import check_keys, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import list_checkpoints
@@ -36,7 +37,7 @@ from rankless.save.handle import SaveHandle
 from rankless.save.metrics import copy_metrics
 from rankless.save.save_request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
-from rankless.state.training import ONLY_ADAPTERS, WITH_ADAPTERS, TrainingObjects
+from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
 

@@ -1,10 +1,9 @@
-"""Tests what runs in an environment without torch: all that reads checkpoints. The rest says that it needs torch."""
+"""Tests what runs in an environment without torch: all that reads checkpoints, and conversions of their tensors.
 
-import os
-import subprocess
+The rest says that it needs torch.
+"""
+
 import tomllib
-import venv
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import numpy as np
@@ -14,45 +13,15 @@ from packaging.requirements import Requirement
 
 import rankless
 from rankless.torch_import import OLDEST
+from tests.helpers.torchless import make_environment, run
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/v1/training"
 
 
-def files_of(name: str, seen: set[str]) -> set[Path]:
-    """Return the top-level files and folders of a distribution and of all that it requires."""
-    if name in seen:
-        return set()
-    seen.add(name)
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:  # required on another system only
-        return set()
-    tops = {Path(str(found.locate_file(file.parts[0]))) for file in found.files or () if file.parts[0] != ".."}
-    requirements = map(Requirement, found.requires or ())
-    wanted = [item.name for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
-    return tops.union(*(files_of(item, seen) for item in wanted))
-
-
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment with the dependencies of rankless, linked from this one."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False, symlinks=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    seen: set[str] = set()
-    for name in ("awscrt", "msgspec", "numpy", "rich", "safetensors", "typer"):
-        for path in files_of(name, seen):
-            if path.name != "__pycache__" and not (packages / path.name).exists():
-                (packages / path.name).symlink_to(path)
-    (packages / "rankless.pth").write_text(f"{Path(rankless.__file__).parents[1]}\n")
-    return folder / "bin/python"
-
-
-def run(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=python.parent)
+    return make_environment(tmp_path_factory.mktemp("environment"))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +71,7 @@ assert (checkpoint.read_array(name, 0, 1) == checkpoint.array(name).reshape(-1)[
             assert torch.equal(array.to(torch.complex128), tensor.to(torch.complex128)) or tensor.isnan().any()
 
 
-@pytest.mark.parametrize("name", ["save_checkpoint", "Checkpointer", "load_model", "convert", "watch"])
+@pytest.mark.parametrize("name", ["save_checkpoint", "Checkpointer", "load_model", "add_metrics", "watch"])
 def test_another_public_name_says_that_it_needs_torch(python: Path, name: str) -> None:
     done = run(python, "-c", f"import rankless; rankless.{name}")
     expected = f"TorchMissingError: rankless.{name} needs PyTorch, which is not installed: run pip install torch"
@@ -121,11 +90,44 @@ except ImportError as error:
     assert run(python, "-c", script).stdout == "TorchMissingError torch\n"
 
 
-@pytest.mark.parametrize("command", ["convert {run} {out} --to hf", "export {run} --output {out}"])
-def test_another_command_says_in_one_line_that_it_needs_torch(python: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "needing"),
+    [
+        ("convert {run} {out} --to dcp", "to='dcp'"),
+        ("consolidate {run} --output {out}.pt", "to='torch'"),
+        ("convert {run} {out} --to hf --merge", "this command"),
+    ],
+)
+def test_another_command_says_in_one_line_that_it_needs_torch(
+    python: Path, tmp_path: Path, command: str, needing: str
+) -> None:
     done = run(python, "-m", "rankless", *command.format(run=GOLDEN, out=tmp_path / "out").split())
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: this command needs PyTorch, which is not installed: run pip install torch\n"
+    assert done.stderr == f"error: {needing} needs PyTorch, which is not installed: run pip install torch\n"
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("command", ["convert {run} {out} --to hf --dtype bfloat16", "export {run} --output {out}"])
+def test_a_command_converts(python: Path, tmp_path: Path, command: str) -> None:
+    done = run(python, "-m", "rankless", *command.format(run=GOLDEN, out=tmp_path / "out").split())
+    assert done.returncode == 0, done.stderr
+    assert rankless.open(tmp_path / "out").format == "huggingface"
+
+
+def test_checkpoints_are_listed_and_named(python: Path, tmp_path: Path) -> None:
+    script = f"""
+import rankless
+run = {str(tmp_path)!r}
+assert not rankless.has_checkpoint(run)
+rankless.convert({str(GOLDEN)!r}, run + "/a", to="native")
+assert rankless.has_checkpoint(run)
+assert [info.tag for info in rankless.list_checkpoints(run)] == ["a"]
+rankless.set_alias(run, "best", "a")
+assert list(rankless.list_aliases(run)) == ["best"]
+rankless.remove_alias(run, "best")
+"""
+    done = run(python, "-c", script)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_old_torch_is_refused_in_one_line(python: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from rankless.conversion.torch_target import as_saved_bytes
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo, pack_files, split_by_size
-from rankless.ondisk.param_order import ORDERED
 from rankless.ondisk.validation import split_state_key
+from rankless.ondisk.value_files import ORDERED
 
 
 def file_variant(name: str, prefix: str | None) -> str:

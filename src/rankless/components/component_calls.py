@@ -21,12 +21,12 @@ from rankless.load.fallback import load_with_fallback
 from rankless.load.load_request import LoadRequest
 from rankless.load.load_result import RestoreResult
 from rankless.observe.spans import span
-from rankless.ondisk.data_files import SHARD_SIZE, parse_size
+from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, parse_size
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
 from rankless.state.restore import RestorePolicy
-from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
+from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
 
 #: The pending saves of all calls.

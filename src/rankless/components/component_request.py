@@ -13,10 +13,10 @@ from rankless.components.destination import Destination
 from rankless.components.file_layouts import Layout
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import InvalidArgumentError
-from rankless.ondisk.data_files import ADAPTER
+from rankless.ondisk.data_files import ADAPTER, ONLY_ADAPTERS
 from rankless.state.model import model_traversal as models
 from rankless.state.optimizer import adapters
-from rankless.state.training import ONLY_ADAPTERS, TrainingObjects
+from rankless.state.training import TrainingObjects
 
 
 @dataclass(frozen=True)

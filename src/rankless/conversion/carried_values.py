@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
-from rankless.conversion.tensor_filter import TensorFilter
+from rankless.conversion.tensor_filter import STATE, TensorFilter
 from rankless.formats.reader import Reader
+from rankless.formats.stored_tensor import InlineTensor
 from rankless.formats.training_step import find_step
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
-from rankless.state.arrays import ArrayEncoder
-from rankless.state.capture import STATE
-from rankless.state.tensor_views import NAMES
+from rankless.ondisk.dtypes import dtype_of_array
+from rankless.state.array_decoder import encode_scalar
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,21 @@ class _Tagged:
     payload: Any
 
 
-class _Codec(ArrayEncoder):
-    """A codec that keeps tagged values as they are. Arrays from pickles become tensors in memory."""
+class _Codec:
+    """A codec that keeps tagged values as they are. The bytes of arrays from pickles are in :attr:`arrays`, by key."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, InlineTensor] = {}
 
     def encode(self, value: object, key: str) -> Any:
         """See :class:`rankless.ondisk.values.ArrayCodec`."""
         if isinstance(value, _Tagged):
             return {value.tag: value.payload}
-        return super().encode(value, key)
+        if type(value) is np.ndarray:
+            name = values.name_tensor(self.arrays, key)
+            self.arrays[name] = InlineTensor(TensorInfo(dtype_of_array(value), value.shape), value.tobytes())
+            return {"$array": name}
+        return encode_scalar(value) if isinstance(value, np.generic) else NotImplemented
 
     def decode(self, tag: str, payload: Any) -> Any:
         """See :class:`rankless.ondisk.values.ArrayCodec`."""
@@ -49,14 +56,12 @@ class CarriedValues:
 
     shared: Mapping[str, Any]
     ranks: list[Any]
-    arrays: Mapping[str, torch.Tensor]
+    arrays: Mapping[str, InlineTensor]
     step: int | None = None
 
     def array_infos(self) -> dict[tuple[str, str], TensorInfo]:
         """Return the dtypes and shapes of the arrays, as tensors of the group of values."""
-        return {
-            (STATE, name): TensorInfo(NAMES[array.dtype], tuple(array.shape)) for name, array in self.arrays.items()
-        }
+        return {(STATE, name): array.info for name, array in self.arrays.items()}
 
 
 def carry_values(reader: Reader, tensor_filter: TensorFilter) -> CarriedValues:
@@ -76,7 +81,7 @@ def carry_values(reader: Reader, tensor_filter: TensorFilter) -> CarriedValues:
         if tensor_filter.model_only
         else [values.encode_value(rank_values or {}, codec) for rank_values in per_rank[: first.world_size]]
     )
-    return CarriedValues(encoded, ranks, codec.tensors, find_step(reader.format, first.shared.get("user_content")))
+    return CarriedValues(encoded, ranks, codec.arrays, find_step(reader.format, first.shared.get("user_content")))
 
 
 def _is_carried(name: str, tensor_filter: TensorFilter) -> bool:

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import Rename, TensorFilter
-from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.session import RankGroup, Session
 from rankless.errors import InvalidArgumentError
 from rankless.formats.registry import LAYOUT, MEGATRON, NXD, load_target
 from rankless.observe.events import OnEvent, ignore_event
-from rankless.ondisk.data_files import SHARD_SIZE, parse_size
+from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, WITH_ADAPTERS, parse_size
+from rankless.ondisk.dtypes import BY_TORCH_NAME, FLOATING
 from rankless.ondisk.validation import check_keys
-from rankless.state.tensor_views import NAMES
-from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.storage.object_path import parse_location
+from rankless.torch_import import explain_imports
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+#: Further names of dtypes in torch.
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
 
 def convert(
@@ -57,7 +61,8 @@ def convert(
             optimizer, scheduler, ``user_content``), ``"deepspeed-universal"`` (a folder that DeepSpeed loads with
             ``load_universal_checkpoint``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
             only rank 0 writes it), ``"megatron"`` (a run's folder with an iteration of Megatron's ``torch_dist``),
-            ``"peft"`` (the PEFT adapters alone, as PEFT stores them).
+            ``"peft"`` (the PEFT adapters alone, as PEFT stores them). PyTorch need not be installed for ``"native"``,
+            ``"hf"``, ``"safetensors"`` and ``"peft"``.
         include: shell patterns of the parameters and buffers to convert. Default: all.
         exclude: shell patterns of the parameters and buffers to leave out.
         rename: a function from names to names, or regular expressions with their replacements.
@@ -88,6 +93,7 @@ def convert(
         InvalidArgumentError: an argument is not valid, or ``output`` is inside ``path``.
         TagExistsError: ``output`` exists.
         CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
+        TorchMissingError: the output needs PyTorch, which is not installed.
     """
     check_keys(keys)
     model_only = model_only or to in {"hf", "safetensors", "peft"}
@@ -114,15 +120,19 @@ def convert(
         parse_size(max_shard_size),
         options=format_options,
     )
-    if to == NXD:
-        options = {**format_options, LAYOUT: None if layout is None else str(layout)}
-        written: Path = load_target(NXD)(request, RankGroup(process_group).open_session(timeout), options)
+    with explain_imports(f"to={to!r}"):
+        return _write_output(request, RankGroup(process_group).open_session(timeout), on_event, verify=verify)
+
+
+def _write_output(request: ConversionRequest, session: Session, on_event: OnEvent | None, *, verify: bool) -> Path:
+    if request.to == NXD:
+        written: Path = load_target(NXD)(request, session, {**request.options, LAYOUT: request.keys.get(LAYOUT)})
         return written
-    if format_options and to != MEGATRON:
-        raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")
-    return Conversion(request, RankGroup(process_group).open_session(timeout), on_event or ignore_event).run(
-        verify=verify
-    )
+    if request.options and request.to != MEGATRON:
+        raise InvalidArgumentError(
+            f"the format {request.to!r} has no options {', '.join(request.options)}: leave them out"
+        )
+    return Conversion(request, session, on_event or ignore_event).run(verify=verify)
 
 
 def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -131,9 +141,10 @@ def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def parse_dtype(given: torch.dtype | str | None) -> str | None:
     """Return the name of a dtype in safetensors files."""
-    dtype: Any = getattr(torch, given, None) if isinstance(given, str) else given
     if given is None:
         return None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in NAMES:
+    name = given if isinstance(given, str) else str(given).removeprefix("torch.") if "torch." in str(given) else ""
+    dtype = BY_TORCH_NAME.get(_ALIASES.get(name, name))
+    if dtype not in FLOATING:
         raise InvalidArgumentError(f"dtype must be a floating-point dtype such as 'bfloat16'; got {given!r}")
-    return NAMES[dtype]
+    return dtype

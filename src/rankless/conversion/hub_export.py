@@ -8,10 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankless.conversion.convert import parse_dtype
 from rankless.conversion.hub_files import CARD, read_card, read_config, read_tokenizer
@@ -27,13 +24,24 @@ from rankless.formats.native import MODEL, NativeReader
 from rankless.formats.reader import Reader
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group, parse_size
+from rankless.ondisk.data_files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    NO_ADAPTERS,
+    ONLY_ADAPTERS,
+    TensorInfo,
+    is_adapter_group,
+    parse_size,
+)
 from rankless.ondisk.strict_json import parse_json
+from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.lookup import checkpoint_path, open_latest
 from rankless.run.tags import TagArgument, check_tag_argument
-from rankless.state.model.hf_config import CONFIG, has_adapters
-from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS
 from rankless.storage.object_path import parse_location
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 #: A name of a model on the Hub.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)

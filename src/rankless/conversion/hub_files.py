@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rankless.errors import InvalidArgumentError
-from rankless.state.model.hf_config import CONFIG
+from rankless.ondisk.data_files import CONFIG
 from rankless.storage import posix
 
 #: The name of a model card.

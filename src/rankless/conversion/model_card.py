@@ -52,7 +52,8 @@ def _describe_source(source: CardSource) -> Iterator[tuple[str, str]]:
             yield name, f"{value:.6g}" if value is not None else "not a number"
         yield "saved", f"{saved:%Y-%m-%d %H:%M} UTC"
         yield "ranks that saved it", str(manifest.provenance.world_size)
-        yield "PyTorch", manifest.provenance.torch
+        if manifest.provenance.torch:  # none if a conversion wrote it
+            yield "PyTorch", manifest.provenance.torch
         yield "id", manifest.id
     yield "elements", source.size
     yield "exported by", f"rankless {__version__}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from rankless.conversion.config_dtype import set_config_dtype
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.engine.io.requests import Fragments
@@ -20,13 +21,13 @@ from rankless.formats.native import RANKS, STATE, NativeReader
 from rankless.formats.reader import Reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values
-from rankless.ondisk.data_files import TensorInfo, is_adapter_group, pack_files
+from rankless.ondisk.data_files import CONFIG, TensorInfo, is_adapter_group, pack_files
+from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.ondisk.value_files import build_ranks_file, build_state_file
+from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.catalog import next_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
-from rankless.state.capture import build_ranks_file, build_state_file
-from rankless.state.model.hf_config import CONFIG, has_adapters, set_config_dtype
-from rankless.state.tensor_views import DTYPES
 from rankless.storage.store import store_of
 
 #: The group whose folder transformers opens.
@@ -83,7 +84,7 @@ class NativeTarget:
         dtype = _find_cast(self._source)
         for name, data in files:
             if name == CONFIG and dtype is not None:
-                data = set_config_dtype(data, str(DTYPES[dtype]).removeprefix("torch."))  # noqa: PLW2901
+                data = set_config_dtype(data, TORCH_NAMES[dtype])  # noqa: PLW2901
             yield name, data
 
     def adapter_files(self) -> dict[str, bytes]:

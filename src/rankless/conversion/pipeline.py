@@ -14,10 +14,8 @@ from rankless.conversion.native_target import HuggingFaceTarget, NativeTarget, S
 from rankless.conversion.peft_target import PeftTarget
 from rankless.conversion.source_checksums import check_ranges, find_source_checksums
 from rankless.conversion.source_table import SourceTable
-from rankless.conversion.state_dict_schemas import dcp_schema, lightning_schema, state_dict_schema
 from rankless.conversion.target import ConversionSource, ConversionTarget, FileLayout
 from rankless.conversion.tensor_filter import TensorFilter
-from rankless.conversion.torch_target import TorchTarget
 from rankless.engine.comm.session import Session, require_equal
 from rankless.engine.comm.spec_exchange import deduplicate
 from rankless.engine.integrity.block_verification import ChecksumVerifier
@@ -63,18 +61,28 @@ from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import file_size, host_id, sync_tree
 
+
+def _torch_file(schema: str) -> Callable[[ConversionSource, Path, Path], ConversionTarget]:
+    """Return what makes the target that is one file of ``torch.save``. Only such targets import torch."""
+    target = "rankless.conversion.torch_target:TorchTarget"
+    return lambda source, pending, _: load_attribute(target)(source, pending, load_attribute(_SCHEMAS + schema))
+
+
+#: Functions that lay out the trees of torch's files.
+_SCHEMAS = "rankless.conversion.state_dict_schemas:"
+
 #: The target of each format: made from the source, the pending path and the final path.
 TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]] = {
     "native": NativeTarget,
     "hf": HuggingFaceTarget,
     "safetensors": SafetensorsTarget,
-    "torch": lambda source, pending, _: TorchTarget(source, pending, state_dict_schema),
-    "lightning": lambda source, pending, _: TorchTarget(source, pending, lightning_schema),
+    "torch": _torch_file("state_dict_schema"),
+    "lightning": _torch_file("lightning_schema"),
     LIGHTNING_FOLDER: lambda source, pending, _: load_target(LIGHTNING_FOLDER)(source, pending),
     "peft": PeftTarget,
     DEEPSPEED_UNIVERSAL: lambda source, pending, _: load_target(DEEPSPEED_UNIVERSAL)(source, pending),
     "colossalai": lambda source, pending, _: load_target("colossalai")(source, pending),
-    DCP: lambda source, pending, _: load_target(DCP)(source, pending, dcp_schema),
+    DCP: lambda source, pending, _: load_target(DCP)(source, pending, load_attribute(_SCHEMAS + "dcp_schema")),
     MEGATRON: lambda source, pending, _: load_target(MEGATRON)(source, pending),
 }
 

@@ -9,8 +9,8 @@ import torch
 
 from rankless.conversion.fake_tensors import Groups
 from rankless.errors import InvalidArgumentError
-from rankless.ondisk.param_order import BY_NUMBER, ORDERED
 from rankless.ondisk.validation import split_state_key
+from rankless.ondisk.value_files import BY_NUMBER, ORDERED
 
 #: The entries that Lightning requires in every checkpoint.
 _LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}

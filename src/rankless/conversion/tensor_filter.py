@@ -9,10 +9,9 @@ from fnmatch import fnmatchcase
 
 from rankless.errors import InvalidArgumentError
 from rankless.formats.reader import Reader, check_read
-from rankless.ondisk.data_files import ADAPTER, TensorInfo
+from rankless.ondisk.data_files import ADAPTER, NO_ADAPTERS, ONLY_ADAPTERS, TensorInfo
 from rankless.ondisk.dtypes import FLOATING
 from rankless.ondisk.validation import split_state_key, state_key
-from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS
 
 #: The group of tensors that are inside values.
 STATE = "state"

@@ -23,8 +23,8 @@ from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles
 from rankless.ondisk import block_crcs, manifest, values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import FileRecord, Manifest
-from rankless.ondisk.param_order import restore_order
 from rankless.ondisk.strict_json import parse_json
+from rankless.ondisk.value_files import restore_order
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.filesystems import forget_names
 from rankless.storage.store import store_of

@@ -22,10 +22,9 @@ from rankless.engine.plan.spec import PER_RANK, digest_bytes
 from rankless.errors import InvalidArgumentError, RankMismatchError
 from rankless.live_copy.copy_request import CopyRequest
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.value_files import build_ranks_file, build_state_file
 from rankless.state.capture import (
     Capture,
-    build_ranks_file,
-    build_state_file,
     capture_training,
     check_rank_state,
     encode_merged_values,

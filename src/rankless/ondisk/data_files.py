@@ -37,6 +37,12 @@ ADAPTER = "adapter"
 #: PEFT's name of the file with the configuration of an adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 
+#: How a save treats the PEFT adapters of a model: it stores the model, also its adapters, or only its adapters.
+NO_ADAPTERS, WITH_ADAPTERS, ONLY_ADAPTERS = "model", "model and adapters", "adapters"
+
+#: The file with the configuration of a model of transformers.
+CONFIG = "config.json"
+
 #: PEFT's name of the file with the tensors of an adapter, without the suffix.
 ADAPTER_STEM = "adapter_model"
 

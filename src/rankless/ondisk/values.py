@@ -14,7 +14,7 @@ import json
 import math
 import pathlib
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
@@ -42,6 +42,11 @@ _MAX_SHOWN = 20
 _INT_BITS = 10_000
 
 
+#: Suffixes of the names of tensors that were ``nn.Parameter``, by ``requires_grad``: format version 1 has no tag for
+#: them.
+PARAMETER_SUFFIXES = {True: "@parameter", False: "@frozen-parameter"}
+
+
 class ArrayCodec(Protocol):
     """The encoding of tensors and arrays, which this module leaves to its callers."""
 
@@ -50,6 +55,15 @@ class ArrayCodec(Protocol):
 
     def decode(self, tag: str, payload: Any) -> Any:
         """Return the value of a tag's JSON; ``NotImplemented`` for an unknown tag."""
+
+
+def name_tensor(taken: Container[str], key: str, suffix: str = "") -> str:
+    """Return the name under which a tensor or array of a tree is stored, which no other one of the tree has."""
+    name, n = key + suffix, 1
+    while name in taken or (not suffix and name.endswith(tuple(PARAMETER_SUFFIXES.values()))):
+        n += 1
+        name = f"{key}#{n}{suffix}"
+    return name
 
 
 def dump_values(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> bytes:

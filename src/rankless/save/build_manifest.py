@@ -6,8 +6,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from rankless._version import __version__
 from rankless.ondisk import manifest
 from rankless.ondisk.manifest import FileRecord, Manifest, Provenance
@@ -29,8 +27,8 @@ class CheckpointLabel:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord]) -> Manifest:
-    """Return the manifest of a checkpoint that this process writes."""
+def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord], torch_version: str = "") -> Manifest:
+    """Return the manifest of a checkpoint that this process writes. A conversion does so without torch."""
     return Manifest(
         format="rankless",
         version=manifest.VERSION,
@@ -41,6 +39,6 @@ def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord]) -> Mani
         time=label.time,
         step=label.step,
         metrics=dict(label.metrics),
-        provenance=Provenance(__version__, str(torch.__version__), platform.python_version(), label.ranks),
+        provenance=Provenance(__version__, torch_version, platform.python_version(), label.ranks),
         files=files,
     )

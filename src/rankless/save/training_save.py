@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from rankless.engine.comm.digest_table import join_differing
 from rankless.engine.comm.session import RankGroup
@@ -24,6 +25,7 @@ from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.ondisk.value_files import build_ranks_file, build_state_file
 from rankless.run.catalog import CheckpointIdentity, next_identity
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
 from rankless.run.scan import CheckpointInfo
@@ -31,7 +33,6 @@ from rankless.save.build_manifest import CheckpointLabel, build_manifest
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.save.save_request import SaveRequest
-from rankless.state.capture import build_ranks_file, build_state_file
 from rankless.state.step_only_tensors import step_only_tensors
 from rankless.storage.links_and_clones import Sharing
 
@@ -184,6 +185,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         return build_manifest(
             CheckpointLabel(self._request.tag, self._identity, self._started_at, self._session.size, step, metrics),
             files,
+            str(torch.__version__),
         )
 
     def _build_small_files(self, rank_values: Sequence[bytes]) -> dict[str, bytes]:

@@ -15,32 +15,15 @@ import numpy as np
 from rankless.engine.io.byte_sinks import ByteSink
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.dtypes import NUMPY_NAMES
+from rankless.ondisk.values import PARAMETER_SUFFIXES
 from rankless.torch_import import import_torch
 
 if TYPE_CHECKING:
     import torch
 
 #: The NumPy dtypes that are stored. They are given by name, so that a file cannot refer to any other object.
-NUMPY_DTYPES = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
-
-#: Suffixes of the names of tensors that were ``nn.Parameter``, by ``requires_grad``: format version 1 has no tag for
-#: them.
-PARAMETER_SUFFIXES = {True: "@parameter", False: "@frozen-parameter"}
+NUMPY_DTYPES = frozenset({*NUMPY_NAMES.values(), "complex128"})
 
 
 class ArrayDecoder:
@@ -77,6 +60,13 @@ class ArrayDecoder:
         if key not in self.tensors:
             self.tensors[str(key)] = allocate_tensor(info)
         return self.tensors[str(key)]
+
+
+def encode_scalar(value: np.generic) -> Any:
+    """Encode a scalar of NumPy. Return ``NotImplemented`` if its dtype cannot be stored."""
+    if value.dtype.name not in NUMPY_DTYPES:
+        return NotImplemented
+    return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
 
 
 def allocate_tensor(info: TensorInfo) -> torch.Tensor:

@@ -13,7 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankless.errors import UnsupportedTensorError
-from rankless.state.array_decoder import NUMPY_DTYPES, PARAMETER_SUFFIXES
+from rankless.ondisk.dtypes import dtype_of_array
+from rankless.ondisk.values import PARAMETER_SUFFIXES, name_tensor
+from rankless.state.array_decoder import encode_scalar
 from rankless.state.tensor_views import NAMES, check_present, view_of
 
 #: Tensors of at most this many bytes are stored inline in values that are merged from several ranks.
@@ -35,9 +37,10 @@ class ArrayEncoder:
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, key)
         if type(value) is np.ndarray:
-            return {"$array": self._store_tensor(_from_numpy(value), key)}
+            dtype_of_array(value)  # refuses what cannot be stored
+            return {"$array": self._store_tensor(torch.from_numpy(np.array(value, order="C")), key)}
         if isinstance(value, np.generic):
-            return _encode_scalar(value)
+            return encode_scalar(value)
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
@@ -71,10 +74,7 @@ class ArrayEncoder:
         }
 
     def _store_tensor(self, tensor: torch.Tensor, key: str, suffix: str = "") -> str:
-        name, n = key + suffix, 1
-        while name in self.tensors or (not suffix and name.endswith(tuple(PARAMETER_SUFFIXES.values()))):
-            n += 1
-            name = f"{key}#{n}{suffix}"
+        name = name_tensor(self.tensors, key, suffix)
         self.tensors[name] = tensor.detach()
         return name
 
@@ -82,15 +82,3 @@ class ArrayEncoder:
 def _encode_inline(tensor: torch.Tensor) -> list[Any]:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return [NAMES[tensor.dtype], list(tensor.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
-
-
-def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    if array.dtype.name not in NUMPY_DTYPES or array.dtype.name == "complex128" or not array.dtype.isnative:
-        raise UnsupportedTensorError(f"a NumPy array of dtype {array.dtype}")
-    return torch.from_numpy(np.array(array, order="C"))
-
-
-def _encode_scalar(value: np.generic) -> Any:
-    if value.dtype.name not in NUMPY_DTYPES:
-        return NotImplemented
-    return {"$numpy": [value.dtype.name, value.tobytes().hex()]}

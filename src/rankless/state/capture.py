@@ -14,9 +14,10 @@ from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, NamedPi
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
-from rankless.ondisk import param_order, values
-from rankless.ondisk.data_files import adapter_group
+from rankless.ondisk import values
+from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
 from rankless.ondisk.validation import check_utf8
+from rankless.ondisk.value_files import build_state_file
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
 from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
@@ -35,10 +36,10 @@ from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.own_state import OWN_STATE, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
-from rankless.state.scheduler_stages import as_stored, merge_entries
+from rankless.state.scheduler_stages import merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import TensorView, check_present, view_of
-from rankless.state.training import NO_ADAPTERS, ONLY_ADAPTERS, TrainingObjects
+from rankless.state.training import TrainingObjects
 from rankless.state.values_by_rank import DIFFERING, LAYOUT, digest_layout
 
 #: Groups of tensors; their directories or files have the same names.
@@ -314,15 +315,6 @@ def _find_references(encoded: Any) -> set[str]:
     return set()
 
 
-def build_state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> bytes:
-    """Return the file of values that all ranks share; ``shared`` is JSON.
-
-    Raises ``UnsupportedValueError`` if the file is too large.
-    """
-    parts = {slot: values.to_json(_as_stored(slot, value)) for slot, value in merged.items()}
-    return _join_values({**parts, **shared}, values.SHARED_FILE)
-
-
 def check_rank_state(captured: Capture, merged: bytes) -> None:
     """Raise ``UnsupportedValueError`` if the values of this rank alone are too large for the file of shared values.
 
@@ -340,26 +332,6 @@ def check_rank_states(sizes: Sequence[int]) -> None:
             f"rank {sizes.index(max(sizes))} contributes the most, {max(sizes):,}. Store bytes in per_rank_content, "
             "and in states of data loaders, as tensors"
         )
-
-
-def _join_values(parts: Mapping[str, bytes], file: str) -> bytes:
-    raw = b"{" + b",".join(values.to_json(name) + b":" + part for name, part in parts.items()) + b"}"
-    return values.check_size(raw, file)
-
-
-def _as_stored(slot: str, value: Any) -> Any:
-    if slot.startswith(SCHEDULER):
-        return as_stored(value)
-    return {**value, "groups": param_order.sort_by_name(value["groups"])} if slot.startswith(OPTIMIZER) else value
-
-
-def build_ranks_file(rank_values: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
-    """Return the file of values that belong to single ranks, and of the order of optimizers' parameters if known."""
-    orders = {
-        slot: param_order.order_names(value["groups"]) for slot, value in merged.items() if slot.startswith(OPTIMIZER)
-    }
-    order_json = b',"order":' + values.to_json(orders) if orders else b""
-    return values.check_size(b'{"ranks":[' + b",\n".join(rank_values) + b"]" + order_json + b"}\n", values.RANKS_FILE)
 
 
 def encode_merged_values(captured: Capture) -> bytes:

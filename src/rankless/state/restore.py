@@ -18,7 +18,7 @@ from rankless.errors import InvalidArgumentError, MismatchError, OptimizerMismat
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
-from rankless.ondisk.param_order import BY_NUMBER
+from rankless.ondisk.value_files import BY_NUMBER
 from rankless.state import scheduler as schedulers
 from rankless.state import stateful
 from rankless.state.array_decoder import ArrayDecoder

@@ -26,14 +26,6 @@ def scheduled_params(scheduler: Any, names: Mapping[int, Sequence[str]]) -> list
     return [sorted(name for parameter in group["params"] for name in names[id(parameter)]) for group in groups]
 
 
-def as_stored(entries: Any) -> Any:
-    """Return the encoded entries of all stages as a checkpoint stores them: a single one if they are equal."""
-    if not isinstance(entries, list) or not entries:
-        return entries
-    contents = [_without_params(entry) for entry in entries]
-    return contents[0] if all(content == contents[0] for content in contents) else entries
-
-
 def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the encoded entries of all ranks, each once, in an order that does not depend on the ranks.
 
@@ -110,7 +102,3 @@ def _join_states(places: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, A
         else:
             return None
     return None if any(link is None for link in joined.get("_schedulers", ())) else joined
-
-
-def _without_params(entry: Any) -> Any:
-    return {key: value for key, value in entry.items() if key != "params"} if isinstance(entry, dict) else entry

@@ -20,32 +20,13 @@ from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Shard
 from rankless.engine.plan.shard_byte_ranges import shard_shape
 from rankless.engine.plan.spec import Pieces
 from rankless.errors import UnsupportedTensorError
+from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.header import DIMENSIONS
 from rankless.state.declared_boxes import DeclaredBoxes, PackedBoxes, boxes_of_checkpointable, boxes_of_chunk_list
 from rankless.state.mesh_order import order_mesh, place_of
 
 #: The torch dtype of each safetensors dtype.
-DTYPES = {
-    "BOOL": torch.bool,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "U8": torch.uint8,
-}
+DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 #: The class and dtype of a parameter of bitsandbytes whose scales are an attribute of its module.

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankless.ondisk.data_files import ADAPTER
+from rankless.ondisk.data_files import ADAPTER, NO_ADAPTERS, ONLY_ADAPTERS
 from rankless.state import scheduler as schedulers
 from rankless.state.model import model_traversal as models
 from rankless.state.optimizer import adapters
-
-#: How a save treats the PEFT adapters of a model: it stores the model, also its adapters, or only its adapters.
-NO_ADAPTERS, WITH_ADAPTERS, ONLY_ADAPTERS = "model", "model and adapters", "adapters"
 
 
 @dataclass(frozen=True)

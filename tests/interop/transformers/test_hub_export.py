@@ -18,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 import rankless
+from rankless.conversion.config_dtype import set_config_dtype
 from rankless.errors import (
     CheckpointReplacedError,
     InvalidArgumentError,
@@ -26,7 +27,6 @@ from rankless.errors import (
     TagExistsError,
     UnsafeNameError,
 )
-from rankless.state.model.hf_config import set_config_dtype
 from tests.helpers.commands import invoke
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import run_command

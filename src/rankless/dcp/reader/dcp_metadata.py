@@ -18,11 +18,10 @@ from rankless.formats.pickles.unpickler import AllowedCallable, OpaqueObject, ki
 from rankless.formats.stored_tensor import UnreadableTensor
 from rankless.formats.torchfile.allowed_globals import NAMES, check_sizes
 from rankless.formats.torchfile.objects import TorchDtype, TorchSize
-from rankless.formats.torchfile.torch_dtypes import DTYPES
 from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.tree_traversal import Path
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.dtypes import WIDTHS
+from rankless.ondisk.dtypes import BY_TORCH_NAME, WIDTHS
 from rankless.ondisk.hash_limits import check_hashes
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import MAX_DEPTH
@@ -196,9 +195,9 @@ def _decode_tensor(
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, TorchDtype):
         raise TypeError(f"tensor {name!r} has no dtype")
-    if dtype.name not in DTYPES:
+    if dtype.name not in BY_TORCH_NAME:
         return UnreadableTensor(f"has dtype {dtype.name}, which rankless does not read")
-    tensor = TensorMetadata(TensorInfo(DTYPES[dtype.name], _to_shape(state["size"], name)))
+    tensor = TensorMetadata(TensorInfo(BY_TORCH_NAME[dtype.name], _to_shape(state["size"], name)))
     if math.prod(size or 1 for size in tensor.info.shape) * WIDTHS[tensor.info.dtype] >= _LARGEST:
         raise ValueError(f"tensor {name!r} has the shape {list(tensor.info.shape)}, which is too large for torch")
     for chunk in state["chunks"]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-
-from torch.distributed.distributed_c10d import Store
+from typing import TYPE_CHECKING
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 class DeadlineStore:

@@ -10,10 +10,12 @@ import time
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from rankless.errors import RankFailedError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 #: Seconds that votes go on after a failure is known.
 _GRACE_SECONDS = 5.0
@@ -39,6 +41,8 @@ class KnownFailures:
 
     def add(self, ranks: Collection[int], message: str) -> bool:
         """Add ranks that have died. Return whether that of any of them is news."""
+        import torch.distributed as dist  # noqa: PLC0415 - only ranks of a process group fail
+
         world = dist.group.WORLD
         if world is None:
             return True
@@ -56,6 +60,8 @@ class KnownFailures:
         """Raise ``RankFailedError`` if a member of a group has died, and votes went on for long enough."""
         if not self._failures:
             return
+        import torch.distributed as dist  # noqa: PLC0415
+
         try:
             members = dist.get_process_group_ranks(process_group)
         except (KeyError, ValueError):  # the group has been destroyed

@@ -20,10 +20,8 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement
@@ -31,6 +29,10 @@ from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.vote import COORDINATOR_RANK, GRACE_SECONDS
 from rankless.errors import RankTimeoutError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 #: The key of the number of ids that were ever added.
 _ARRIVALS = "arrivals"
@@ -172,5 +174,5 @@ def rendezvous_of(group: dist.ProcessGroup, prefix: str) -> Rendezvous:
         if group not in _rendezvous_by_group:
             if prefix in _latest:
                 _latest[prefix].close()
-            _rendezvous_by_group[group] = _latest[prefix] = Rendezvous(dist.get_rank(group), dist.get_world_size(group))
+            _rendezvous_by_group[group] = _latest[prefix] = Rendezvous(group.rank(), group.size())
         return _rendezvous_by_group[group]

@@ -8,15 +8,14 @@ group: no collectives, any backend, and a rank that does not come is named.
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement
@@ -47,6 +46,10 @@ from rankless.errors import (
 from rankless.observe.spans import span, traced
 from rankless.storage.host_mailbox import HostMailbox, reachable_id, remove_stale_boards
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
+
 #: The size in bytes of the digest of a host's id.
 _HOST_BYTES = 8
 
@@ -54,6 +57,9 @@ _HOST_BYTES = 8
 _POLL_SECONDS = 0.25
 
 T = TypeVar("T")
+
+#: Returns ``torch.distributed``, or ``None`` if the process has not imported it: then it has no process group.
+_distributed: Callable[[], Any] = partial(sys.modules.get, "torch.distributed")
 
 
 class RankGroup:
@@ -67,20 +73,29 @@ class RankGroup:
         self._name = ""
         self._executor: DaemonExecutor | None = None
         self._gloo: dist.ProcessGroup | None = None
-        if self.process_group is not None and dist.get_rank(self.process_group) < 0:
+        if self.process_group is not None:
+            self._join(self.process_group)
+
+    def _join(self, process_group: dist.ProcessGroup) -> None:
+        dist = _distributed()
+        if dist.get_rank(process_group) < 0:
             raise InvalidArgumentError(
                 "this rank is not in the process group that was passed; only its members save and load"
             )
-        if self.process_group is not None and dist.get_world_size(self.process_group) > 1:
-            self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        if dist.get_world_size(process_group) > 1:
+            self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
             members = digest_bytes(",".join(map(str, self.global_ranks())).encode(), 8).hex()
-            self._name = f"rankless/{self.process_group.group_name}/{members}"
-            self._store = PrefixStore(self._name, _get_default_store())
+            self._name = f"rankless/{process_group.group_name}/{members}"
+            c10d = dist.distributed_c10d
+            self._store = c10d.PrefixStore(self._name, c10d._get_default_store())  # noqa: SLF001
             self._executor = DaemonExecutor("rankless store")
 
     def global_ranks(self) -> list[int]:
         """Return the global rank of each rank of the group."""
-        return [0] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        if self.process_group is None:
+            return [0]
+        ranks: list[int] = _distributed().get_process_group_ranks(self.process_group)
+        return ranks
 
     @traced("open the session", "vote")
     def open_session(self, timeout: float) -> Session:
@@ -116,16 +131,18 @@ class RankGroup:
         if self.process_group is None:
             raise InvalidArgumentError("there is no process group, and nothing to exchange")
         if self._gloo is None:
-            has_gloo = "cpu:gloo" in str(dist.get_backend_config(self.process_group))
+            has_gloo = "cpu:gloo" in str(_distributed().get_backend_config(self.process_group))
             self._gloo = self.process_group if has_gloo else _make_gloo_group(self.global_ranks(), seconds)
         return self._gloo
 
 
 def current_process_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the given process group, or the default one, or ``None`` if there is none."""
-    if check_process_group(process_group) is not None or not (dist.is_available() and dist.is_initialized()):
+    dist = _distributed()
+    if check_process_group(process_group) is not None or dist is None:
         return process_group
-    return dist.group.WORLD
+    has_group = dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD if has_group else None
 
 
 def check_process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -133,8 +150,11 @@ def check_process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | 
 
     Raises ``InvalidArgumentError`` for anything else.
     """
-    is_group = dist.is_available() and (
-        isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
+    dist = _distributed()
+    is_group = (
+        dist is not None
+        and dist.is_available()
+        and (isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER)
     )
     if given is not None and not is_group:
         raise InvalidArgumentError(f"process_group must be a ProcessGroup of torch, or None; got {given!r:.80}")
@@ -142,6 +162,7 @@ def check_process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | 
 
 
 def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
+    dist = _distributed()
     make = partial(
         dist.new_group,
         global_ranks,
@@ -163,7 +184,7 @@ def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGro
         raise RankTimeoutError("another rank did not come to make a group to exchange over") from error
     if not isinstance(process_group, dist.ProcessGroup):
         raise InvalidArgumentError("this rank is not in the process group that was passed")
-    return process_group
+    return process_group  # type: ignore[no-any-return]
 
 
 class Session:
@@ -257,7 +278,7 @@ class Session:
         """
         if self.store is None:
             return
-        with span("leave", "vote"), suppress(dist.DistError, TimeoutError, RankFailedError):
+        with span("leave", "vote"), suppress(_distributed().DistError, TimeoutError, RankFailedError):
             channel = self._open_channel(self.store, "parted")
             channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:
@@ -316,7 +337,10 @@ def translate_store_errors(phase: str) -> Iterator[None]:
         raise RankTimeoutError(
             f"the ranks' key-value store did not answer while {phase}; {store_location}: {error}"
         ) from error
-    except dist.DistError as error:
+    except RuntimeError as error:
+        dist = _distributed()
+        if dist is None or not isinstance(error, dist.DistError):
+            raise
         raise RankFailedError(
             f"the ranks' key-value store was lost while {phase}; {store_location}: {error}"
         ) from error

@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from rankless.engine.io.requests import Fragments, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
+from rankless.ondisk.dtypes import dtype_width
 from rankless.storage.memory import Bytes
 
 #: The number of bytes that are cast at a time.
 _CAST_BYTES = 2**20
+
+#: Fills a buffer with elements of a dtype, given the bytes of as many of another: bytes, dtype, dtype, buffer.
+CastElements = Callable[[Bytes, str, str, Bytes], None]
 
 #: Returns the ranges of sources with bytes ``[start, stop)`` of a tensor: number of the source, offset, start and stop.
 LocateInSources = Callable[[int, int], Sequence[tuple[int, int, int, int]]]
@@ -45,11 +48,12 @@ class StreamedTensor:
     """A tensor of a checkpoint, by its number. ``stored`` is its dtype there, ``dtype`` that of the bytes returned."""
 
     tensor: int
-    stored: torch.dtype
-    dtype: torch.dtype
+    stored: str
+    dtype: str
     locate: LocateInSources
     reader: SourceReader
     fragments_read: ReadFragments
+    cast: CastElements
 
     @property
     def slice_bytes(self) -> int:
@@ -67,10 +71,10 @@ class StreamedTensor:
         if self.stored == self.dtype:
             self._read_range(start, into)
             return
-        first, count = start // self.dtype.itemsize, len(into) // self.dtype.itemsize
-        raw = np.empty(count * self.stored.itemsize, np.uint8)
-        self._read_range(first * self.stored.itemsize, raw)
-        torch.from_numpy(into).view(self.dtype).copy_(torch.from_numpy(raw).view(self.stored))
+        width, stored_width = dtype_width(self.dtype), dtype_width(self.stored)
+        raw = np.empty(len(into) // width * stored_width, np.uint8)
+        self._read_range(start // width * stored_width, raw)
+        self.cast(raw, self.stored, self.dtype, into)
 
     def _read_range(self, start: int, into: Bytes) -> None:
         for number, offset, low, high in self.locate(start, start + len(into)):

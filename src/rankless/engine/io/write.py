@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from rankless.engine.io.device_streams import find_copy_streams
-from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.requests import (
     ByteProvider,
     Fragments,
@@ -18,7 +16,6 @@ from rankless.engine.io.requests import (
     make_fragment,
     merge_fragments,
 )
-from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, alternate_files, count_bytes, file_chunks
 from rankless.observe.spans import span, traced
 from rankless.ondisk.block_crcs import Fragment, crc64
@@ -42,8 +39,7 @@ def write_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
     """
-    streams = find_copy_streams(_iterate_shards(file_ranges, provider_of))
-    buffers = BufferPool(CHUNK + SECTOR_BYTES, partial(pin_for, streams))
+    buffers = BufferPool(CHUNK + SECTOR_BYTES, _pin_for_devices(file_ranges, provider_of))
     results: list[list[tuple[int, Fragment]]] = []
     for some_ranges in _split_by_files(file_ranges):
         with ExitStack() as stack:
@@ -76,11 +72,20 @@ def _schedule_chunks(
     return alternate_files(chunks), count_threads(nbytes, min(THREADS, max(2, len(writers))))
 
 
-def _iterate_shards(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Iterator[TensorBytes]:
-    for tensor in {file_range.tensor for file_range in file_ranges}:
-        provider = provider_of(tensor)
-        if isinstance(provider, TensorBytes):
-            yield provider
+def _pin_for_devices(file_ranges: Sequence[FileRange], provider_of: ProviderOf) -> Callable[[Bytes], object] | None:
+    """Return what pins a buffer for the devices that tensors are on, or ``None`` if all bytes are on the host."""
+    providers = map(provider_of, {file_range.tensor for file_range in file_ranges})
+    on_devices = [provider for provider in providers if _is_on_device(provider)]
+    if not on_devices:
+        return None
+    from rankless.engine.io.device_streams import find_copy_streams  # noqa: PLC0415 - a conversion has no torch
+    from rankless.engine.io.pinned_memory import pin_for  # noqa: PLC0415
+
+    return partial(pin_for, find_copy_streams(on_devices))  # type: ignore[arg-type]
+
+
+def _is_on_device(provider: ByteProvider) -> bool:
+    return getattr(getattr(provider, "device", None), "type", "cpu") != "cpu"
 
 
 def _split_by_files(file_ranges: Sequence[FileRange]) -> Iterator[Sequence[FileRange]]:

@@ -22,8 +22,9 @@ from rankless.formats.torchfile.objects import (
     TorchStorageType,
     TorchTensor,
 )
-from rankless.formats.torchfile.torch_dtypes import DTYPES, OTHERS, STORAGES
+from rankless.formats.torchfile.torch_dtypes import OTHERS, STORAGES
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.dtypes import BY_TORCH_NAME
 from rankless.ondisk.read_budget import ReadBudget
 
 #: The most dimensions that torch supports, and the limit of its sizes, offsets and strides.
@@ -50,7 +51,7 @@ def _make_view(
         raise TypeError("a tensor must refer to a storage")
     (offset,), shape, strides = check_sizes(geometry[:1]), check_sizes(geometry[1]), check_sizes(geometry[2])
     budget.spend(_TENSOR + _DIMENSION * len(shape))
-    if dtype not in DTYPES:
+    if dtype not in BY_TORCH_NAME:
         return UnreadableTensor(f"has dtype {dtype}, which rankless does not read")
     return TorchTensor.make_view(storage, dtype, offset, shape, strides)
 
@@ -80,7 +81,7 @@ def _refuse_lazy_bits(tensor: TorchTensor | UnreadableTensor, options: Sequence[
 
 
 def _from_array(budget: ReadBudget, array: Any, dtype: Any, *__: Any) -> InlineTensor | UnreadableTensor:
-    if not isinstance(array, OpaqueObject) or not isinstance(dtype, TorchDtype) or dtype.name not in DTYPES:
+    if not isinstance(array, OpaqueObject) or not isinstance(dtype, TorchDtype) or dtype.name not in BY_TORCH_NAME:
         raise TypeError("expected a NumPy array and a torch.dtype")
     try:
         name, shape, data = as_plain_array(array)
@@ -91,12 +92,12 @@ def _from_array(budget: ReadBudget, array: Any, dtype: Any, *__: Any) -> InlineT
         return UnreadableTensor(f"was saved as an array that cannot be read: {error}")
     if name != dtype.name:
         return UnreadableTensor(f"was saved as a NumPy array of another dtype, {name}")
-    return InlineTensor(TensorInfo(DTYPES[dtype.name], shape), data)
+    return InlineTensor(TensorInfo(BY_TORCH_NAME[dtype.name], shape), data)
 
 
 def _from_cpu(_: ReadBudget, data: Any, dtype: Any, *__: Any) -> Any:
     is_tensor = isinstance(data, TorchTensor) and isinstance(dtype, TorchDtype)
-    if is_tensor and data.info.dtype == DTYPES.get(dtype.name):
+    if is_tensor and data.info.dtype == BY_TORCH_NAME.get(dtype.name):
         return data
     return UnreadableTensor("was moved to the CPU in another dtype")
 
@@ -169,7 +170,7 @@ NAMES: Mapping[str, object] = {
     **PLAIN,
     **NUMPY,
     **_REBUILD,
-    **{f"torch.{name}": TorchDtype(name) for name in (*DTYPES, *OTHERS)},
+    **{f"torch.{name}": TorchDtype(name) for name in (*BY_TORCH_NAME, *OTHERS)},
     **{f"torch.{name}Storage": TorchStorageType(dtype) for name, dtype in STORAGES.items()},
     **{f"torch.distributed.{name}": AllowedCallable(name, plain_record(name)) for name in _DISTRIBUTED},
     **{f"torch.{name}": TorchLayout(name) for name in _QUANTIZED},

@@ -11,10 +11,10 @@ from rankless.engine.io.sources import ChunkedSource, SourceChunk, StridedLocati
 from rankless.engine.plan.ranges import IndexBox
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.torchfile.torch_dtypes import DTYPES, dtype_width
+from rankless.formats.torchfile.torch_dtypes import dtype_width
 from rankless.formats.torchfile.zip_reader import FileWindow
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.dtypes import WIDTHS
+from rankless.ondisk.dtypes import BY_TORCH_NAME, WIDTHS
 
 #: The limit of a tensor's size in bytes.
 _LARGEST = 2**63
@@ -88,7 +88,7 @@ class TorchTensor(StoredTensor):
         cls, storage: TorchStorage, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> TorchTensor:
         """Make a view of a storage. Raises ``ValueError`` if it would reach beyond the storage."""
-        info = TensorInfo(DTYPES[dtype], shape)
+        info = TensorInfo(BY_TORCH_NAME[dtype], shape)
         # For strides, torch treats an empty dimension like one of size 1; all strides must fit into 63 bits.
         if math.prod(size or 1 for size in shape) * WIDTHS[info.dtype] >= _LARGEST:
             raise ValueError(f"a tensor has the shape {list(shape)}, which is too large for torch")

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from rankless.errors import UnsupportedValueError
 from rankless.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
-from rankless.formats.torchfile.torch_dtypes import DTYPES, STORAGES
+from rankless.formats.torchfile.torch_dtypes import STORAGES
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.dtypes import WIDTHS
+from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES, WIDTHS
 
 _PROTOCOL = 2
 
@@ -48,11 +48,10 @@ class StorageRef:
     storage: int
 
 
-#: The torch name of each dtype of safetensors files; and its storage class, if it has one.
-TORCH = {name: dtype for dtype, name in DTYPES.items()}
+#: The storage class of each dtype of torch that has one.
 _CLASSES = {dtype: PickledGlobal("torch", f"{kind}Storage") for kind, dtype in STORAGES.items()}
 _UNTYPED = PickledGlobal("torch.storage", "UntypedStorage")
-_DTYPES = {dtype: PickledGlobal("torch", dtype) for dtype in DTYPES}
+_DTYPES = {dtype: PickledGlobal("torch", dtype) for dtype in BY_TORCH_NAME}
 _TENSOR, _TENSOR_OF_DTYPE = (PickledGlobal("torch._utils", f"_rebuild_tensor_v{number}") for number in (2, 3))
 _SIZE, _DEVICE, _LAYOUT = (
     PickledGlobal("torch", "Size"),
@@ -102,7 +101,7 @@ class RecordPickler(_Python):  # type: ignore[misc]
         self.write(pickle.BUILD)
 
     def _save_tensor(self, obj: StorageRef) -> None:
-        dtype, shape = TORCH[obj.info.dtype], obj.info.shape
+        dtype, shape = TORCH_NAMES[obj.info.dtype], obj.info.shape
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (_Storage(obj), 0, shape, _row_major_strides(shape), False, hooks)
         if dtype in _CLASSES:
@@ -132,7 +131,7 @@ class _Storage:
 
 def _storage_id(storage: _Storage) -> tuple[Any, ...]:
     info, number = storage.tensor.info, storage.tensor.storage
-    kind = _CLASSES.get(TORCH[info.dtype])
+    kind = _CLASSES.get(TORCH_NAMES[info.dtype])
     width = 1 if kind is None else WIDTHS[info.dtype]
     return "storage", kind or _UNTYPED, str(number), "cpu", info.nbytes // width
 

@@ -1,29 +1,6 @@
-"""The names of dtypes and storage classes in torch, and the names of dtypes in safetensors files."""
+"""The names of dtypes and storage classes in files of torch, and their widths."""
 
-from rankless.ondisk.dtypes import WIDTHS
-
-#: The safetensors name of each torch dtype that rankless reads.
-DTYPES = {
-    "bfloat16": "BF16",
-    "bool": "BOOL",
-    "complex64": "C64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "int8": "I8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "uint8": "U8",
-}
+from rankless.ondisk.dtypes import BY_TORCH_NAME, WIDTHS
 
 #: Further torch dtypes, which safetensors files lack.
 OTHERS = (
@@ -72,4 +49,4 @@ _OTHER_WIDTHS = {"complex128": 16, "qint8": 1, "qint32": 4, "quint2x4": 1, "quin
 
 def dtype_width(dtype: str) -> int:
     """Return the width in bytes of an element of a torch dtype."""
-    return WIDTHS[DTYPES[dtype]] if dtype in DTYPES else _OTHER_WIDTHS[dtype]
+    return WIDTHS[BY_TORCH_NAME[dtype]] if dtype in BY_TORCH_NAME else _OTHER_WIDTHS[dtype]

@@ -15,8 +15,8 @@ from rankless.formats.stored_tensor import is_tensor
 from rankless.formats.tree.tree_traversal import check_keys
 from rankless.formats.tree.unique_names import collision_error, index_by_name, index_by_text
 from rankless.ondisk.hash_limits import has_safe_hash
-from rankless.ondisk.param_order import BY_NUMBER, ORDERED
 from rankless.ondisk.read_budget import ReadBudget
+from rankless.ondisk.value_files import BY_NUMBER, ORDERED
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 STATE, GROUPS = "state", "param_groups"

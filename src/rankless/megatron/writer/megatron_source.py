@@ -31,8 +31,7 @@ from rankless.megatron.writer.stacking import (
     stack_layers,
 )
 from rankless.megatron.writer.transposed_reader import TransposedReader
-from rankless.ondisk.data_files import TensorInfo
-from rankless.state.model.hf_config import CONFIG
+from rankless.ondisk.data_files import CONFIG, TensorInfo
 from rankless.state.tensor_views import DTYPES, NAMES
 
 _MASTER_DTYPE = "F32"

@@ -23,12 +23,12 @@ from rankless.formats.tensor_slices import Chunks
 from rankless.formats.torchfile import archive, legacy_file
 from rankless.formats.torchfile.allowed_globals import NAMES
 from rankless.formats.torchfile.objects import TorchDtype, TorchTensor
-from rankless.formats.torchfile.torch_dtypes import DTYPES
 from rankless.formats.torchfile.zip_reader import FileWindow, is_zip
 from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.tree_traversal import rebuild_tree, show_path
 from rankless.nxd.reader.nxd_file_names import INFO, TENSORS
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.dtypes import BY_TORCH_NAME
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.reader_pool import ReaderPool
 from rankless.storage.store import store_of
@@ -187,8 +187,8 @@ class _RankFileReader:
         file = self._find_tensor_file(tid)
         load_tensor = partial(_read_tensor_file, file, self._access)
         dtype, shape = description.get("dtype"), description.get("shape")
-        if isinstance(dtype, TorchDtype) and dtype.name in DTYPES and isinstance(shape, tuple):
-            return RankShard(TensorInfo(DTYPES[dtype.name], tuple(shape)), file, load_tensor, expert)
+        if isinstance(dtype, TorchDtype) and dtype.name in BY_TORCH_NAME and isinstance(shape, tuple):
+            return RankShard(TensorInfo(BY_TORCH_NAME[dtype.name], tuple(shape)), file, load_tensor, expert)
         tensor = load_tensor()
         return RankShard(tensor.info, file, lambda: tensor, expert)
 

@@ -157,7 +157,8 @@ def _decode_values(source: ConversionSource) -> dict[str, Any]:
 def _read_tensor(source: ConversionSource, name: str, tensor: torch.Tensor) -> None:
     """Read a tensor of the values into memory."""
     if name in source.carried.arrays:
-        tensor.copy_(source.carried.arrays[name])
+        if data := bytearray(source.carried.arrays[name].data):
+            tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
         return
     buffer = np.empty(tensor.nbytes, np.uint8)
     extents = source.reader.find_extents(*source.selected.sources[STATE, name], 0, tensor.nbytes)

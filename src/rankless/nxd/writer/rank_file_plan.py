@@ -13,10 +13,11 @@ from rankless.errors import UnsupportedValueError
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.torchfile.allowed_globals import NAMES as ALLOWED
 from rankless.formats.torchfile.objects import TorchSize
-from rankless.formats.torchfile.pickler import TORCH, PickledGlobal, PickledObject, StorageRef, pickle_tree
+from rankless.formats.torchfile.pickler import PickledGlobal, PickledObject, StorageRef, pickle_tree
 from rankless.formats.torchfile.zip_writer import ZipFrame
 from rankless.nxd.reader.nxd_file_names import INFO, TENSORS
 from rankless.nxd.reader.rank_file import RankShard
+from rankless.ondisk.dtypes import TORCH_NAMES
 
 #: Returns torch's hash of the names of a file's entries, for the number of its storages.
 NamesHash = Callable[[int], int]
@@ -104,5 +105,5 @@ class _RankFilePlanner:
 
 def _tensor_info(tensor: StoredTensor) -> dict[str, Any]:
     expert = bool(tensor.expert) if isinstance(tensor, RankShard) else False
-    dtype = ALLOWED[f"torch.{TORCH[tensor.info.dtype]}"]
+    dtype = ALLOWED[f"torch.{TORCH_NAMES[tensor.info.dtype]}"]
     return {"dtype": dtype, "shape": TorchSize(tensor.info.shape), "expert_model_parallel": expert}

@@ -9,8 +9,8 @@ import torch
 
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.param_order import ORDERED
 from rankless.ondisk.validation import split_state_key
+from rankless.ondisk.value_files import ORDERED
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.native_states import probe_member
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup
