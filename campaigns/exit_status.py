@@ -110,11 +110,16 @@ class JobOutcome:
     violation: str = ""
 
 
+def format_script(ending: Ending) -> str:
+    """Return the script of a rank, whose argument is the path of the run."""
+    return _SCRIPT.format(action=ending.action)
+
+
 def run_job(ending: Ending, ranks: int = 2) -> JobOutcome:
     """Run a job under ``torchrun``. Return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"
-        script.write_text(_SCRIPT.format(action=ending.action))
+        script.write_text(format_script(ending))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*torchrun, str(script), f"{folder}/run"]
         job = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

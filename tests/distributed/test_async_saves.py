@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,9 +21,8 @@ from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.shard_writer import ShardWriter
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
-from tests.helpers.pairwise import first_of
-from tests.helpers.pool import ROOT, Ranks
-from tests.helpers.processes import run_code
+from tests.helpers.pool import Ranks
+from tests.helpers.processes import run_code, start_code
 from tests.helpers.slow_writes import slow_down_writes
 
 
@@ -187,12 +184,13 @@ if how == "destroyed":
 """
 
 
-@first_of(1, "how", ["destroyed", "left"])
+@pytest.mark.parametrize("how", ["destroyed", "left"])
 def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: str) -> None:
     """Rank 0, in whose process the store is, has the least to do and ends first."""
     arguments = ["3", str(tmp_path / "run"), how, str(tmp_path / "port")]
-    processes = [subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), *arguments], cwd=ROOT) for rank in range(3)]
-    assert [process.wait(240) for process in processes] == [0, 0, 0]
+    with contextlib.ExitStack() as job:
+        processes = [job.enter_context(start_code(SCRIPT, str(rank), *arguments)) for rank in range(3)]
+        assert [process.wait(240) for process in processes] == [0, 0, 0]
     assert torch.equal(load_file(tmp_path / "run/s/model/model.safetensors")["w"], torch.arange(100_000.0))
 
 
