@@ -82,10 +82,12 @@ def test_a_step_waits_for_the_copy(tmp_path: Path, options: dict[str, Any]) -> N
         save_and_step(str(tmp_path), "plain", "AdamW", options, 3)
 
 
-@first_of(1, ("layout", "n"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
-def test_a_step_of_distributed_parameters_waits_too(ranks: Ranks, tmp_path: Path, layout: str, n: int) -> None:
+@first_of(1, ("layout", "n", "times"), [("ddp", 2, 5), ("ddp", 2, 20), ("fsdp", 2, 20), ("fsdp", 3, 20)])
+def test_a_step_of_distributed_parameters_waits_too(
+    ranks: Ranks, tmp_path: Path, layout: str, n: int, times: int
+) -> None:
     for number, options in enumerate([{"fused": True}, {"foreach": True}]):
-        ranks(n, save_and_step, str(tmp_path / str(number)), layout, "AdamW", options, 20)
+        ranks(n, save_and_step, str(tmp_path / str(number)), layout, "AdamW", options, times)
 
 
 def test_an_optimizer_over_the_same_parameters_waits_as_well(tmp_path: Path) -> None:

@@ -13,14 +13,24 @@ from rankless.errors import StorageError
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
+ALONE = [setting for setting in FAULTY_CALLS if setting.ranks == 1]
+
+#: Kinds of saves and loads, and of how many calls one fails.
+CASES = [
+    *((setting, 127 if setting in ALONE else 211) for setting in FAULTY_CALLS[:6]),
+    *((setting, 59 if setting in ALONE else 101) for setting in FAULTY_CALLS),
+]
+
 
 def tried(path: str, setting: FaultyCall, every: int) -> Tally:
     return fault_trial.try_all_faults(None, Path(path) / "scratch", setting, every)
 
 
-@first_of(6, "setting", FAULTY_CALLS, ids=str)
-def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, setting: FaultyCall) -> None:
-    tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, 59 if setting.ranks == 1 else 101)
+@first_of(6, ("setting", "every"), CASES, ids=str)
+def test_a_fault_is_raised_by_all_or_does_no_harm(
+    ranks: Ranks, tmp_path: Path, setting: FaultyCall, every: int
+) -> None:
+    tally, *_ = ranks(setting.ranks, tried, str(tmp_path), setting, every)
     assert tally.violations == []
     assert tally.outcomes["StorageError"] >= 1
     assert tally.outcomes["done"] >= 5  # signals at least
@@ -32,7 +42,7 @@ def test_a_fault_is_raised_by_all_or_does_no_harm(ranks: Ranks, tmp_path: Path, 
 
 def tried_with(path: str, end: Any) -> Tally:
     """The first fault of a load alone, and signals, where loads end otherwise than they do."""
-    alone = next(setting for setting in FAULTY_CALLS if not setting.save_kind and setting.ranks == 1)
+    alone = next(setting for setting in ALONE if not setting.save_kind)
     load = interruption.load_latest
 
     def otherwise(*arguments: Any) -> int:

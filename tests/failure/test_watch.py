@@ -144,7 +144,7 @@ def sleep_watched(pipe: Connection, rank: int, seconds: float, options: dict[str
 def test_a_stopped_rank_is_not_dead_before_the_timeout_nor_are_all_at_once(
     victims: list[int], seconds: float, timeout: float
 ) -> None:
-    with watched_ranks(3, sleep_watched, 10.0, {**FAST, "timeout": timeout}) as ranks:
+    with watched_ranks(3, sleep_watched, seconds + 2.0, {**FAST, "timeout": timeout}) as ranks:
         stop_both(ranks, victims, seconds)
         assert [ranks.outcome(rank).result for rank in range(3)] == ["done"] * 3
 

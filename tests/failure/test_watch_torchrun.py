@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.pairwise import first_of
+
 #: Ranks do not obey torchrun, which ends all ranks of a host as soon as one has died, so that their errors can be seen.
 SCRIPT = """
 import os, signal, sys, time
@@ -24,7 +26,7 @@ dist.init_process_group("gloo", store=store, rank=int(env["RANK"]), world_size=i
 rank, first = dist.get_rank(), env["TORCHELASTIC_RESTART_COUNT"] == "0"
 with rankless.watch(timeout=10.0):
     for step in range(200):
-        if rank == 3 and step == 60 and first:
+        if rank == dist.get_world_size() - 1 and step == 60 and first:
             print(f"killed {{time.time()}}", flush=True)
             {action}
         try:
@@ -38,11 +40,11 @@ print(f"finished {{rank}}", flush=True)
 
 
 def run_job(
-    tmp_path: Path, action: str, *options: str, work: str = "dist.all_reduce(torch.ones(1000))"
+    tmp_path: Path, ranks: int, action: str, *options: str, work: str = "dist.all_reduce(torch.ones(1000))"
 ) -> tuple[int, str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(action=action, work=work))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *options, str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, str(script)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     return job.returncode, job.stdout + job.stderr
 
@@ -55,7 +57,7 @@ STOP = """os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", f"sleep 4; kill -CONT {os.ge
 @pytest.mark.full
 def test_the_others_end_with_an_error_that_names_the_killed_rank(tmp_path: Path) -> None:
     started = time.monotonic()
-    status, output = run_job(tmp_path, KILL)
+    status, output = run_job(tmp_path, 4, KILL)
     assert status == 1
     assert time.monotonic() - started < 100
     for rank in range(3):
@@ -63,13 +65,15 @@ def test_the_others_end_with_an_error_that_names_the_killed_rank(tmp_path: Path)
     assert "finished" not in output
 
 
-@pytest.mark.parametrize("action", [STOP, pytest.param("break", marks=pytest.mark.full)])
+@pytest.mark.full  # make test has ranks without torchrun: one is stopped, another closes its watch
+@pytest.mark.parametrize("action", [STOP, "break"])
 def test_a_rank_that_is_stopped_for_a_while_or_ends_early_is_no_failure(tmp_path: Path, action: str) -> None:
-    status, output = run_job(tmp_path, action, work="time.sleep(0.02)")
+    status, output = run_job(tmp_path, 4, action, work="time.sleep(0.02)")
     assert (status, output.count("finished")) == (0, 4), output
 
 
-def test_a_job_that_is_restarted_after_a_death_finishes(tmp_path: Path) -> None:
-    status, output = run_job(tmp_path, KILL, "--max-restarts", "1")
-    assert (status, output.count("finished")) == (0, 4), output
-    assert "rank 3 died" in output
+@first_of(1, "ranks", [2, 4])
+def test_a_job_that_is_restarted_after_a_death_finishes(tmp_path: Path, ranks: int) -> None:
+    status, output = run_job(tmp_path, ranks, KILL, "--max-restarts", "1")
+    assert (status, output.count("finished")) == (0, ranks), output
+    assert f"rank {ranks - 1} died" in output
