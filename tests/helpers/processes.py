@@ -80,7 +80,7 @@ class ForkedProcess:
 
 def start_code(code: str, *arguments: str | Path) -> ForkedProcess:
     """Start ``python -c code arguments``."""
-    return ForkedProcess(_execute, code, *map(str, arguments))
+    return ForkedProcess(execute, code, *map(str, arguments))
 
 
 def run_code(code: str, *arguments: str | Path, check: bool = False) -> subprocess.CompletedProcess[str]:
@@ -128,7 +128,7 @@ def _call(
     function(*args)
 
 
-def _execute(code: str, *arguments: str) -> None:
+def execute(code: str, *arguments: str) -> None:
     """Do what ``python -c`` does, with the exit status as well; ``multiprocessing`` would call ``os._exit``."""
     gc.freeze()  # or the last collection goes through all that torch consists of
     sys.argv = ["-c", *arguments]

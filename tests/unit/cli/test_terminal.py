@@ -14,7 +14,7 @@ import torch
 
 import rankless
 from rankless.cli.commands import COMMANDS
-from tests.helpers.terminal import Terminal
+from tests.helpers.terminal import code_on_terminal, start_on_terminal
 
 #: Calls the commands whose arguments are given as JSON, one after the other, each under a line with its exit code.
 CALLS = """
@@ -99,8 +99,8 @@ class TestOnATerminal:
             ["--help"],
             *([name, "--help"] for name in COMMANDS),
         ]
-        terminal = Terminal("-c", CALLS, json.dumps([[str(arg) for arg in args] for args in calls]))
-        terminal.end()
+        with code_on_terminal(CALLS, json.dumps([[str(arg) for arg in args] for args in calls])) as terminal:
+            terminal.end()
         actual = sections(terminal.text)
         assert [code for _, code in actual] == [0, 0, 0, 1, 0, 0, 0, 1, 2, *[0] * (1 + len(COMMANDS))][: len(actual)]
         assert len(actual) == len(calls)
@@ -128,12 +128,14 @@ class TestOnATerminal:
     def test_a_bar_and_ctrl_c_is_one_word_exit_130_and_nothing_left_behind(self, tmp_path: Path) -> None:
         rankless.save_checkpoint(tmp_path, "big", {"w": torch.zeros(100 * 2**20, dtype=torch.uint8)}, rng=False)
         (tmp_path / "out").mkdir()
-        terminal = Terminal("-c", SLOWLY, "convert", str(tmp_path / "big"), str(tmp_path / "out/new"), "--to", "native")
-        while not re.search(r"converting big .*\d\.\d/\d+\.\d MB +\d+\.\d MB/s +0:00:0\d", terminal.text):
-            assert terminal.read(), terminal.text
-        assert list((tmp_path / "out").rglob("*.safetensors"))
-        terminal.type(b"\x03")
-        assert terminal.end() == 130
+        with code_on_terminal(
+            SLOWLY, "convert", str(tmp_path / "big"), str(tmp_path / "out/new"), "--to", "native"
+        ) as terminal:
+            while not re.search(r"converting big .*\d\.\d/\d+\.\d MB +\d+\.\d MB/s +0:00:0\d", terminal.text):
+                assert terminal.read(), terminal.text
+            assert list((tmp_path / "out").rglob("*.safetensors"))
+            terminal.type(b"\x03")
+            assert terminal.end() == 130
         assert terminal.text.replace("^C", "").strip().splitlines()[-1].endswith("error: interrupted")
         assert list((tmp_path / "out").iterdir()) == []
 
@@ -189,8 +191,8 @@ def screen(raw: str) -> list[str]:
 
 class TestLogLinesBesideTheBar:
     def test_no_line_shares_its_line_with_the_bar_and_the_bar_is_gone_at_the_end(self, tmp_path: Path) -> None:
-        terminal = Terminal("-c", LOGGING, str(tmp_path))
-        assert terminal.end() == 0
+        with code_on_terminal(LOGGING, str(tmp_path)) as terminal:
+            assert terminal.end() == 0
         assert re.search(r"saving step_1 .*MB/s", terminal.text)
         seen = [line.rstrip() for line in screen(terminal.raw) if line.strip()]
         saved = (
@@ -202,8 +204,8 @@ class TestLogLinesBesideTheBar:
 
     def test_what_is_printed_into_a_file_stays_there(self, tmp_path: Path) -> None:
         script = f"import sys; sys.stdout = open({str(tmp_path / 'out')!r}, 'w')\n" + LOGGING
-        terminal = Terminal("-c", script, str(tmp_path / "run"))
-        assert terminal.end() == 0
+        with code_on_terminal(script, str(tmp_path / "run")) as terminal:
+            assert terminal.end() == 0
         assert (tmp_path / "out").read_text() == "MINE half of it\nPRINTED half of it\n"
         assert "WARNING:other:OTHER half of it" in terminal.text
         assert "PRINTED" not in terminal.text
@@ -237,14 +239,14 @@ class TestTheBarOfTinyWork:
         for tag in ("a", "b"):
             rankless.save_checkpoint(tmp_path, tag, {"w": torch.full((1,), ord(tag))}, rng=False)
         paths = [str(tmp_path / tag) for tag in ("a", "b")]
-        terminal = Terminal("-c", SLOW_IMPORT, command, *(paths if command == "diff" else paths[:1]))
+        terminal = start_on_terminal("-c", SLOW_IMPORT, command, *(paths if command == "diff" else paths[:1]))
         assert terminal.end() == (1 if command == "diff" else 0)
         assert "verifying" not in terminal.text
         assert "comparing" not in terminal.text
 
     def test_what_is_not_known_yet_is_not_shown(self) -> None:
-        terminal = Terminal("-c", UNKNOWN)
-        assert terminal.end() == 0
+        with code_on_terminal(UNKNOWN) as terminal:
+            assert terminal.end() == 0
         assert "converting a" in terminal.text
         assert "0.0/5.0 kB" in terminal.text
         assert "?" not in terminal.text

@@ -22,7 +22,7 @@ from rankless.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
-from tests.helpers.terminal import Terminal
+from tests.helpers.terminal import Terminal, start_on_terminal
 
 
 def save(run: Any, *steps: int, **options: Any) -> None:
@@ -34,7 +34,7 @@ def save(run: Any, *steps: int, **options: Any) -> None:
 @contextmanager
 def watching(*arguments: object) -> Iterator[Terminal]:
     """The command on a terminal, which Ctrl-C ends."""
-    terminal = Terminal("-m", "rankless", "top", *map(str, arguments))
+    terminal = start_on_terminal("-m", "rankless", "top", *map(str, arguments))
     yield terminal
     terminal.type(b"\x03")
     assert terminal.end() == 130
@@ -84,7 +84,7 @@ def test_a_run_that_disappears_ends_the_view(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     for command in (["top"], ["ls", "--watch"]):
         save(tmp_path / "run", 2)
-        terminal = Terminal("-m", "rankless", *command, str(tmp_path / "run"))
+        terminal = start_on_terminal("-m", "rankless", *command, str(tmp_path / "run"))
         read_until(terminal, "complete (latest)")
         shutil.rmtree(tmp_path / "run")
         assert terminal.end() == 2
