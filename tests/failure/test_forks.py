@@ -3,8 +3,6 @@
 import gc
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import rankless.errors
 from rankless.engine.io.write import write_file_ranges
 from rankless.process.gc_pause import gc_paused
 from rankless.storage.file_lock import FileLock
+from tests.helpers.processes import run_code
 
 FORK = multiprocessing.get_context("fork")
 
@@ -176,9 +175,7 @@ state, in_background = {"w": torch.ones(100)}, sys.argv[2] == "asynchronous"
 rankless.save_checkpoint(sys.argv[1], "s", state, on_event=listen, async_save=in_background)
 rankless.finalize()
 """
-    command = [sys.executable, "-c", code, str(tmp_path), mode]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert job.returncode == 0, job.stderr
+    run_code(code, tmp_path, mode, check=True)
     assert rankless.open(tmp_path)["model/w"].sum() == 100
 
 

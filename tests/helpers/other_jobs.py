@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import rankless
 from rankless import RunDirectory
 
 
-def save_as_other_job(path: Path, tag: str, value: float, **options: Any) -> None:
-    """As another job does, which resumes the run."""
-    run = RunDirectory(path)
+def save_as_other_job(
+    path: Path, tag: str, value: float, *, group: dist.ProcessGroup | None = None, **options: Any
+) -> None:
+    """As another job does, which resumes the run. A rank passes a group that has no other rank."""
+    run = RunDirectory(path, process_group=group)
     run.runs = {info.run for info in rankless.list_checkpoints(path)}
     run.save(tag, {"w": torch.full((64,), value)}, user_content=value, **options)
