@@ -1,0 +1,25 @@
+"""The modules that the fork server imports, named in :mod:`campaigns.common.fork_server`.
+
+It imports them without the garbage collector, which would go through all of torch several times, and its processes
+never look at their objects again.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+#: Torch imports ``_dynamo`` with the first optimizer.
+MODULES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("torch.distributed.tensor.parallel", "rankless.run_session", "rankless.api", "rankless.data.loader"),
+    *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
+    *("campaigns.tier.histories.training", "rankless.save.folder_tier_save", "rankless.load.tier_load"),
+    *("rankless.load.fallback", "rankless.save.folder_drain"),
+)
+
+gc.disable()
+for name in MODULES:
+    importlib.import_module(name)
+gc.freeze()
+gc.enable()
