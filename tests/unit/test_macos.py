@@ -1,6 +1,7 @@
 """Tests that everything can be imported on macOS, and that checkpoints can be read and converted there.
 
-A process of its own plays macOS: it lacks the names that Python or the system's library have on Linux only.
+A process of its own plays macOS: it lacks the names that Python or the system's library have on Linux only. Each
+program runs in a fork of it, which has imported nothing of rankless.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ import rankless
 
 #: Runs before the first import of rankless. numpy and torch are loaded already: theirs are the builds for Linux.
 MACOS = """
+import gc
+gc.disable()  # it would go through all of torch
 import ctypes, fcntl, mmap, os, resource, select, signal, socket, sys, sysconfig, time
 import numpy, torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
 import torch._subclasses.fake_tensor, torch.distributed.optim
@@ -66,6 +69,21 @@ sys.addaudithook(refuse_proc)
 assert not any(name.startswith("rankless") for name in sys.modules)
 """
 
+#: Runs programs in forks, one for each line: its text, its arguments, and the files for what it prints.
+FORKS = """
+import json
+for line in sys.stdin:
+    program, sys.argv[1:], *files = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)  # without the time that it takes to undo the imports
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
 #: Runs the commands in a JSON list of lists of arguments, and prints what they print.
 COMMANDS = """
 import json
@@ -83,17 +101,40 @@ print(json.dumps(outputs))
 TARGETS = {"native": "", "hf": "", "dcp": "", "lightning": ".ckpt", "safetensors": ".safetensors", "torch": ".pt"}
 
 
-def run_program(program: str, *args: object) -> str:
-    command = [sys.executable, "-c", MACOS + program, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+class MacOS:
+    """The process that plays macOS."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process = process
+        self._output, self._errors = folder / "output", folder / "errors"
+
+    def run_program(self, program: str, *args: object) -> str:
+        """Return what a program prints."""
+        assert self._process.stdin
+        assert self._process.stdout
+        files = [self._output, self._errors]
+        for file in files:
+            file.unlink(missing_ok=True)
+        print(
+            json.dumps([program, [str(argument) for argument in args], *map(str, files)]),
+            file=self._process.stdin,
+            flush=True,
+        )
+        code = int(self._process.stdout.readline())
+        assert code == 0, self._output.read_text() + self._errors.read_text()
+        return self._output.read_text()
+
+    def run_commands(self, *commands: list[object]) -> list[tuple[int, str]]:
+        """Return the exit code and the output of each command."""
+        printed = self.run_program(COMMANDS, json.dumps([[str(argument) for argument in each] for each in commands]))
+        return [(code, output) for code, output in json.loads(printed)]
 
 
-def run_commands(*commands: list[object]) -> list[tuple[int, str]]:
-    """The exit code and the output of each command."""
-    printed = run_program(COMMANDS, json.dumps([[str(argument) for argument in command] for command in commands]))
-    return [(code, output) for code, output in json.loads(printed)]
+@pytest.fixture(scope="module")
+def macos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MacOS]:
+    command = [sys.executable, "-c", MACOS + FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield MacOS(process, tmp_path_factory.mktemp("printed"))
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +156,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "step_2/model/model.safetensors")
 
 
-def test_every_module_can_be_imported() -> None:
-    run_program("""
+def test_every_module_can_be_imported(macos: MacOS) -> None:
+    macos.run_program("""
 import pkgutil, importlib, rankless
 names = ("__main__", "deepspeed.engine", "lightning", "ray", "torchtitan", "transformers")  # need other packages
 extras = tuple(f"rankless.{name}" for name in names)
@@ -126,16 +167,16 @@ for module in pkgutil.walk_packages(rankless.__path__, "rankless."):
 """)
 
 
-def test_a_checkpoint_opens(run: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_checkpoint_opens(macos: MacOS, run: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     program = "import rankless; c = rankless.open(sys.argv[1]); torch.save({name: c[name] for name in c}, sys.argv[2])"
-    run_program(program, run, tmp_path / "opened.pt")
+    macos.run_program(program, run, tmp_path / "opened.pt")
     check_model(torch.load(tmp_path / "opened.pt"), weights)
 
 
-def test_commands_read_checkpoints(run: Path, weights: dict[str, torch.Tensor]) -> None:
+def test_commands_read_checkpoints(macos: MacOS, run: Path, weights: dict[str, torch.Tensor]) -> None:
     first, second = run / "step_1", run / "step_2"
     commands = [["ls", run], ["show", run], ["verify", run], ["diff", first, first], ["diff", first, second]]
-    listed, shown, verified, same, other = run_commands(*commands)
+    listed, shown, verified, same, other = macos.run_commands(*commands)
     assert [code for code, _ in (listed, shown, verified, same, other)] == [0, 0, 0, 0, 1]
     assert all(tag in listed[1] for tag in ("step_1", "step_2"))
     assert all(name in shown[1] for name in weights)
@@ -144,9 +185,11 @@ def test_commands_read_checkpoints(run: Path, weights: dict[str, torch.Tensor]) 
     assert all(name in other[1] for name in weights)
 
 
-def test_conversions_keep_every_value(run: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_conversions_keep_every_value(
+    macos: MacOS, run: Path, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     targets = {to: tmp_path / f"{to}{ending}" for to, ending in TARGETS.items()}
-    ended = run_commands(*(["convert", run, target, "--to", to] for to, target in targets.items()))
+    ended = macos.run_commands(*(["convert", run, target, "--to", to] for to, target in targets.items()))
     assert [code for code, _ in ended] == [0] * len(targets)
     for target in targets.values():
         check_model(rankless.open(target), weights)
