@@ -44,12 +44,11 @@ from tests.helpers.fsdp1 import (
     train_model,
     wrap_fsdp1,
 )
+from tests.helpers.pairwise import each_value, pairwise
 from tests.helpers.pool import Ranks
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("build", [make_single, make_nested])
-@ORIG
+@pairwise({"world": [1, 2, 3, 4], "build": [make_single, make_nested], "orig": [True, False]})
 def test_parts_of_all_ranks_make_up_what_torch_gathers(ranks: Ranks, world: int, build: Any, orig: bool) -> None:
     mesh = (1, 1) if world == 1 else (world,)  # one rank does not shard
     assert ranks(world, check_everything, build, {"use_orig_params": orig}) == [[mesh]] * world
@@ -85,8 +84,7 @@ def in_hybrid(given: str, orig: bool) -> tuple[Any, ...]:
     return mesh
 
 
-@pytest.mark.parametrize(("given", "expected"), [("mesh", (0, 3, 1, 2)), ("groups", (0, 1, 2, 3))])
-@ORIG
+@each_value({"given, expected": [("mesh", (0, 3, 1, 2)), ("groups", (0, 1, 2, 3))], "orig": [True, False]})
 def test_hybrid_shard_is_a_mesh_of_replicas_and_shards(ranks: Ranks, given: str, expected: Any, orig: bool) -> None:
     assert ranks(4, in_hybrid, given, orig) == [((2, 2), expected)] * 4
 
@@ -114,8 +112,7 @@ def in_mixed_precision(orig: bool) -> dict[str, torch.dtype]:
     return {name.rpartition(".")[2]: buffer.dtype for name, buffer in model.named_buffers()}
 
 
-@ORIG
-@pytest.mark.parametrize("world", [1, 2])
+@each_value({"world": [1, 2], "orig": [True, False]})
 def test_mixed_precision_keeps_full_parameters_and_casts_buffers(ranks: Ranks, world: int, orig: bool) -> None:
     """The parameters' dtype is that of the optimizer; buffers are of ``buffer_dtype`` from the first forward on."""
     assert ranks(world, in_mixed_precision, orig) == [{"running": torch.bfloat16}] * world
@@ -142,9 +139,7 @@ def in_offload(orig: bool, early: bool) -> None:
             check_parts(model, make_adam(model))
 
 
-@ORIG
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pairwise({"world": [1, 2], "early": [False, True], "orig": [True, False]})
 def test_parameters_offloaded_to_the_cpu(ranks: Ranks, world: int, orig: bool, early: bool) -> None:
     ranks(world, in_offload, orig, early)
 
@@ -307,8 +302,7 @@ def loading(orig: bool) -> None:
     assert_equal(read_parameters(other), read_parameters(model))
 
 
-@ORIG
-@pytest.mark.parametrize("world", [1, 3])
+@each_value({"world": [1, 3], "orig": [True, False]})
 def test_an_optimizer_without_state_can_be_filled(ranks: Ranks, world: int, orig: bool) -> None:
     ranks(world, loading, orig)
 

@@ -33,6 +33,7 @@ from rankless.storage import links_and_clones
 from tests.golden import reader
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 
@@ -42,8 +43,8 @@ class Tuned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(600, 500, bias=False).requires_grad_(requires_grad=False)
-        self.adapter = nn.Linear(500, 3)
+        self.base = nn.Linear(300, 250, bias=False).requires_grad_(requires_grad=False)
+        self.adapter = nn.Linear(250, 3)
 
 
 def build_model() -> Tuned:
@@ -109,7 +110,7 @@ def test_checkpoints_are_removed_in_any_order(tmp_path: Path, order: tuple[int, 
         del expected[f"s{number}"]
         for tag, files in expected.items():
             assert read_state_files(tmp_path / tag) == files
-            assert rankless.open(tmp_path, tag)["model/base.weight"].shape == (500, 600)
+            assert rankless.open(tmp_path, tag)["model/base.weight"].shape == (250, 300)
 
 
 def flip_byte(file: Path) -> None:
@@ -182,7 +183,7 @@ def test_a_corrupt_page_is_found_sooner_or_later(tmp_path: Path) -> None:
     assert_holds(tmp_path, "s2", model)  # 16 MiB are read back, which is all of it here
 
 
-@pytest.mark.parametrize("number", ["EMLINK", "EPERM", "ENOSYS", "EXDEV", "EOPNOTSUPP", "EACCES"])
+@first_of(2, "number", ["EMLINK", "EPERM", "ENOSYS", "EXDEV", "EOPNOTSUPP", "EACCES"])
 def test_a_file_system_or_user_without_links_gets_everything_written(tmp_path: Path, number: str) -> None:
     error = OSError(getattr(errno, number), "no link")
     checkpointer, model = open_run(tmp_path), build_model()
@@ -230,14 +231,14 @@ def test_a_frozen_parameter_with_an_uncounted_write_is_saved_as_it_is(tmp_path: 
         {"async_save": True, "staging": "overlapped", "staging_check": "full"},
     ]
     for number, way in enumerate(ways, 2):
-        model.base.weight.data[250, 300] += 1
+        model.base.weight.data[125, 150] += 1
         checkpointer.save(f"s{number}", model, **way).wait()
         assert_holds(tmp_path, f"s{number}", model)
 
 
 def test_an_overlapped_save_finds_an_uncounted_write(tmp_path: Path) -> None:
     checkpointer, model = save_twice(tmp_path)
-    model.base.weight.data[250, 300] += 1
+    model.base.weight.data[125, 150] += 1
     checkpointer.save("s2", model, async_save=True, staging="overlapped")
     with pytest.raises(TornSnapshotError, match=r"base\.weight"):
         checkpointer.finalize()
@@ -267,7 +268,7 @@ def test_a_load_between_overlapped_saves_is_seen(tmp_path: Path, load: str) -> N
     checkpointer, model = save_twice(tmp_path / "run", async_save=True, staging="overlapped")
     other = build_model()
     with torch.no_grad():
-        other.base.weight[250, 300] += 1
+        other.base.weight[125, 150] += 1
     if load == "load_model":
         rankless.save_model(other, tmp_path / "other")
         rankless.load_model(model, tmp_path / "other")
