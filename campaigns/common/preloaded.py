@@ -16,6 +16,7 @@ MODULES = (
     *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
     *("campaigns.tier.histories.training", "rankless.save.folder_tier_save", "rankless.load.tier_load"),
     *("rankless.load.fallback", "rankless.save.folder_drain"),
+    "pytest",  # which the modules import in which the functions of tests are
 )
 
 gc.disable()
