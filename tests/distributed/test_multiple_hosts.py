@@ -29,6 +29,7 @@ from rankless.engine.plan import stripes
 from rankless.errors import RankFailedError, RanklessError
 from rankless.save.shard_writer import ShardWriter
 from rankless.storage import direct_io
+from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 
 PAGE = 4096
@@ -127,19 +128,18 @@ def save_whole(path: str, options: dict[str, Any], ranks_per_host: int, as_one: 
     return all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-OPTIONS = [
-    pytest.param({}, id="synchronous"),
-    pytest.param({"async_save": True}, id="asynchronous"),
-    pytest.param({"async_save": True, "staging": "overlapped", "keep": 1}, id="overlapped"),
-    pytest.param({"overwrite": True}, id="overwrite"),
-    pytest.param({"max_shard_size": "300KB"}, id="many files"),
-]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "asynchronous": {"async_save": True},
+    "overlapped": {"async_save": True, "staging": "overlapped", "keep": 1},
+    "overwrite": {"overwrite": True},
+    "many files": {"max_shard_size": "300KB"},
+}
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_no_byte_is_lost(ranks: Ranks, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
-    assert ranks(size, save_whole, str(tmp_path), options, 1, False) == [True] * size
+@each_value({"size": [3, 4, 2], "kind": OPTIONS})
+def test_no_byte_is_lost(ranks: Ranks, tmp_path: Path, size: int, kind: str) -> None:
+    assert ranks(size, save_whole, str(tmp_path), OPTIONS[kind], 1, False) == [True] * size
 
 
 def save_by_messages_of_one_kind(path: str, max_stored: int) -> tuple[bool, bool]:
@@ -213,11 +213,10 @@ def save_component(path: str, shard: bool, use_safetensors: bool) -> bool:
     return all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "shard", "use_safetensors"),
-    [("m.safetensors", False, True), ("m.pt", False, False), ("folder", True, True), ("torch", True, False)],
-)
+COMPONENTS = [("m.safetensors", False, True), ("m.pt", False, False), ("folder", True, True), ("torch", True, False)]
+
+
+@each_value({"size": [3, 2], "name, shard, use_safetensors": COMPONENTS})
 def test_no_byte_of_a_component_is_lost(
     ranks: Ranks, tmp_path: Path, size: int, name: str, shard: bool, use_safetensors: bool
 ) -> None:
@@ -255,7 +254,7 @@ def save_source(path: str) -> None:
     rankless.save_checkpoint(path, "step_1", build_state(4.0))
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "safetensors", "torch", "dcp", "lightning-folder", "colossalai"])
+@first_of(4, "to", ["native", "safetensors", "torch", "dcp", "hf", "lightning-folder", "colossalai"])
 def test_no_byte_of_a_conversion_is_lost(ranks: Ranks, tmp_path: Path, to: str) -> None:
     ranks(2, save_source, str(tmp_path / "run"))
     ranks(3, convert_on_hosts, str(tmp_path / "run"), str(tmp_path / "several"), to, False)

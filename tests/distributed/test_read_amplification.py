@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import rankless
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 
-SHAPE = (2048, 2048)
+SHAPE = (1024, 1024)
 NUMBER = 2
 
 
@@ -47,19 +47,17 @@ def load(path: str, placement: Placement, exchange: str = "always") -> int:
     return asked
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (Shard(0), Shard(0)),
-        (Shard(0), Shard(1)),
-        (Shard(1), Shard(0)),
-        (Shard(1), Shard(1)),
-        (Replicate(), Replicate()),
-        (Shard(0), Replicate()),
-    ],
-    ids=str,
-)
+PLACEMENTS = [
+    (Shard(0), Shard(0)),
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Shard(1), Shard(1)),
+    (Replicate(), Replicate()),
+    (Shard(0), Replicate()),
+]
+
+
+@each_value({"n": [2, 4], "saved, loaded": PLACEMENTS})
 def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, n: int, saved: Placement, loaded: Placement) -> None:
     ranks(n, save, str(tmp_path), saved)
     asked = sum(ranks(n, load, str(tmp_path), loaded))
