@@ -1,20 +1,20 @@
 """Tests that any world size and layout loads what any other saved, bit for bit as a single process does."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.training import Run, assert_equal, gather_run, start_run, train_run
 
 WRITERS = [("plain", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 4)]
-READERS = [("plain", 1), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)]
+#: In such an order that ``each_value`` takes another layout or number of ranks for each writer.
+READERS = [("fsdp", 3), ("plain", 1), ("fsdp", 4), ("fsdp", 2), ("ddp", 3)]
 
 
 def save(path: str, layout: str, optimizer: str) -> None:
@@ -36,7 +36,7 @@ def groups(run: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
 
 
-@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(WRITERS, READERS)))
+@each_value({"writer": WRITERS, "reader": READERS})
 def test_any_layout_loads_any_other(
     ranks: Ranks, tmp_path: Path, writer: tuple[str, int], reader: tuple[str, int]
 ) -> None:
@@ -56,8 +56,7 @@ def _load_stepped(path: str, layout: str, optimizer: str) -> Any:
     return load(path, layout, optimizer, stepped=True)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
-@pytest.mark.parametrize("loader", [_load_fresh, _load_stepped])
+@each_value({"optimizer": ["momentum", "adamw", "sgd"], "loader": [_load_fresh, _load_stepped]})
 def test_every_optimizer_comes_back_with_and_without_state_of_its_own(
     ranks: Ranks, tmp_path: Path, optimizer: str, loader: Any
 ) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import rankless
 from tests.helpers.device_training import Training
+from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.simulated.streams import DEFAULT, SCHEDULER
 from tests.simulated.conftest import DeviceRanks
 
@@ -38,8 +39,7 @@ def lose_device(path: str, options: dict[str, Any], entries: int) -> None:
         SCHEDULER.lost_after = None
 
 
-@pytest.mark.parametrize("entries", [0, 1, 5, 20])
-@pytest.mark.parametrize("kind", OPTIONS)
+@each_value({"entries": [0, 1, 5, 20], "kind": OPTIONS})
 def test_a_device_lost_during_a_save_fails_it_on_all_ranks(
     device_ranks: DeviceRanks, tmp_path: Path, kind: str, entries: int
 ) -> None:
@@ -62,7 +62,7 @@ def lose_device_in_load(path: str, entries: int) -> None:
         SCHEDULER.lost_after = None
 
 
-@pytest.mark.parametrize("entries", [0, 1, 5, 20])
+@first_of(2, "entries", [0, 5, 1, 20])
 def test_a_device_lost_during_a_load_fails_it_on_all_ranks(
     device_ranks: DeviceRanks, tmp_path: Path, entries: int
 ) -> None:
