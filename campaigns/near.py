@@ -42,7 +42,9 @@ def select_tests(changed: Collection[str], imports: Imports, root: Path) -> list
     paths = {module: file.relative_to(root).as_posix() for module, file in imports.files.items()}
     modules = {module for path in changed for module in _list_modules(path, paths)}
     reached = imports.distances(modules).keys()
-    folders = {
+    # The conftest of the top folder is in no package: imports do not have it.
+    folders = {path.parent for path in map(PurePosixPath, changed) if path.name == "conftest.py"}
+    folders |= {
         PurePosixPath(paths[module]).parent
         for module in paths
         if module.endswith(".conftest") and (module in modules or imports.direct[module] & modules)

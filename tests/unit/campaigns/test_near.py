@@ -35,6 +35,8 @@ DIRECT = {
         ("src/rankless/third/page.py", {"unit/test_page"}),
         ("src/rankless/third/assets/page.js", {"unit/test_page"}),
         ("tests/unit/test_page.py", {"unit/test_page"}),
+        ("conftest.py", {"unit/test_api", "unit/test_page", "docs/test_pages"}),
+        ("tests/unit/conftest.py", {"unit/test_api", "unit/test_page"}),
         ("tests/conftest.py", {"unit/test_api", "unit/test_page", "docs/test_pages"}),
         ("tests/helpers/pool.py", {"unit/test_api", "unit/test_page", "docs/test_pages"}),
         ("README.md", {"docs/test_pages"}),
