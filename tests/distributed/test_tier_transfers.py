@@ -56,9 +56,9 @@ def exchange(planned: list[Transfer], nbytes: int, *, into_memory: bool = True, 
     session.leave()
     sent = {(one.part, one.start, one.stop) for one in planned if one.receiver == ranks.rank}
     for part, memory in came.items():
-        expected = np.zeros(nbytes, np.uint8)
+        expected, made = np.zeros(nbytes, np.uint8), part_of(part, nbytes)
         for _, start, stop in (one for one in sent if one[0] == part):
-            expected[start:stop] = part_of(part, nbytes)[start:stop]
+            expected[start:stop] = made[start:stop]
         assert np.array_equal(memory, expected)
     return seconds
 

@@ -26,23 +26,24 @@ from tests.helpers.layouts import (
     named_tensors,
     shard_fsdp2,
 )
-from tests.helpers.pairwise import each_value
+from tests.helpers.pairwise import first_of
 from tests.helpers.simulated.streams import SCHEDULER, at_random
 from tests.simulated.conftest import DeviceRanks
 
+#: The first six are those of ``make test``: of each kind of shards one, and a pipeline.
 CASES = [
-    ("plain", 1),
     ("plain", 2),
-    ("fsdp", 1),
     ("fsdp", 3),
-    ("hsdp", 4),
     ("mixed", 2),
-    ("tp", 2),
     ("tp", 3),
-    ("fsdp_tp", 4),
     ("hsdp_tp", 4),
-    ("pp", 2),
     ("pp_fsdp", 4),
+    ("plain", 1),
+    ("fsdp", 1),
+    ("hsdp", 4),
+    ("tp", 2),
+    ("fsdp_tp", 4),
+    ("pp", 2),
 ]
 
 
@@ -110,6 +111,13 @@ def save_moved(path: str, layout: str, staging: str, keep_states: bool) -> None:
     save.wait()
 
 
+def in_turns(values: list[str], name: str) -> pytest.MarkDecorator:
+    """Parametrize a test by all cases and values; ``make test`` runs the first six, with the values in turns."""
+    every = [(*case, value) for case in CASES for value in values]
+    by_day = [(*case, values[number % len(values)]) for number, case in enumerate(CASES[:6])]
+    return first_of(6, ("layout", "n", name), [*by_day, *(case for case in every if case not in by_day)])
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")
@@ -117,7 +125,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@each_value({"layout, n": CASES, "staging": ["synchronous", "eager", "overlapped"]})
+@in_turns(["synchronous", "eager", "overlapped"], "staging")
 def test_files_are_those_of_shards_in_memory(
     device_ranks: DeviceRanks, tmp_path: Path, expected: Path, layout: str, n: int, staging: str
 ) -> None:
@@ -145,7 +153,7 @@ def load_moved(path: str, layout: str, share_reads: str) -> list[str]:
     ]
 
 
-@each_value({"layout, n": CASES, "share_reads": ["never", "always"]})
+@in_turns(["never", "always"], "share_reads")
 def test_every_layout_loads_them(
     device_ranks: DeviceRanks, expected: Path, layout: str, n: int, share_reads: str
 ) -> None:
