@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import rankless
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 
@@ -123,7 +124,7 @@ def test_nothing_is_drawn_from_the_generators_of_the_training(workers: int) -> N
     assert random.getstate() == before[1]
 
 
-@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+@first_of(2, "start", ["fork", "forkserver", "spawn"])
 def test_workers_live_through_a_signal_that_goes_to_all_processes_of_a_job(start: str) -> None:
     """``torchrun`` and Slurm send it to all of them; a loader that lost its workers would end the training."""
     ours = loader(num_workers=2, persistent_workers=True, multiprocessing_context=start)
