@@ -35,6 +35,7 @@ from tests.helpers.object_histories import (
     run_path,
     state,
     store_with_two_checkpoints,
+    third_of,
 )
 from tests.helpers.pairwise import each_value
 
@@ -122,14 +123,14 @@ def prepare(start: Start, base: Path) -> tuple[FakeStore, Path]:
     return fake, folder
 
 
-@each_value({"cloud": FAKES, "operation": OPERATIONS})
-def test_a_job_that_dies_at_any_request_loses_nothing(cloud: str, operation: str, tmp_path: Path) -> None:
+@each_value({"cloud": FAKES, "operation": OPERATIONS, "third": range(3)})
+def test_a_job_that_dies_at_any_request_loses_nothing(cloud: str, operation: str, third: int, tmp_path: Path) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
         _, folder = prepare(start, tmp_path)
         OPERATIONS[operation](folder)
         end_jobs()
-        for moment in every_moment(len(fake.requests))[:: STEPS[cloud]]:
+        for moment in third_of(every_moment(len(fake.requests))[:: STEPS[cloud]], third):
             check_crash(start, tmp_path, operation, moment)
 
 
@@ -153,9 +154,9 @@ def check_crash(start: Start, base: Path, operation: str, moment: Moment) -> Non
     end_jobs()
 
 
-@each_value({"cloud": ["aws", "azure"], "operation": ["save", "load"]})
+@each_value({"cloud": ["aws", "azure"], "operation": ["save", "load"], "third": range(3)})
 def test_a_job_that_is_stopped_while_another_one_goes_on_publishes_no_abandoned_branch(
-    cloud: str, operation: str, tmp_path: Path
+    cloud: str, operation: str, third: int, tmp_path: Path
 ) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
@@ -164,7 +165,7 @@ def test_a_job_that_is_stopped_while_another_one_goes_on_publishes_no_abandoned_
         end_jobs()
         claims = [number for number, request in enumerate(fake.requests) if is_claim(request)]
         # Before it has claimed its epoch, the job that wakes up is the later one.
-        for moment in every_moment(len(fake.requests))[claims[0] + 1 :: STEPS[cloud]]:
+        for moment in third_of(every_moment(len(fake.requests))[claims[0] + 1 :: STEPS[cloud]], third):
             check_stop(start, tmp_path, operation, moment)
 
 
