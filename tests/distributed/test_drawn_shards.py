@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -84,6 +84,7 @@ def _is_contradiction(case: Case) -> bool:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(case=cases())
+@example(case=([[0, 1], [2, 3]], (0, 1), [[0, 1], [0, 1]], 0))  # a shard without elements, not where torch has it
 def test_a_checkpoint_has_what_the_ranks_hold(ranks: Ranks, case: Case) -> None:
     with TemporaryDirectory() as folder:
         results = ranks(4, _round_trip, Path(folder), case)

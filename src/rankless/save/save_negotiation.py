@@ -195,7 +195,7 @@ def describe_differing(names: Sequence[str], outcome: str) -> str:
     return f"ranks hold different values of {', '.join(names[:_SHOWN])}{more}: {outcome}"
 
 
-class _Announcement(NamedTuple):
+class _SaveAnnouncement(NamedTuple):
     """The parts of an announcement. ``fixed`` are those of :data:`_ANNOUNCEMENT`."""
 
     fixed: tuple[Any, ...]
@@ -203,13 +203,13 @@ class _Announcement(NamedTuple):
     digest_table: bytes
 
 
-def _split_announcement(raw: bytes) -> _Announcement:
+def _split_announcement(raw: bytes) -> _SaveAnnouncement:
     *fixed, name_bytes = _ANNOUNCEMENT.unpack_from(raw)
     table_start = _ANNOUNCEMENT.size + name_bytes
-    return _Announcement(tuple(fixed), raw[_ANNOUNCEMENT.size : table_start], raw[table_start:])
+    return _SaveAnnouncement(tuple(fixed), raw[_ANNOUNCEMENT.size : table_start], raw[table_start:])
 
 
-def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Announcement]) -> _GlobalDecision:
+def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_SaveAnnouncement]) -> _GlobalDecision:
     """Make the decision of rank 0 on the announcements of all ranks."""
     request.check_destination()
     fixed = (announcement.fixed for announcement in announcements)

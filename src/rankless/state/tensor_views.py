@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rankless.engine.plan.layout_types import Placement as PlannedPlacement
 from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.engine.plan.shard_byte_ranges import shard_shape
-from rankless.engine.plan.spec import Pieces
+from rankless.engine.plan.spec import HeldPieces
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.header import DIMENSIONS
@@ -59,7 +59,7 @@ class TensorView(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     layout: PlacementLayout | None
     local: torch.Tensor
-    pieces: Pieces | None = None
+    pieces: HeldPieces | None = None
     declared: DeclaredBoxes | None = None
     packed: PackedBoxes | None = None
 
@@ -154,7 +154,7 @@ def view_boxes(
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if it is on the meta device and not just one box.
     """
-    pieces, packed, held = Pieces(boxes=declared.boxes), None, local
+    pieces, packed, held = HeldPieces(boxes=declared.boxes), None, local
     if len(declared.boxes) != 1 or declared.boxes[0].shape != declared.local_shape:
         if local.is_meta:
             raise UnsupportedTensorError(
@@ -175,7 +175,8 @@ def convert_layout(tensor: DTensor, subject: str) -> PlacementLayout:
 
 def has_uneven_shard(tensor: DTensor, subject: str) -> bool:
     """Return whether this rank's shard has another size than torch's rule gives it. Raises as :func:`view_of` does."""
-    return _find_sizes(tensor, _place_rank(tensor, subject), local_tensor(tensor), subject) is not None
+    pieces = _find_sizes(tensor, _place_rank(tensor, subject), local_tensor(tensor), subject)
+    return pieces is not None and not pieces.is_empty_by_rule
 
 
 def _place_rank(tensor: DTensor, subject: str) -> _PlacedLayout:
@@ -209,7 +210,7 @@ def _apply_shard_order(tensor: DTensor, placements: tuple[PlannedPlacement, ...]
     return tuple(converted)
 
 
-def _find_sizes(tensor: DTensor, placed: _PlacedLayout, local: torch.Tensor, subject: str) -> Pieces | None:
+def _find_sizes(tensor: DTensor, placed: _PlacedLayout, local: torch.Tensor, subject: str) -> HeldPieces | None:
     """Return the sizes of this rank's shard if they are not those of torch's rule.
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if they follow the order of the mesh and not that of its
@@ -220,7 +221,8 @@ def _find_sizes(tensor: DTensor, placed: _PlacedLayout, local: torch.Tensor, sub
         return None
     shape, sizes = tuple(tensor.shape), tuple(local.shape)
     expected = shard_shape(shape, layout.placements, layout.mesh.shape, place)
-    if sizes == expected or (0 in sizes and 0 in expected):
+    is_empty_by_rule = 0 in sizes and 0 in expected
+    if sizes == expected or (is_empty_by_rule and len(sizes) != len(shape)):
         return None
     if coordinate != place and sizes == shard_shape(shape, layout.placements, layout.mesh.shape, coordinate):
         raise UnsupportedTensorError(
@@ -230,7 +232,7 @@ def _find_sizes(tensor: DTensor, placed: _PlacedLayout, local: torch.Tensor, sub
         )
     if len(sizes) != len(shape):
         raise UnsupportedTensorError(f"{subject} has shape {list(shape)}, and a shard of shape {list(sizes)}")
-    return Pieces(sizes)
+    return HeldPieces(sizes, is_empty_by_rule=is_empty_by_rule)
 
 
 def _convert_placement(placement: Placement, subject: str) -> PlannedPlacement:

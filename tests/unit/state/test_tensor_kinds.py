@@ -69,18 +69,18 @@ def test_a_lazy_conjugate_among_a_models_values_is_stored_as_it_is_seen(tmp_path
 
 
 def two_meshes(path: Path) -> None:
-    """One memory as row 0 and row 1 of a tensor, and as row 1 and row 0 of another."""
+    """One memory as a row of a tensor, and as two columns of another."""
     memory = torch.full((1, 2), float(torch.distributed.get_rank()))
-    meshes = {"up": DeviceMesh("cpu", [0, 1]), "down": DeviceMesh("cpu", [1, 0])}
-    rows = {
-        name: DTensor.from_local(memory, mesh, [Shard(0)], run_check=False, shape=(2, 2), stride=(2, 1))
-        for name, mesh in meshes.items()
+    mesh = DeviceMesh("cpu", [0, 1])
+    parts = {
+        "rows": DTensor.from_local(memory, mesh, [Shard(0)], run_check=False, shape=(2, 2), stride=(2, 1)),
+        "columns": DTensor.from_local(memory, mesh, [Shard(1)], run_check=False, shape=(1, 4), stride=(4, 1)),
     }
-    rankless.save_checkpoint(path, "s", rows)
-    state = {"up": torch.zeros(2, 2), "down": torch.zeros(2, 2)}
+    rankless.save_checkpoint(path, "s", parts)
+    state = {"rows": torch.zeros(2, 2), "columns": torch.zeros(1, 4)}
     rankless.load_checkpoint(path, model=state)
-    assert state["up"].tolist() == [[0, 0], [1, 1]]
-    assert state["down"].tolist() == [[1, 1], [0, 0]]
+    assert state["rows"].tolist() == [[0, 0], [1, 1]]
+    assert state["columns"].tolist() == [[0, 0, 1, 1]]
 
 
 def test_one_memory_laid_out_twice_is_two_tensors(ranks: Any, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import msgspec
 
 from rankless.engine.plan import layout_types
 from rankless.engine.plan.layout_types import Coordinate, Division, MeshShape, PlacementLayout
-from rankless.engine.plan.piece_layout import RankPart, lay_out_pieces
+from rankless.engine.plan.piece_layout import ReportedPart, lay_out_pieces
 from rankless.engine.plan.shard_byte_ranges import local_shard
-from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Pieces, Spec, TensorSpec
+from rankless.engine.plan.spec import OWN, PER_RANK, HeldPieces, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import RankMismatchError, StateError
 from rankless.ondisk.data_files import TensorInfo, intern_info
@@ -219,7 +219,7 @@ class GlobalSpec:
             on_rank = None
             if layout is not None:
                 (on_rank,) = self._on_meshes(self.specs[number].layouts[layout], [table])
-            parts[rank] = RankPart(on_rank, self._pieces_by_table[table].get(key))
+            parts[rank] = ReportedPart(on_rank, self._pieces_by_table[table].get(key))
         layouts = tuple(dict.fromkeys(part.layout for part in parts.values() if part.layout is not None))
         self._check_meshes(tensor, layouts)
         joint = lay_out_pieces(f"{tensor.group} tensor {tensor.name!r}", tensor.shape, parts)
@@ -229,14 +229,14 @@ class GlobalSpec:
         return _HolderTable(reporting_ranks, (), (joint,), joint.division, is_complete=True)
 
     @cached_property
-    def _pieces_by_table(self) -> list[dict[tuple[str, str], Pieces]]:
+    def _pieces_by_table(self) -> list[dict[tuple[str, str], HeldPieces]]:
         """The pieces in each mesh table, by group and name of their tensor."""
         return [{(named.group, named.name): named.pieces for named in table.pieces} for table in self.mesh_tables]
 
     @cached_property
     def _names_in_pieces(self) -> set[tuple[str, str]]:
-        """The group and name of each tensor of which some rank holds pieces."""
-        return {key for pieces in self._pieces_by_table for key in pieces}
+        """The group and name of each tensor of which some rank holds other elements than the rule gives it."""
+        return {key for table in self._pieces_by_table for key, held in table.items() if not held.is_empty_by_rule}
 
     def _divisions_of(self, number: int, layout: int | None) -> tuple[Division, ...]:
         return ((),) if layout is None else self._divisions_by_spec[number][layout]

@@ -24,18 +24,18 @@ from rankless.engine.plan.layout_types import (
 )
 from rankless.engine.plan.ranges import IndexBox
 from rankless.engine.plan.shard_byte_ranges import shard_shape
-from rankless.engine.plan.spec import Pieces
+from rankless.engine.plan.spec import HeldPieces
 from rankless.errors import UnsupportedTensorError
 
 
-class RankPart(NamedTuple):
+class ReportedPart(NamedTuple):
     """What a rank reports of a tensor: its layout, ``None`` for a plain tensor, and its pieces if there are any."""
 
     layout: PlacementLayout | None
-    pieces: Pieces | None
+    pieces: HeldPieces | None
 
 
-def lay_out_pieces(subject: str, shape: tuple[int, ...], parts: Mapping[int, RankPart]) -> PlacementLayout | None:
+def lay_out_pieces(subject: str, shape: tuple[int, ...], parts: Mapping[int, ReportedPart]) -> PlacementLayout | None:
     """Return the layout of a tensor, given what each rank reports. ``None`` if every rank holds all of it.
 
     Raises ``UnsupportedTensorError``, which names ``subject``, if sizes do not add up to the shape, or if boxes do not
@@ -63,7 +63,7 @@ def lay_out_pieces(subject: str, shape: tuple[int, ...], parts: Mapping[int, Ran
 
 
 def _place_shards(
-    subject: str, shape: tuple[int, ...], layout: PlacementLayout, parts: Mapping[int, RankPart]
+    subject: str, shape: tuple[int, ...], layout: PlacementLayout, parts: Mapping[int, ReportedPart]
 ) -> dict[int, IndexBox]:
     """Return the box of each rank of a mesh from the sizes of all its shards."""
     mesh = layout.mesh
@@ -102,7 +102,7 @@ def _place_shards(
     return {rank: IndexBox(tuple(offset), tuple(size)) for rank, offset, size in rows}
 
 
-def _size_of(shape: tuple[int, ...], layout: PlacementLayout, index: int, part: RankPart) -> tuple[int, ...]:
+def _size_of(shape: tuple[int, ...], layout: PlacementLayout, index: int, part: ReportedPart) -> tuple[int, ...]:
     if part.pieces is not None and part.pieces.sizes:
         return part.pieces.sizes
     return shard_shape(shape, layout.placements, layout.mesh.shape, unravel_index(index, layout.mesh.shape))

@@ -63,15 +63,17 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
         return _encode(self)
 
 
-class Pieces(msgspec.Struct, frozen=True, array_like=True):
+class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
     """What a rank holds of a tensor that is not divided by the rule of its layout.
 
     Either ``boxes`` of the tensor, or the ``sizes`` of its shard in each dimension: then the place of the shard follows
-    from the sizes of the shards before it.
+    from the sizes of the shards before it. ``is_empty_by_rule`` is true if the rule, too, gives the rank no element,
+    in a shard of other sizes: only if other ranks hold more or less than their share does it matter where that is.
     """
 
     sizes: tuple[int, ...] = ()
     boxes: tuple[IndexBox, ...] | None = None
+    is_empty_by_rule: bool = False
 
 
 class NamedPieces(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +81,7 @@ class NamedPieces(msgspec.Struct, frozen=True, array_like=True):
 
     group: str
     name: str
-    pieces: Pieces
+    pieces: HeldPieces
 
 
 class Meshes(msgspec.Struct, frozen=True, array_like=True):
