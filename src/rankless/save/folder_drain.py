@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
 from rankless.storage.memory import Bytes
+from rankless.storage.writer_pool import WriterPool
 from rankless.tier.assembly import Assembly
 from rankless.tier.generation import Generation
 from rankless.tier.job import TierJob
@@ -140,13 +141,11 @@ class FolderDrain(GenerationDrain):
         ]
 
     def _write_edges(self, edges: Sequence[_Edge]) -> None:
-        with ExitStack() as stack:
-            paths = [self._pending.path / file.path for file in self._generation.plan.files]
-            writers = {number: stack.enter_context(BufferedWriter(paths[number])) for number, _, _ in edges}
+        paths = [self._pending.path / file.path for file in self._generation.plan.files]
+        with WriterPool(paths, BufferedWriter) as writers:
             for number, offset, data in edges:
-                writers[number].write(offset, memoryview(data))
-            for writer in writers.values():
-                writer.sync()
+                writers.write(number, offset, memoryview(data))
+            writers.sync()
 
     def _publish(self, info: CheckpointInfo) -> None:
         # This process may have been stopped while another job continued the run.

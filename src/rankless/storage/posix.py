@@ -29,6 +29,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: The errors of opening a path as a directory if it is none.
 _NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 
+#: What to do about an error whose text does not say it.
+_HINTS = {errno.EMFILE: ": raise the limit of this process (ulimit -n)"}
+
 #: The errors of ``stat`` if there is no file, or none that this process may access.
 _NO_FILE = {errno.ENOENT, errno.EACCES, *_NOT_DIRECTORY}
 
@@ -43,7 +46,8 @@ def wrap_os_errors(action: str, path: object) -> Iterator[None]:
     except OSError as error:
         # What another host has removed is missing, also for an NFS client that has it open.
         number = errno.ENOENT if error.errno == errno.ESTALE else error.errno
-        raise StorageError(number, f"could not {action} {path}: {os.strerror(error.errno or 0)}") from error
+        hint = _HINTS.get(error.errno or 0, "")
+        raise StorageError(number, f"could not {action} {path}: {os.strerror(error.errno or 0)}{hint}") from error
 
 
 @contextmanager

@@ -11,12 +11,8 @@ from pathlib import Path
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.object_path import ObjectPath
+from rankless.storage.open_files import max_open_files
 from rankless.storage.store import RangeReader
-
-#: The most files that are kept open, with one or two descriptors each; further ones are opened for each read. The
-#: usual limit of a process is 1024 descriptors.
-_MAX_OPEN = 192
-
 
 #: Makes a pool of readers, given what opens one file of a file system.
 MakeReaders = Callable[[Callable[[Path], BufferedReader]], "ReaderPool"]
@@ -25,12 +21,13 @@ MakeReaders = Callable[[Callable[[Path], BufferedReader]], "ReaderPool"]
 class ReaderPool(ClosingMixin):
     """A reader of byte ranges of any number of files, safe to use from several threads.
 
+    As many files are kept open as :func:`max_open_files` allows; further ones are opened for each read.
     :meth:`close`, the end of a ``with`` block or the garbage collector closes the files.
     """
 
     def __init__(self, open_reader: Callable[[Path], BufferedReader] = BufferedReader) -> None:
         """Create an empty pool. ``open_reader`` opens one file of a file system."""
-        self._open_reader = open_reader
+        self._open_reader, self._max_open = open_reader, max_open_files()
         self._readers: dict[Path, RangeReader] = {}
         self._stack, self._lock = ExitStack(), threading.Lock()
         weakref.finalize(self, self._stack.close)
@@ -54,7 +51,7 @@ class ReaderPool(ClosingMixin):
 
     def _add_reader(self, path: Path) -> RangeReader | None:
         with self._lock:
-            if path not in self._readers and len(self._readers) < _MAX_OPEN:
+            if path not in self._readers and len(self._readers) < self._max_open:
                 self._readers[path] = self._stack.enter_context(self._open(path))
             return self._readers.get(path)
 

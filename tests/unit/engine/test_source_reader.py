@@ -106,7 +106,7 @@ def test_bytes_that_are_here_already() -> None:
 
 
 def test_more_files_than_a_process_may_have_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_pool, "_MAX_OPEN", 3)
+    monkeypatch.setattr(reader_pool, "max_open_files", lambda: 3)
     paths = [tmp_path / str(number) for number in range(10)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]))

@@ -22,9 +22,7 @@ from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
 from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
 from rankless.storage.memory import BufferPool, Bytes
-
-#: The most files that are open at a time, each with up to two descriptors. The usual limit of a process is 1024.
-_MAX_OPEN = 192
+from rankless.storage.open_files import max_open_files
 
 
 @traced("write", "write")
@@ -89,12 +87,13 @@ def _is_on_device(provider: ByteProvider) -> bool:
 
 
 def _split_by_files(file_ranges: Sequence[FileRange]) -> Iterator[Sequence[FileRange]]:
-    """Yield the file ranges of at most :data:`_MAX_OPEN` files at a time."""
+    """Yield the file ranges of no more files than may be open at a time."""
+    max_open = max_open_files()
     files = sorted({file_range.file for file_range in file_ranges})
-    if len(files) <= _MAX_OPEN:
+    if len(files) <= max_open:
         yield file_ranges
         return
-    batch_of = {file: number // _MAX_OPEN for number, file in enumerate(files)}
+    batch_of = {file: number // max_open for number, file in enumerate(files)}
     batches: dict[int, list[FileRange]] = {}
     for file_range in file_ranges:
         batches.setdefault(batch_of[file_range.file], []).append(file_range)

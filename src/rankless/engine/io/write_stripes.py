@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +22,9 @@ from rankless.engine.plan.transfers import cut_out
 from rankless.observe.spans import span, traced
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import THREADS
-from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter
+from rankless.storage.direct_io import SECTOR_BYTES
 from rankless.storage.memory import Bytes, aligned_buffer
+from rankless.storage.writer_pool import WriterPool
 
 #: Stripes that a rank exchanges with others at a time; as many more may be on their way to storage.
 MAX_IN_FLIGHT = 3
@@ -45,7 +45,6 @@ def write_stripes(
     """
     buffers = _StripeBuffers()
     futures: list[Future[list[tuple[int, Fragment]]]] = []
-    writers: dict[int, DirectWriter] = {}
 
     def write_and_return(file_ranges: Sequence[FileRange], buffer: Bytes) -> list[tuple[int, Fragment]]:
         try:
@@ -54,17 +53,12 @@ def write_stripes(
             buffers.return_buffer(buffer)
             on_moved(count_bytes(file_ranges))
 
-    with ExitStack() as stack:
-        owned = [task for task in tasks if isinstance(task, OwnedStripe)]
-        numbers = sorted({file_range.file for task in owned for file_range in task.file_ranges})
-        writers |= {file: stack.enter_context(DirectWriter(files[file])) for file in numbers}
-        pool = stack.enter_context(ThreadPoolExecutor(THREADS, "rankless"))
+    with WriterPool(files) as writers, ThreadPoolExecutor(THREADS, "rankless") as pool:
         for file_ranges, stripe in _assemble_all(tasks, shard_of, cells.p2p, buffers):
             futures.append(pool.submit(write_and_return, file_ranges, stripe))
         results = [future.result() for future in futures]
         with span("sync", "sync"):
-            for writer in writers.values():
-                writer.sync()
+            writers.sync()
     return merge_fragments(results)
 
 
@@ -177,14 +171,14 @@ def _slice_range(stripe: Bytes, file_range: FileRange) -> Bytes:
 
 
 def _write_stripe(
-    file_ranges: Sequence[FileRange], stripe: Bytes, writers: Mapping[int, DirectWriter], cells: CellExchange
+    file_ranges: Sequence[FileRange], stripe: Bytes, writers: WriterPool, cells: CellExchange
 ) -> list[tuple[int, Fragment]]:
     fragments: list[tuple[int, Fragment]] = []
     for file_range in file_ranges:
         kept, cut = cut_out([file_range], cells.sent)
         for kept_range in kept:
             data = _same_page_offset(_slice_range(stripe, kept_range), kept_range)
-            writers[kept_range.file].write(kept_range.offset, data.data)
+            writers.write(kept_range.file, kept_range.offset, data.data)
         for transfer, (sent_range,) in cut:
             cells.pack_bytes(transfer, sent_range, _slice_range(stripe, sent_range))
         fragments += hash_fragments(file_range, _slice_range(stripe, file_range))
