@@ -21,7 +21,7 @@ UNKNOWN, CHANGED, UNCHANGED, SHARED = "?", "c", "u", "s"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a checkpoint. ``module`` is the FQN of the parameter, ``kind`` what it is of it."""
+    """A tensor of a checkpoint, by its group and its name there."""
 
     group: str
     name: str
@@ -36,9 +36,18 @@ class NamedTensor:
         return {"model": "weights"}.get(family, "values" if self.group in VALUE_GROUPS else self.group)
 
     @property
+    def shown_name(self) -> str:
+        """The name in the page: of one of several models it begins with the name of the model, as in ``gen/0.weight``.
+
+        Names of optimizer states have that already.
+        """
+        family, _, model = self.group.partition("/")
+        return f"{model}/{self.name}" if family == "model" and model else self.name
+
+    @property
     def parameter(self) -> str:
-        """The FQN of the parameter that the tensor is, or is the state of."""
-        return self.name.rpartition("/")[0] if self.group.startswith("optimizer") else self.name
+        """The shown name of the parameter that the tensor is, or is the state of."""
+        return self.name.rpartition("/")[0] if self.group.startswith("optimizer") else self.shown_name
 
 
 def list_tensors(inspected: InspectedCheckpoint) -> list[NamedTensor]:
@@ -59,7 +68,7 @@ def tensor_columns(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
         for tensor in tensors
     ]
     return {
-        "names": front_code([tensor.name for tensor in tensors]),
+        "names": front_code([tensor.shown_name for tensor in tensors]),
         "groups": list(groups.items),
         "kinds": list(kinds.items),
         "signatures": [

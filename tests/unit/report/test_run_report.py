@@ -172,3 +172,15 @@ def test_what_differs_between_two_checkpoints(tmp_path: Path) -> None:
     ((row, share, absolute, relative),) = data["differences"]
     assert list(column_of(data, data["states"]))[row] == "model/w"
     assert (share, absolute, relative) == (0.25, 2.0, 1.0)
+
+
+def test_tensors_of_several_models_have_the_name_of_their_model(tmp_path: Path) -> None:
+    """Their weights have equal names, and only one of them is trained."""
+    models = {name: torch.nn.Linear(2, 2, bias=False) for name in ("gen", "disc")}
+    models["gen"].weight.grad = torch.ones(2, 2)
+    optimizer = torch.optim.SGD(models["gen"].parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    rankless.save_checkpoint(tmp_path, "a", models, optimizer, rng=False)
+    tensors = describe_checkpoint(tmp_path / "a", PLAIN)["tensors"]
+    trained = dict(zip(decode_names(tensors["names"]), tensors["trained"], strict=True))
+    assert trained == {"disc/weight": "f", "gen/weight": "t", "gen/weight/momentum_buffer": "t"}

@@ -24,7 +24,7 @@ function decodeTensors(data) {
     const parameter = group.startsWith('optimizer') && name.includes('/') ? name.slice(0, name.lastIndexOf('/')) : name;
     const tensor = {
       row, name, group, dtype, shape, bytes, elements, parameter,
-      path: `${group}/${name}`, kind: columns.kinds[columns.kind[row]],
+      path: `${group.startsWith('model/') ? 'model' : group}/${name}`, kind: columns.kinds[columns.kind[row]],
       sharing: data.sharing?.[row] ?? '?', trained: columns.trained[row] ?? '?', state: data.states?.[row] ?? '=',
     };
     if (statistics) {
