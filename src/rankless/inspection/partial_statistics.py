@@ -83,6 +83,12 @@ class PartialStatistics:
         self.minimum = min(self.minimum, following.minimum)
         self.maximum = max(self.maximum, following.maximum)
 
+    def _norm(self, mean: float | None) -> float | None:
+        """Return the norm. An empty tensor has the norm 0; one whose elements are all NaN or infinite has none."""
+        if mean is None:
+            return None if self.elements else 0.0
+        return math.sqrt(self.deviation + self.finite * mean * mean)
+
     def summarize(self) -> TensorStatistics:
         """Return the statistics of the tensor that consists of the merged parts."""
         mean = self.total / self.finite if self.finite else None
@@ -95,7 +101,7 @@ class PartialStatistics:
             minimum=self.minimum if self.finite else None,
             maximum=self.maximum if self.finite else None,
             mean=mean,
-            norm=0.0 if mean is None else math.sqrt(self.deviation + self.finite * mean * mean),
+            norm=self._norm(mean),
             std=math.sqrt(self.deviation / self.finite) if self.finite else None,
             histogram=tuple(self.histogram.tolist()),
         )

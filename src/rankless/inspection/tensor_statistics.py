@@ -38,7 +38,7 @@ class TensorStatistics:
         minimum: The smallest finite element; ``None`` if no element is finite.
         maximum: The largest finite element; ``None`` if no element is finite.
         mean: Their mean; ``None`` if no element is finite.
-        norm: The square root of the sum of their squares.
+        norm: The square root of the sum of their squares; ``None`` if there are elements, and none is finite.
         std: Their standard deviation, divided by their number; ``None`` if no element is finite.
         histogram: The number of finite elements in each of :data:`BUCKETS` buckets.
     """
@@ -51,7 +51,7 @@ class TensorStatistics:
     minimum: float | None
     maximum: float | None
     mean: float | None
-    norm: float
+    norm: float | None
     std: float | None
     histogram: tuple[int, ...]
 

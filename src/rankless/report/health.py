@@ -62,8 +62,11 @@ def judge_values(history: Sequence[tuple[str, Statistics]]) -> list[Finding]:
     if bad:
         findings.append(("bad", f"{format_count(len(bad), 'tensor')} of {tag} with NaN or infinity, such as {bad[0]}"))
     before = history[-2][1] if len(history) > 1 else {}
+    norms_before = {name: each.norm for name, each in before.items() if each.norm}
     grown = {
-        name: each.norm / before[name].norm for name, each in last.items() if name in before and before[name].norm > 0
+        name: each.norm / norms_before[name]
+        for name, each in last.items()
+        if name in norms_before and each.norm is not None
     }
     jumped = {name: ratio for name, ratio in grown.items() if ratio > _JUMP}
     if jumped:

@@ -27,7 +27,7 @@ def statistics_columns(tensors: Sequence[NamedTensor], history: Sequence[tuple[s
     names = [f"{tensor.group}/{tensor.name}" for tensor in tensors]
     rows = [[statistics.get(name) for _, statistics in history] for name in names]
     last = [row[-1] for row in rows]
-    scale = LogScale(each.norm for row in rows for each in row if each is not None)
+    scale = LogScale(each.norm for row in rows for each in row if each is not None and each.norm is not None)
     return {
         "tags": [tag for tag, _ in history],
         "norm": [None if each is None else round_number(each.norm) for each in last],
@@ -57,7 +57,7 @@ def _has_bad(each: TensorStatistics | None) -> bool:
 
 def _encode_norms(row: Sequence[TensorStatistics | None], scale: LogScale) -> str:
     """Return the smallest and the largest norm as two digits each, and the place of each norm between them."""
-    norms = [each.norm for each in row if each is not None and each.elements]
+    norms = [each.norm for each in row if each is not None and each.norm is not None and each.elements]
     if not norms:
         return ""
     low, high = min(norms), max(norms)
