@@ -128,12 +128,12 @@ def save_with_late_ranks(path: str, named: str) -> list[str]:
     """Let ranks 1 and 3 come only after ranks 0 and 2 have logged whom they wait for."""
     from rankless.save.save_negotiation import capture_training
 
-    def come_late(*arguments: Any) -> Any:
+    def come_late(*arguments: Any, **keywords: Any) -> Any:
         if dist.get_rank() % 2:
             _await(lambda: len(list(Path(named).iterdir())) == 2)
         else:
             threading.Thread(target=report).start()
-        return capture_training(*arguments)
+        return capture_training(*arguments, **keywords)
 
     def report() -> None:
         _await(lambda: LATE_RANKS in map(who_is_missing, list(messages)))

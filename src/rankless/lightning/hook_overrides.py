@@ -1,4 +1,4 @@
-"""Which hooks get a checkpoint's dict: state that none gets is moved between files and tensors directly."""
+"""The hooks that get a checkpoint's dict. State that no hook gets is moved between files and tensors directly."""
 
 from __future__ import annotations
 

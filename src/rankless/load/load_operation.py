@@ -84,7 +84,7 @@ class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Tolerated(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank lacks and may lack, and the stored tensors that it found to be dropped although they differ."""
+    """The names that a rank lacks and may lack, and the stored tensors that would be dropped although they differ."""
 
     missing: list[str]
     dropped: list[tuple[str, str, str]]

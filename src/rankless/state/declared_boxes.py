@@ -32,7 +32,7 @@ class DeclaredBoxes:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the local tensor is all of the tensor."""
+        """True if the local tensor is all of the tensor."""
         return self.local_shape == self.shape == (self.boxes[0].shape if self.boxes else None)
 
     def slices(self) -> list[tuple[slice, ...]]:

@@ -620,7 +620,7 @@ class LoadTargets:
                 self.filled.add((slot, name))
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
-        """Report what optimizers keep in their ``state_dict()`` beside states and settings, on one side only."""
+        """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
         for name in optimizer_restore.missing_own():
             reason = f"{name} keeps values in its state_dict() that the checkpoint lacks"
             self.report.add_missing(slot, f"{slot}: own values", reason)

@@ -29,7 +29,7 @@ from rankless.errors import UnsupportedTensorError
 
 
 class ReportedPart(NamedTuple):
-    """What a rank reports of a tensor: its layout, ``None`` for a plain tensor, and its pieces if there are any."""
+    """The report of a rank about a tensor: its layout, ``None`` for a plain tensor, and its pieces if there are any."""
 
     layout: PlacementLayout | None
     pieces: HeldPieces | None

@@ -64,7 +64,7 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank holds of a tensor that is not divided by the rule of its layout.
+    """The parts that a rank holds of a tensor that is not divided by the rule of its layout.
 
     Either ``boxes`` of the tensor, or the ``sizes`` of its shard in each dimension: then the place of the shard follows
     from the sizes of the shards before it. ``is_empty_by_rule`` is true if the rule, too, gives the rank no element,

@@ -46,7 +46,7 @@ class OptimizerRestore:
         """Match, check and allocate. ``saved`` and ``infos`` are the checkpoint's groups and states, of all ranks.
 
         ``saved_dtypes`` are the dtypes of the parameters in the checkpoint, if states are cast with them.
-        ``own`` is what the optimizers kept beside states and settings.
+        ``own`` is what the optimizers kept besides states and settings.
 
         Raises ``OptimizerMismatchError`` if the optimizer's class differs or, unless tolerated, its parameters or
         groups.

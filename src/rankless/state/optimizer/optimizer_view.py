@@ -175,7 +175,7 @@ def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Return what the optimizers of some groups keep beside states and settings, each with its parameters' names."""
+    """Return what the optimizers of some groups keep besides states and settings, each with its parameters' names."""
     entries = (own_entry(adapter.optimizer, names) for adapter, names in iterate_own(groups))
     return [entry for entry in entries if entry is not None]
 

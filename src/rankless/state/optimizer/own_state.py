@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the states of its parameters and their groups, and stores in its ``state_dict()``.
+"""The values that an optimizer stores in its ``state_dict()`` besides the states of its parameters and their groups.
 
 The optimizer gives it by its own ``state_dict``, with hooks, and takes it by its own ``load_state_dict``. Entries of
 ``optimizer.state`` that belong to no parameter are of this kind, too.
@@ -18,7 +18,7 @@ from rankless.observe.warning import warn_caller
 from rankless.state.arrays import INLINE_BYTES
 from rankless.state.tensor_views import local_tensor
 
-#: The key of these values beside the groups of an optimizer in a checkpoint.
+#: The key of these values besides the groups of an optimizer in a checkpoint.
 OWN_STATE = "own"
 
 _HOOKS = (
@@ -44,7 +44,7 @@ def has_own_form(optimizer: Any) -> bool:
 
 
 def own_values(optimizer: Any) -> dict[str, Any]:
-    """Return the values that an optimizer stores beside the states and settings that a checkpoint has; empty if none.
+    """Return the values that an optimizer stores besides the states and settings that a checkpoint has; empty if none.
 
     ``values`` has them as its state dict does: keys at the top, keys of groups, keys of states. ``entries`` are those
     of its ``state`` that belong to no parameter.
@@ -154,7 +154,7 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         first = merged.setdefault("\0".join(entry["params"]), entry)
         if _without_mark(first) != _without_mark(entry):
             warn_caller(
-                "ranks keep different values in the state_dict() of an optimizer, beside its states: those of the "
+                "ranks keep different values in the state_dict() of an optimizer, besides its states: those of the "
                 "lowest rank are saved, and a load calls the optimizer reconstructed"
             )
             merged["\0".join(entry["params"])] = {**first, "differed": True}

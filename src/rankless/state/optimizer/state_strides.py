@@ -16,7 +16,7 @@ _ORDER = "dimension_order"
 
 
 def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] | None:
-    """Return what a checkpoint stores beside a state, under its name; ``None`` if its order is the usual one.
+    """Return what a checkpoint stores besides a state, under its name; ``None`` if its order is the usual one.
 
     This is the parameter's order for a state of the parameter's shape, else that of a contiguous tensor.
     """
