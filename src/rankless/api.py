@@ -7,8 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch.distributed as dist
-
+from rankless.engine.comm.process_groups import ProcessGroupArgument
 from rankless.load.load_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.corruption import CorruptRecord
@@ -23,7 +22,7 @@ from rankless.storage.object_path import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
 #: The settings of a default run directory: path, timeout in seconds, process group, local tier.
-_Settings = tuple[Path, float, dist.ProcessGroup | None, LocalTier | None]
+_Settings = tuple[Path, float, ProcessGroupArgument, LocalTier | None]
 
 #: The largest number of default run directories that are kept: each one holds a plan and a process group.
 _MAX_DEFAULTS = 16
@@ -53,7 +52,7 @@ class _DefaultDirectories:
         return directory
 
     def _create_directory(
-        self, path: Path, timeout: float, group: dist.ProcessGroup | None, local: LocalTier | None
+        self, path: Path, timeout: float, group: ProcessGroupArgument, local: LocalTier | None
     ) -> RunDirectory:
         directory = RunDirectory(path, process_group=group, timeout=timeout, local=local)
         directory.runs, directory.corrupt = self._runs, self._corrupt
@@ -91,7 +90,7 @@ def save_checkpoint(  # noqa: PLR0917 - the objects in the order of restore(), w
     keep: Retention | int | None = None,
     overwrite: bool = False,
     async_save: bool = False,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
     local: LocalTier | str | PathLike[str] | None = None,
     options: SaveOptions | None = None,
@@ -114,7 +113,8 @@ def save_checkpoint(  # noqa: PLR0917 - the objects in the order of restore(), w
         keep: How many checkpoints of the run stay, or a policy; ``None``: all.
         overwrite: Replace a checkpoint with this tag atomically.
         async_save: Return after the copy, and write in the background.
-        process_group: The ranks that save; by default the default group.
+        process_group: The ranks that save; by default the default group. ``"self"``: this process alone, also if there
+            is a group, or if ``torchrun`` has started several ranks without a group, which is refused otherwise.
         timeout: For how many seconds ranks wait for each other.
         local: The local tier: a folder of each host, or a ``LocalTier``.
         options: What few need: ``help(rankless.SaveOptions)`` has it all.
@@ -155,7 +155,7 @@ def load_checkpoint(
     *,
     dataloader: Any = None,
     stateful: Mapping[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
     local: LocalTier | str | PathLike[str] | None = None,
     options: LoadOptions | None = None,
@@ -191,7 +191,7 @@ def restore(
     *,
     dataloader: Any = None,
     stateful: Mapping[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
     local: LocalTier | str | PathLike[str] | None = None,
     options: LoadOptions | None = None,
@@ -212,7 +212,7 @@ def restore(
         dataloader: As ``scheduler``. For another number of ranks it needs
             ``load_state_dicts``, as ``ResumableLoader`` has.
         stateful: Objects whose ``load_state_dict`` is called, by name.
-        process_group: The ranks that load; by default the default group.
+        process_group: The ranks that load; by default the default group. ``"self"``: this process alone.
         timeout: For how many seconds ranks wait for each other.
         local: The local tier, as in ``save_checkpoint``. If it has a newer
             checkpoint, that is loaded, and then written into the run directory.

@@ -19,9 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import torch.distributed as dist
-
 from rankless.engine.comm.call_check import CallDescription
+from rankless.engine.comm.process_groups import ProcessGroupArgument
 from rankless.errors import EmptyRunError, InvalidArgumentError, StateError
 from rankless.formats.native import is_native
 from rankless.liveness.preemption import Preemption, preemption
@@ -74,7 +73,8 @@ class Checkpointer:
         keep: The number of checkpoints to keep, or a retention policy, as in :meth:`rankless.RunDirectory.save`.
         async_save: Return from a save as soon as the training state may change again, and write in the background.
         process_group: The ranks that save and load together. By default the default process group, or this process
-            alone if there is none.
+            alone if there is none; ``"self"`` is this process alone in any case. Without a process group a save is
+            refused if ``torchrun`` has started several ranks.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
         options: Options of each save that few need: see :class:`rankless.SaveOptions`. Its ``on_event`` is called with
@@ -98,7 +98,7 @@ class Checkpointer:
         signals: Collection[int] = (signal.SIGTERM,),
         keep: Retention | int | None = None,
         async_save: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
         local: LocalTier | str | PathLike[str] | None = None,
         options: SaveOptions | None = None,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 
 from rankless.checkpointer import Checkpointer
-from rankless.engine.comm.session import current_process_group
+from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.native import RANKS, STATE
 from rankless.observe.warning import warn_caller
@@ -227,7 +227,7 @@ def _find_storage() -> tuple[str, Any]:
     return storage.experiment_fs_path, storage.storage_filesystem
 
 
-def _check_workers(process_group: dist.ProcessGroup | None) -> None:
+def _check_workers(process_group: ProcessGroupArgument) -> None:
     """Raise ``InvalidArgumentError`` if only some of Ray's workers would save."""
     workers, group = ray.train.get_context().get_world_size(), current_process_group(process_group)
     ranks = 1 if group is None else dist.get_world_size(group)

@@ -11,10 +11,14 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import torch.distributed as dist
-
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
-from rankless.engine.comm.session import RankGroup, check_process_group, current_process_group
+from rankless.engine.comm.process_groups import (
+    ProcessGroupArgument,
+    check_process_group,
+    check_ranks_are_joined,
+    current_process_group,
+)
+from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError
 from rankless.load.load_result import RestoreResult
@@ -65,7 +69,8 @@ class RunDirectory:
             removes only checkpoints of its own run: the run that was loaded from, or a new one.
         async_save: The default of ``async_save`` in :meth:`save`.
         process_group: The ranks that save and load together. By default the default process group, or this process
-            alone if there is none.
+            alone if there is none; ``"self"`` is this process alone in any case. Without a process group a save is
+            refused if ``torchrun`` has started several ranks.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
         options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
@@ -81,7 +86,7 @@ class RunDirectory:
         *,
         keep: Retention | int | None = None,
         async_save: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
         local: LocalTier | str | PathLike[str] | None = None,
         options: SaveOptions | None = None,
@@ -217,6 +222,7 @@ class RunDirectory:
             forced=forced,
             began=began,
         )
+        check_ranks_are_joined(self._process_group)
         with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
             self._measures_newest = chosen.stats is True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_save import ComponentSave
 from rankless.components.folder_save import FolderComponentSave
 from rankless.components.object_save import ObjectComponentSave
-from rankless.engine.comm.session import RankGroup, current_process_group
+from rankless.engine.comm.process_groups import ProcessGroupArgument, check_ranks_are_joined, current_process_group
+from rankless.engine.comm.session import RankGroup
 from rankless.observe.spans import span
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
@@ -23,14 +22,15 @@ class PendingSaves:
     def __init__(self) -> None:
         self._ranks: RankGroup | None = None
 
-    def save(self, request: ComponentRequest, group: dist.ProcessGroup | None, timeout: float) -> SaveHandle[Path]:
+    def save(self, request: ComponentRequest, group: ProcessGroupArgument, timeout: float) -> SaveHandle[Path]:
         """Save one component on all ranks."""
         path = request.destination.path
+        check_ranks_are_joined(group)
         with span("save", "call", path.name), background_saves.path_turn(path, group):
             save = _make_save(request, self.rank_group(group), timeout)
             return background_saves.run_save(save, path, group, asynchronous=request.async_save)
 
-    def rank_group(self, process_group: dist.ProcessGroup | None) -> RankGroup:
+    def rank_group(self, process_group: ProcessGroupArgument) -> RankGroup:
         """Return the ranks of a process group: the previous object if it is the same group."""
         if self._ranks is None or self._ranks.process_group is not current_process_group(process_group):
             self._ranks = RankGroup(process_group)

@@ -7,14 +7,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from rankless.components import scheduler_file as schedulers
 from rankless.components.background import PendingSaves
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
 from rankless.components.destination import Destination
 from rankless.components.file_format import TORCH, adapter_file_format, model_file_format, optimizer_file_format
+from rankless.engine.comm.process_groups import ProcessGroupArgument, check_ranks_are_joined
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.load.fallback import load_with_fallback
@@ -44,7 +43,7 @@ def save_model(
     async_save: bool = False,
     state_dict_hooks: bool = True,
     adapter_only: bool = False,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
     """Save a model into a file or a folder, which appears in one atomic step. Every rank calls it.
@@ -68,7 +67,7 @@ def save_model(
         adapter_only: save only the PEFT adapters of the model, into a folder that ``PeftModel.from_pretrained`` opens:
             ``adapter_model.safetensors`` and ``adapter_config.json``, of adapters that are not called ``default`` in a
             folder with their name. ``shard``, ``max_shard_size`` and ``use_safetensors`` have no effect then.
-        process_group: the ranks that save together.
+        process_group: the ranks that save together; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.
 
     Returns:
@@ -116,7 +115,7 @@ def load_model(
     *,
     strict: bool = True,
     prefix: str | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> RestoreResult:
     """Load a model in place, from a checkpoint of any format that rankless reads. Every rank calls it.
@@ -155,7 +154,7 @@ def save_optimizer(
     async_save: bool = False,
     model: Any = None,
     state_dict_hooks: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> SaveHandle[Path]:
     """Save an optimizer: its state by parameter name, its parameter groups and its class.
@@ -176,7 +175,7 @@ def save_optimizer(
             ranks hold different parameters at one position.
         state_dict_hooks: whether names are as the model's ``state_dict`` hooks change them: see
             :class:`rankless.SaveOptions`.
-        process_group: the ranks that save together.
+        process_group: the ranks that save together; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.
     """
     destination = Destination.for_path(parse_location(path), folder=shard)
@@ -193,7 +192,7 @@ def load_optimizer(
     prefix: str | None = None,
     model: Any = None,
     strict: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> RestoreResult:
     """Load an optimizer in place, from a checkpoint of any format that rankless reads. Every rank calls it.
@@ -225,7 +224,7 @@ def save_lr_scheduler(
     scheduler: Any,
     path: str | PathLike[str],
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> None:
     """Save a scheduler's state into one file, atomically. Rank 0 writes it.
@@ -241,7 +240,7 @@ def load_lr_scheduler(
     scheduler: Any,
     path: str | PathLike[str],
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> None:
     """Load a scheduler's state from a file of rankless or of ``torch.save``.
@@ -263,7 +262,7 @@ def load_component(
     training: TrainingObjects,
     checkpoint: str | PathLike[str],
     view: ComponentView,
-    ranks_and_timeout: tuple[dist.ProcessGroup | None, float],
+    ranks_and_timeout: tuple[ProcessGroupArgument, float],
     *,
     strict: bool,
     ignores_unexpected: bool = False,
@@ -296,12 +295,13 @@ def load_component(
 def save_scheduler_state(
     lr_scheduler: Any,
     checkpoint: str | PathLike[str],
-    ranks_and_timeout: tuple[dist.ProcessGroup | None, float],
+    ranks_and_timeout: tuple[ProcessGroupArgument, float],
     *,
     as_torch: bool,
 ) -> None:
     """Save a scheduler's state as JSON or as a ``torch.save`` file. See :func:`load_component` for the arguments."""
     group, timeout = ranks_and_timeout
+    check_ranks_are_joined(group)
     schedulers.write_scheduler(
         lr_scheduler, parse_location(checkpoint), saves.rank_group(group).open_session(timeout), as_torch=as_torch
     )

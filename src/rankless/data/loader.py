@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from rankless.data.global_batches import BatchSchedule, SchedulePosition
 from rankless.data.workers import shield_worker, signals_blocked_in_children
+from rankless.engine.comm.process_groups import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.state import rng
@@ -68,7 +68,7 @@ class ResumableLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroupArgument = None,
         **options: Any,
     ) -> None:
         ranks = RankGroup(process_group)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rankless.engine.comm.session import RankGroup, current_process_group
+from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
+from rankless.engine.comm.session import RankGroup
 from rankless.live_copy.copy_operation import CopyOperation
 from rankless.live_copy.copy_request import CopyRequest, list_ranks
 from rankless.live_copy.copy_result import CopyResult
@@ -25,7 +25,7 @@ class _LatestRanks:
     def __init__(self) -> None:
         self._ranks: RankGroup | None = None
 
-    def get(self, process_group: dist.ProcessGroup | None) -> RankGroup:
+    def get(self, process_group: ProcessGroupArgument) -> RankGroup:
         """Return the ranks of a process group, by default of the default one."""
         if self._ranks is None or self._ranks.process_group is not current_process_group(process_group):
             self._ranks = RankGroup(process_group)
@@ -53,7 +53,7 @@ def copy_state(
     allow_missing: Collection[str] = (),
     cast_dtype: bool = False,
     rng: bool | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
 ) -> CopyResult:
     """Copy the training state of running ranks to other running ranks, without a file. Every rank must call it.

@@ -11,8 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
+from rankless.engine.comm.process_groups import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.stop_step import StepConsensus
 from rankless.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
@@ -28,7 +27,7 @@ _JOIN_TIMEOUT = 2.0
 _log = logging.getLogger("rankless")
 
 
-def preemption(*signals: int, process_group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> Preemption:
+def preemption(*signals: int, process_group: ProcessGroupArgument = None, timeout: float = 60.0) -> Preemption:
     """Watch, together with all ranks, for signals that tell the job to end. Every rank must call it.
 
     ::

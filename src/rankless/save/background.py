@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankless.engine.comm.session import current_process_group
+from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.observe.spans import span, tracer
 from rankless.process.exit_order import ExitStage, call_at_exit
@@ -84,7 +84,7 @@ class BackgroundSaves:
         self._memory.prepare_buffer(nbytes)
 
     @contextmanager
-    def path_turn(self, scope: Path, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    def path_turn(self, scope: Path, process_group: ProcessGroupArgument) -> Iterator[None]:
         """Wait for the saves of ``scope``, then prevent other threads from starting one inside the ``with`` block.
 
         Raises the error of a failed save of the same process group, once. Errors of saves of other groups are not
@@ -117,7 +117,7 @@ class BackgroundSaves:
         self,
         save: SaveOperation[Result],
         scope: Path,
-        process_group: dist.ProcessGroup | None,
+        process_group: ProcessGroupArgument,
         *,
         asynchronous: bool,
     ) -> SaveHandle[Result]:
@@ -144,7 +144,7 @@ class BackgroundSaves:
         return handle
 
     def _start_thread(
-        self, save: SaveOperation[Result], arena: Arena, scope: Path, process_group: dist.ProcessGroup | None
+        self, save: SaveOperation[Result], arena: Arena, scope: Path, process_group: ProcessGroupArgument
     ) -> tuple[SaveHandle[Result], BaseException | None]:
         """Start the thread that saves. Return the handle and the exception that interrupted this thread, if any.
 

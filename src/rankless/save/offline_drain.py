@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
+from rankless.engine.comm.process_groups import SELF
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, StateError, StorageError
 from rankless.observe.events import OnEvent, ignore_event
@@ -254,7 +255,7 @@ class _HostDrain:
         places = {rank: {0: str(path_of[rank])} for rank in tables}
         assembly = Assembly(Generation(generation.common, tables), places, [0], 0)
         options = DrainOptions("raise", None, self._on_event)
-        operation = make_drain(RankGroup(alone=True), _TIMEOUT, self._state, assembly, options)
+        operation = make_drain(RankGroup(SELF), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
             return background_saves.run_save(operation, self._run, None, asynchronous=False).wait()
 

@@ -8,12 +8,11 @@ group: no collectives, any backend, and a rank that does not come is named.
 from __future__ import annotations
 
 import concurrent.futures
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -23,6 +22,7 @@ from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.known_failures import known_failures
 from rankless.engine.comm.polling import Deadline, poll_until
+from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group, loaded_distributed
 from rankless.engine.comm.rendezvous import SessionStore, rendezvous_of
 from rankless.engine.comm.vote import (
     COORDINATOR_RANK,
@@ -58,16 +58,12 @@ _POLL_SECONDS = 0.25
 
 T = TypeVar("T")
 
-#: Returns ``torch.distributed``, or ``None`` if the process has not imported it: then it has no process group.
-_distributed: Callable[[], Any] = partial(sys.modules.get, "torch.distributed")
-
 
 class RankGroup:
     """The ranks of a process group, and the own rank; a single rank if there is no group."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
-        """``alone``: this process by itself, also if there is a default process group."""
-        self.process_group = None if alone else current_process_group(process_group)
+    def __init__(self, process_group: ProcessGroupArgument = None) -> None:
+        self.process_group = current_process_group(process_group)
         self.rank, self.size = 0, 1
         self._store: Store | None = None
         self._name = ""
@@ -77,7 +73,7 @@ class RankGroup:
             self._join(self.process_group)
 
     def _join(self, process_group: dist.ProcessGroup) -> None:
-        dist = _distributed()
+        dist = loaded_distributed()
         if dist.get_rank(process_group) < 0:
             raise InvalidArgumentError(
                 "this rank is not in the process group that was passed; only its members save and load"
@@ -94,7 +90,7 @@ class RankGroup:
         """Return the global rank of each rank of the group."""
         if self.process_group is None:
             return [0]
-        ranks: list[int] = _distributed().get_process_group_ranks(self.process_group)
+        ranks: list[int] = loaded_distributed().get_process_group_ranks(self.process_group)
         return ranks
 
     @traced("open the session", "vote")
@@ -131,38 +127,13 @@ class RankGroup:
         if self.process_group is None:
             raise InvalidArgumentError("there is no process group, and nothing to exchange")
         if self._gloo is None:
-            has_gloo = "cpu:gloo" in str(_distributed().get_backend_config(self.process_group))
+            has_gloo = "cpu:gloo" in str(loaded_distributed().get_backend_config(self.process_group))
             self._gloo = self.process_group if has_gloo else _make_gloo_group(self.global_ranks(), seconds)
         return self._gloo
 
 
-def current_process_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the given process group, or the default one, or ``None`` if there is none."""
-    dist = _distributed()
-    if check_process_group(process_group) is not None or dist is None:
-        return process_group
-    has_group = dist.is_available() and dist.is_initialized()
-    return dist.group.WORLD if has_group else None
-
-
-def check_process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return an argument that is a process group, or what torch gives to ranks that are not in it, or ``None``.
-
-    Raises ``InvalidArgumentError`` for anything else.
-    """
-    dist = _distributed()
-    is_group = (
-        dist is not None
-        and dist.is_available()
-        and (isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER)
-    )
-    if given is not None and not is_group:
-        raise InvalidArgumentError(f"process_group must be a ProcessGroup of torch, or None; got {given!r:.80}")
-    return given
-
-
 def _make_gloo_group(global_ranks: list[int], seconds: float) -> dist.ProcessGroup:
-    dist = _distributed()
+    dist = loaded_distributed()
     make = partial(
         dist.new_group,
         global_ranks,
@@ -278,7 +249,7 @@ class Session:
         """
         if self.store is None:
             return
-        with span("leave", "vote"), suppress(_distributed().DistError, TimeoutError, RankFailedError):
+        with span("leave", "vote"), suppress(loaded_distributed().DistError, TimeoutError, RankFailedError):
             channel = self._open_channel(self.store, "parted")
             channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:
@@ -338,7 +309,7 @@ def translate_store_errors(phase: str) -> Iterator[None]:
             f"the ranks' key-value store did not answer while {phase}; {store_location}: {error}"
         ) from error
     except RuntimeError as error:
-        dist = _distributed()
+        dist = loaded_distributed()
         if dist is None or not isinstance(error, dist.DistError):
             raise
         raise RankFailedError(
