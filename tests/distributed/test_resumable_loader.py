@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import warnings
 from itertools import islice
@@ -17,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import rankless
-from rankless.errors import InvalidArgumentError, MismatchError, StateError
+from rankless.errors import InvalidArgumentError, MismatchError, RankMismatchError, StateError
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
@@ -327,3 +328,16 @@ def test_torchdatas_loaders_of_several_ranks_are_kept_apart_and_other_numbers_of
         assert missing == ("dataloader",)
     (warned,), *others = [reported for _, reported, _ in results]
     assert (reason in warned, others) == (True, [[], []])
+
+
+def save_with_batch_sizes(path: Path, batch_sizes: list[int]) -> None:
+    ours = rankless.ResumableLoader(Numbers(23), batch_sizes[dist.get_rank()])
+    rankless.save_checkpoint(path, "a", {"w": torch.zeros(1)}, dataloader=ours)
+
+
+def test_ranks_with_different_batch_sizes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Their slices of the samples would overlap."""
+    for error in ranks.outcomes(2, save_with_batch_sizes, tmp_path, [4, 2]):
+        assert isinstance(error, RankMismatchError)
+        assert re.search("settings of the data loader: rank 0 has batch_size=4.*, rank 1 has batch_size=2", str(error))
+    ranks(2, save_with_batch_sizes, tmp_path, [4, 4])

@@ -39,7 +39,8 @@ class ResumableLoader:
     Every sample of an epoch is used once, by one rank, also if the number of ranks or the batch size changes during the
     epoch. All ranks have the same number of batches, all of the same size: if the last batch of an epoch is not full,
     it is completed with the first samples of the next epoch, which then starts after them. With ``drop_last`` it is
-    left out instead.
+    left out instead. ``batch_size`` and the other settings must be equal on all ranks: a save or load raises
+    ``RankMismatchError`` otherwise.
 
     Args:
         dataset: has a length and is read by index. The length must stay the same.
@@ -73,6 +74,7 @@ class ResumableLoader:
     ) -> None:
         ranks = RankGroup(process_group)
         self._rank, self._batch_size = ranks.rank, batch_size
+        self._is_of_all_ranks = process_group is None
         _check_loader(batch_size, seed, options)
         self._schedule = BatchSchedule(_length_of(dataset), batch_size * ranks.size, shuffle, seed, drop_last)
         if not self._schedule.count_batches():
@@ -93,6 +95,20 @@ class ResumableLoader:
     def epoch(self) -> int:
         """The epoch in which the next batch starts, from 0."""
         return self._position.epoch
+
+    @property
+    def common_settings(self) -> str:
+        """What must be equal on all ranks that share the data, as text; empty if they are a group of their own.
+
+        Saves and loads compare it: with other settings on a rank, samples would be used twice, or not at all.
+        """
+        schedule = self._schedule
+        if not self._is_of_all_ranks:
+            return ""
+        return (
+            f"batch_size={self._batch_size}, {schedule.length} samples, shuffle={schedule.shuffle}, "
+            f"seed={schedule.seed}, drop_last={schedule.drop_last}"
+        )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, counted from its first sample."""

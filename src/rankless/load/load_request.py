@@ -50,6 +50,7 @@ class LoadRequest:
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
             "what is loaded": ", ".join(self.training.component_names()) or "nothing",
+            "the settings of the data loader": self.training.loader_settings(),
             "share_reads": self.share_reads,
             "on_corruption": self.on_corruption,
             "keys": repr(sorted(self.keys.items())),

@@ -66,6 +66,7 @@ class SaveRequest:
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
             "what is saved": ", ".join(self.training.component_names()) or "nothing",
+            "the settings of the data loader": self.training.loader_settings(),
             "max_shard_size": str(options.max_shard_size),
             "overwrite": str(self.overwrite),
             "state_dict_hooks": str(self.training.state_dict_hooks),

@@ -36,6 +36,10 @@ class TrainingObjects:
     adapters: str = NO_ADAPTERS
     files: Mapping[str, bytes] = field(default_factory=dict)
 
+    def loader_settings(self) -> str:
+        """Return the settings of the data loader that must be equal on all ranks; empty if it has none."""
+        return str(getattr(self.dataloader, "common_settings", ""))
+
     def stateful_names(self) -> list[str]:
         """Return the slots of the objects that were passed as ``stateful``."""
         return [f"stateful/{name}" for name in self.stateful] if isinstance(self.stateful, Mapping) else []

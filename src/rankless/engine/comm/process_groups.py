@@ -31,7 +31,7 @@ def current_process_group(argument: ProcessGroupArgument) -> dist.ProcessGroup |
     return loaded_distributed().group.WORLD if given is None and _has_default_group() else given
 
 
-def check_process_group(given: ProcessGroupArgument) -> ProcessGroupArgument:
+def check_process_group(given: Any) -> ProcessGroupArgument:
     """Return an argument that is valid, or what torch gives to ranks that are not in a process group.
 
     Raises ``InvalidArgumentError`` for anything else.
