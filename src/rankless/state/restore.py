@@ -622,7 +622,10 @@ class LoadTargets:
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
         for name in optimizer_restore.missing_own():
-            reason = f"{name} keeps values in its state_dict() that the checkpoint lacks"
+            reason = (
+                f"{name} keeps values in its state_dict() that the checkpoint lacks, or has for other parameters or "
+                "in another order"
+            )
             self.report.add_missing(slot, f"{slot}: own values", reason)
         for name in optimizer_restore.unexpected_own():
             self.report.add_unexpected(slot, f"{slot}: {name!r} of its state_dict()")
@@ -660,8 +663,10 @@ class LoadTargets:
             self._apply_model(slot, view)
         optimizer_restores = self._optimizer_restores.values()
         put_settings([pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()])
-        for optimizer_restore in optimizer_restores:
+        for slot, optimizer_restore in self._optimizer_restores.items():
             optimizer_restore.apply()
+            if optimizer_restore.has_changed_states:
+                self.report.cast.add(slot)
         loaded_groups = {id(group) for restore in optimizer_restores for group in restore.loaded_groups()}
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in self._scheduler_entries:
