@@ -39,7 +39,7 @@ from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_description
-from rankless.state.tensor_views import TensorView, shares_elements, view_of
+from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
 
@@ -481,8 +481,15 @@ class LoadTargets:
             source = tied.get(alias, alias)
             if source in stored and source not in sources:
                 sources.append(source)
-        pairs = ((sources[0], dropped) for sources in names.values() for dropped in sources[1:])
-        self.inventory.names[f"{_MERGED} {slot}"] = sorted(_BETWEEN.join(pair) for pair in pairs)
+        pairs = [(sources[0], dropped) for sources in names.values() for dropped in sources[1:]]
+        live = {name: tensor for name, tensor in view.tensors.items() if tied.get(name, name) in stored}
+        alike, has_partial = find_shared_memory(live)
+        pairs += [(tied.get(name, name), tied.get(other, other)) for name, other in alike]
+        self.inventory.names[f"{_MERGED} {slot}"] = sorted(
+            {_BETWEEN.join(pair) for pair in pairs if len(set(pair)) > 1}
+        )
+        if has_partial:
+            self.report.cast.add(_component_of(slot))  # one value may replace a part of the other
 
     def list_merged(self, known: Mapping[str, set[str]]) -> list[tuple[str, str, str]]:
         """Return, given the names that any rank knows, what is one tensor of a model on some rank.
