@@ -4,10 +4,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import nn, optim
 
 import rankless
+from rankless.errors import MismatchError
 from tests.helpers.pool import Ranks
 
 
@@ -24,6 +26,19 @@ class Averaging(optim.SGD):
         super().load_state_dict(state_dict)
 
 
+class Lazy(optim.SGD):
+    """Keeps a number once it has one."""
+
+    average: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({} if self.average is None else {"average": self.average})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict.pop("average", None)
+        super().load_state_dict(state_dict)
+
+
 def save_and_resume(path: str, kind: str) -> tuple[Any, ...]:
     """Save with a number of each rank, and load it again. Return the report, the number, and the warnings."""
     rank = dist.get_rank()
@@ -31,7 +46,10 @@ def save_and_resume(path: str, kind: str) -> tuple[Any, ...]:
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     optimizer = Averaging(model.parameters(), lr=0.1)
-    optimizer.average = 5.0 if kind == "equal" else 5.0 + rank
+    if kind == "some":
+        optimizer = Lazy(model.parameters(), lr=0.1)
+    if kind != "some" or rank == 0:
+        optimizer.average = 5.0 if kind == "equal" else 5.0 + rank
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rankless.save_checkpoint(path, "a", model, optimizer)
@@ -58,3 +76,22 @@ def test_replicas_with_different_values_are_reconstructed_with_a_warning(ranks: 
         assert "optimizer" in reconstructed
         assert average == 5.0
     assert ["keep different values" in " ".join(texts) for *_, texts in outcomes] == [True, False]
+
+
+def test_values_that_only_some_replicas_have_are_reconstructed(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks(2, save_and_resume, str(tmp_path), "some")
+    assert [(exact, average) for exact, _, average, _ in outcomes] == [(("model", "rng"), 5.0)] * 2
+
+
+def save_lazy_stages(path: str) -> None:
+    model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2)})
+    optimizer = Lazy(model.parameters(), lr=0.1)
+    optimizer.average = 5.0 + dist.get_rank()
+    rankless.save_checkpoint(path, "a", model, optimizer)
+
+
+def test_different_values_of_stages_are_refused_by_an_optimizer_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_lazy_stages, str(tmp_path))
+    model = nn.ModuleDict({f"stage{number}": nn.Linear(2, 2) for number in range(2)})
+    with pytest.raises(MismatchError, match="keeps values"):
+        rankless.restore(str(tmp_path), None, model, Lazy(model.parameters(), lr=0.1))

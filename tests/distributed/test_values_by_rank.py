@@ -159,6 +159,22 @@ def test_buffers_that_ddp_overwrites_are_those_of_rank_0(ranks: Ranks, tmp_path:
     assert ("model" in restored.exact, len(caught)) == ((True, 0) if broadcast else (False, 1))
 
 
+def _resume_late_buffer(run: str) -> tuple[list[float], tuple[str, ...]]:
+    net = nn.Linear(2, 2)
+    model = DistributedDataParallel(net)
+    net.register_buffer("late", torch.full((2,), float(dist.get_rank())))
+    model(torch.ones(1, 2)).sum().backward()
+    rankless.save_checkpoint(run, "s", model=model, rng=False)
+    net.late.fill_(-1)
+    restored = rankless.restore(run, model=model)
+    return net.late.tolist(), restored.exact
+
+
+def test_the_first_buffer_of_a_model_that_ddp_has_already_is_that_of_each_rank(ranks: Ranks, tmp_path: Path) -> None:
+    # DDP broadcasts no buffers if the model had none when it was wrapped
+    assert ranks(2, _resume_late_buffer, str(tmp_path)) == [([0.0, 0.0], ("model",)), ([1.0, 1.0], ("model",))]
+
+
 def _save_of_rank_0(run: str) -> Any:
     content = {"loss": 0.5} if dist.get_rank() == 0 else None
     rankless.save_checkpoint(run, "s", user_content=content, rng=False)

@@ -34,7 +34,7 @@ from rankless.state.model.peft_adapters import (
 )
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
-from rankless.state.optimizer.own_state import OWN_STATE, merge_own
+from rankless.state.optimizer.own_state import OWN_STATE, add_blank_entries, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
 from rankless.state.scheduler_stages import merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
@@ -288,7 +288,8 @@ def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for slot in contributions[0]:
         if slot.startswith(OPTIMIZER):
             parts = [contribution[slot] for contribution in contributions]
-            own = [entry for part in parts for entry in part.get(OWN_STATE, ())]
+            names = [{name for group in part["groups"] for name in group["params"]} for part in parts]
+            own = add_blank_entries([part.get(OWN_STATE, ()) for part in parts], names)
             merged[slot] = _merge_optimizer([part["groups"] for part in parts], own)
         elif slot.startswith(SCHEDULER):
             merged[slot] = merge_entries([contribution[slot] for contribution in contributions])

@@ -39,7 +39,7 @@ from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_description
-from rankless.state.tensor_views import TensorView, shares_elements, view_of
+from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
 
@@ -481,8 +481,15 @@ class LoadTargets:
             source = tied.get(alias, alias)
             if source in stored and source not in sources:
                 sources.append(source)
-        pairs = ((sources[0], dropped) for sources in names.values() for dropped in sources[1:])
-        self.inventory.names[f"{_MERGED} {slot}"] = sorted(_BETWEEN.join(pair) for pair in pairs)
+        pairs = [(sources[0], dropped) for sources in names.values() for dropped in sources[1:]]
+        live = {name: tensor for name, tensor in view.tensors.items() if tied.get(name, name) in stored}
+        alike, has_partial = find_shared_memory(live)
+        pairs += [(tied.get(name, name), tied.get(other, other)) for name, other in alike]
+        self.inventory.names[f"{_MERGED} {slot}"] = sorted(
+            {_BETWEEN.join(pair) for pair in pairs if len(set(pair)) > 1}
+        )
+        if has_partial:
+            self.report.cast.add(_component_of(slot))  # one value may replace a part of the other
 
     def list_merged(self, known: Mapping[str, set[str]]) -> list[tuple[str, str, str]]:
         """Return, given the names that any rank knows, what is one tensor of a model on some rank.
@@ -622,7 +629,10 @@ class LoadTargets:
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
         for name in optimizer_restore.missing_own():
-            reason = f"{name} keeps values in its state_dict() that the checkpoint lacks"
+            reason = (
+                f"{name} keeps values in its state_dict() that the checkpoint lacks, or has for other parameters or "
+                "in another order"
+            )
             self.report.add_missing(slot, f"{slot}: own values", reason)
         for name in optimizer_restore.unexpected_own():
             self.report.add_unexpected(slot, f"{slot}: {name!r} of its state_dict()")
@@ -660,8 +670,10 @@ class LoadTargets:
             self._apply_model(slot, view)
         optimizer_restores = self._optimizer_restores.values()
         put_settings([pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()])
-        for optimizer_restore in optimizer_restores:
+        for slot, optimizer_restore in self._optimizer_restores.items():
             optimizer_restore.apply()
+            if optimizer_restore.has_changed_states:
+                self.report.cast.add(slot)
         loaded_groups = {id(group) for restore in optimizer_restores for group in restore.loaded_groups()}
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
             if slot in self._scheduler_entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -257,6 +258,40 @@ def shares_elements(tensor: torch.Tensor) -> bool:
         return False
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in axes)
+
+
+def find_shared_memory(views: Mapping[str, TensorView]) -> tuple[list[tuple[str, str]], bool]:
+    """Return the names of tensors that are views of the same elements in the same order, in pairs.
+
+    Return, too, whether others share memory in part or in another form. Of tensors that are not contiguous, this is
+    known of those that begin at the same address.
+    """
+    alike: list[tuple[str, str]] = []
+    has_partial = False
+    spans = sorted(
+        (view.local.data_ptr(), view.local.is_contiguous(), name)
+        for name, view in views.items()
+        if not view.local.is_meta and view.local.numel()
+    )
+    previous, end = None, 0
+    for start, is_contiguous, name in spans:
+        if previous is not None and start == previous[0]:
+            if _form_of(views[previous[1]]) == _form_of(views[name]):
+                alike.append((previous[1], name))
+                continue
+            has_partial = True
+        elif is_contiguous and start < end:
+            has_partial = True
+        previous = start, name
+        if is_contiguous:
+            end = max(end, start + views[name].local.nbytes)
+    return alike, has_partial
+
+
+def _form_of(view: TensorView) -> tuple[object, ...]:
+    """Return how a view uses its memory, and as which part of a tensor."""
+    local = view.local
+    return local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg(), view.shape, view.layout
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

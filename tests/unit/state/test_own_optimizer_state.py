@@ -252,3 +252,92 @@ def test_own_values_that_nothing_loads_do_not_match(tmp_path: Path) -> None:
     plain = type("Hooked", (optim.SGD,), {})(model.parameters(), lr=0.1)
     with pytest.raises(MismatchError, match="'average' of its state_dict"):
         rankless.load_checkpoint(tmp_path, None, model, plain)
+
+
+class Numbered(optim.SGD):
+    """Keeps a number for each parameter, and gives it in its own state dict: in the states, or in a list."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.place, self.counts = place, [0] * sum(len(group["params"]) for group in self.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        given = super().state_dict()
+        if self.place == "list":
+            return {**given, "counts": self.counts}
+        given["state"] = {n: {**given["state"].get(n, {}), "count": count} for n, count in enumerate(self.counts)}
+        return given
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.place == "list":
+            self.counts = state_dict.pop("counts")
+        else:
+            self.counts = [state.pop("count") for state in state_dict["state"].values()]
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("place", ["states", "list"])
+def test_values_by_number_are_refused_if_parameters_are_in_another_order(place: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Numbered(list(model.parameters()), place)
+    optimizer.counts = [6, 2]
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    other = Numbered(list(model.parameters())[::-1], place)
+    with pytest.raises(MismatchError, match="in another order"):
+        rankless.restore(tmp_path, None, model, other)
+    assert other.counts == [0, 0]
+    optimizer.counts = [0, 0]
+    restored = rankless.restore(tmp_path, None, model, optimizer)
+    assert "optimizer" in restored.exact
+    assert optimizer.counts == [6, 2]
+
+
+class Rounding(optim.Adam):
+    """Rounds its averages in its state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        given = super().state_dict()
+        given["state"] = {
+            number: {name: value.bfloat16() if value.ndim else value for name, value in states.items()}
+            for number, states in given["state"].items()
+        }
+        return given
+
+
+class Restarting(optim.Adam):
+    """Begins to count steps again when it loads."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            states["step"].zero_()
+
+
+class Forgetting(optim.Adam):
+    """Drops its states when it loads."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+
+
+@pytest.mark.parametrize("kind", [Restarting, Rounding, Forgetting])
+def test_states_that_the_optimizer_changes_while_it_loads_are_reconstructed(kind: Any, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters())
+    model(torch.tensor([[0.1, 0.2, 0.3]])).square().sum().backward()
+    optimizer.step()
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    restored = rankless.restore(tmp_path, None, model, optimizer)
+    assert "optimizer" in restored.reconstructed
+    assert "optimizer" not in restored.exact
+
+
+def test_casts_of_states_with_nans_are_put_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = Hooked(model.parameters())
+    state = torch.full((2, 3), float("nan"))
+    optimizer.state[model.weight]["momentum_buffer"] = state
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    restored = rankless.restore(tmp_path, None, model, optimizer)
+    assert "optimizer" in restored.exact
+    assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.float32

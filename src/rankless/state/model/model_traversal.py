@@ -219,6 +219,7 @@ def _overwritten_buffers(model: nn.Module) -> set[int]:
         for ddp in model.modules()
         if isinstance(ddp, DistributedDataParallel)
         and ddp.broadcast_buffers
+        and ddp.modules_buffers  # DDP looks for buffers again only if it had some when it was made
         and ddp.process_group.rank() > 0
         and not hasattr(ddp, "buffer_hook")  # code of the user, which may do anything
         for name, buffer in ddp.module.named_buffers()

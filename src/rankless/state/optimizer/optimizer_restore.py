@@ -18,7 +18,7 @@ from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
 from rankless.state.optimizer.object_states import build_objects, is_object
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
-from rankless.state.optimizer.own_state import find_entry, has_own_form, own_values, put_own
+from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
@@ -59,7 +59,12 @@ class OptimizerRestore:
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
-        self._own = [(adapter, find_entry(own, names)) for adapter, names in iterate_own(groups)]
+        self._own = [
+            (adapter, find_entry(own, names, len(adapter.optimizer.param_groups)), bool(find_related(own, names)))
+            for adapter, names in iterate_own(groups)
+        ]
+        #: Whether code of an optimizer changed states while it loaded them. Known after :meth:`apply`.
+        self.has_changed_states = False
         self.targets: dict[str, TensorView] = {}
         by_name: dict[str, dict[str, TensorInfo]] = {}
         for name, info in infos.items():
@@ -74,25 +79,25 @@ class OptimizerRestore:
                     self._states.append((group, member, self._allocate_states(group, member, by_name)))
 
     def missing_own(self) -> list[str]:
-        """Return the classes of the optimizers that keep more than states and settings, of which none is saved."""
+        """Return the classes of the optimizers that keep more than states and settings, of which none fits here."""
         return [
             str(adapter.class_name)
-            for adapter, entry in self._own
-            if entry is None and own_values(adapter.optimizer).get("values")
+            for adapter, entry, is_related in self._own
+            if entry is None and (is_related or own_values(adapter.optimizer).get("values"))
         ]
 
     def unexpected_own(self) -> list[str]:
         """Return the saved keys that an optimizer has no code of its own to load."""
         return [
             str(key)
-            for adapter, entry in self._own
+            for adapter, entry, _ in self._own
             if entry is not None and not has_own_form(adapter.optimizer)
             for key in entry.get("values", {})
         ]
 
     def has_differing_own(self) -> bool:
         """Return whether ranks had different values, of which only one rank's were saved."""
-        return any(entry is not None and entry.get("differed") for _, entry in self._own)
+        return any(entry is not None and entry.get("differed") for _, entry, _ in self._own)
 
     def check_trained(self, trained: set[str]) -> list[str]:
         """Return the parameters of the checkpoint that no rank trains; see :func:`check_trained`."""
@@ -197,9 +202,9 @@ class OptimizerRestore:
                     for name, value in plain.items()
                 }
             group.adapter.set_states(member.key, {**plain, **tensors} or None)
-        for adapter, entry in self._own:
+        for adapter, entry, _ in self._own:
             if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
-                put_own(adapter.optimizer, entry or {})
+                self.has_changed_states |= put_own(adapter.optimizer, entry or {})
         for group in self._groups:
             group.adapter.on_replaced()
 

@@ -121,11 +121,6 @@ def _resolve(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
     return tree
 
 
-def _has_references(tree: Any) -> bool:
-    children = tree.values() if type(tree) is dict else tree if type(tree) is list else ()
-    return (type(tree) is dict and _REFERENCE in tree) or any(map(_has_references, children))
-
-
 def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     """Return what a save stores of one optimizer, with the ``names`` of its parameters; ``None`` if it has nothing.
 
@@ -161,22 +156,54 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [merged[key] for key in sorted(merged)]
 
 
+def add_blank_entries(ranks: Sequence[Sequence[dict[str, Any]]], names: Sequence[set[str]]) -> list[dict[str, Any]]:
+    """Return the entries of all ranks, with one without values for each that a rank lacks of parameters that it has.
+
+    ``names`` are those of the parameters of each rank. So :func:`merge_own` finds that the ranks differ.
+    """
+    keys = {tuple(entry["params"]) for entries in ranks for entry in entries}
+    added = []
+    for entries, of_rank in zip(ranks, names, strict=True):
+        lacking = keys - {tuple(entry["params"]) for entry in entries}
+        blank = [{"params": list(key)} for key in sorted(lacking) if of_rank.issuperset(key)]
+        added += [*entries, *blank]
+    return added
+
+
 def _without_mark(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "differed"}
 
 
-def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any] | None:
+def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str], group_count: int) -> Mapping[str, Any] | None:
     """Return the saved entry for an optimizer with parameters of these ``names``; ``None`` if there is none.
 
-    That of the same parameters, else one that all optimizers with some of them agreed about.
+    That of the same parameters in the same order, else one that all optimizers with some of them agreed about, if
+    nothing in it belongs to a parameter or a group by its number.
     """
     exact = next((entry for entry in saved if entry["params"] == list(names)), None)
-    if exact is not None:
+    if exact is not None and len(exact.get("values", {}).get(_GROUPS, ())) in {0, group_count}:
         return exact
-    related = [entry for entry in saved if not set(names).isdisjoint(entry["params"])]
-    contents = [{key: value for key, value in entry.items() if key in {"values", "entries"}} for entry in related]
-    agree = bool(related) and all(_are_equal(content, contents[0]) for content in contents)
-    return related[0] if agree and not _has_references(contents[0].get("values", {})) else None
+    contents = [
+        {key: value for key, value in entry.items() if key in {"values", "entries"}}
+        for entry in find_related(saved, names)
+    ]
+    if not contents or any(_is_numbered(content) or not _are_equal(content, contents[0]) for content in contents):
+        return None
+    return find_related(saved, names)[0]
+
+
+def find_related(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the saved entries of optimizers with some of the parameters of these ``names``."""
+    return [entry for entry in saved if not set(names).isdisjoint(entry["params"])]
+
+
+def _is_numbered(tree: Any) -> bool:
+    """Return whether some value may have an element for each parameter, or refers to one, by its number."""
+    if isinstance(tree, Mapping):
+        return bool(tree.keys() & {_STATE, _GROUPS, _REFERENCE}) or any(
+            isinstance(key, int) or _is_numbered(value) for key, value in tree.items()
+        )
+    return isinstance(tree, (list, tuple)) or (isinstance(tree, torch.Tensor) and tree.numel() > 1)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -189,33 +216,49 @@ def _are_equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def put_own(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer what :func:`own_entry` stored, after its states and settings are in place."""
+def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
+    """Give an optimizer what :func:`own_entry` stored, after its states and settings are in place.
+
+    Return whether its own code changed states of parameters while it loaded them.
+    """
     for key, value in saved.get("entries", {}).items():
         existing = optimizer.state.get(key)
         if _is_alike(existing, value):
             existing.copy_(value)
         else:
             optimizer.state[key] = value
-    if has_own_form(optimizer):
-        _load_own_form(optimizer, saved.get("values", {}))
+    return has_own_form(optimizer) and _load_own_form(optimizer, saved.get("values", {}))
 
 
-def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> None:
+def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     """Let an optimizer load its own state dict with the ``further`` saved values.
 
     Its states and settings have their values already. What torch's ``load_state_dict`` casts or replaces is put back.
+    Return whether states have other values afterwards.
     """
     groups = list(optimizer.param_groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
     state = getattr(optimizer, "state", {})
     exact = [dict(state.get(parameter, {})) for parameter in parameters]
+    versions = [_version_of(value) for states in exact for value in states.values()]
     optimizer.load_state_dict(_add_values(optimizer.state_dict(), _resolve(dict(further), exact)))
     state = getattr(optimizer, "state", {})
     for parameter, states in zip(parameters, exact, strict=True):
         loaded = state.get(parameter, {})
         loaded |= {name: value for name, value in states.items() if _is_cast_of(loaded.get(name), value)}
     _keep_groups(optimizer, groups)
+    return versions != [_version_of(value) for states in exact for value in states.values()] or any(
+        isinstance(value, torch.Tensor) and state.get(parameter, {}).get(name) is not value
+        for parameter, states in zip(parameters, exact, strict=True)
+        for name, value in states.items()
+    )
+
+
+def _version_of(value: Any) -> int:
+    """Return the number of times that torch changed a tensor; 0 for other values, and for those it does not count."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0
+    return local_tensor(value)._version  # noqa: SLF001
 
 
 def _add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -249,4 +292,4 @@ def _is_cast_of(loaded: Any, value: torch.Tensor) -> bool:
     if not isinstance(loaded, torch.Tensor) or not isinstance(value, torch.Tensor) or type(loaded) is not type(value):
         return False
     a, b = local_tensor(loaded), local_tensor(value)
-    return a.shape == b.shape and torch.equal(a, b.to(a.dtype).to(a.device))
+    return a.shape == b.shape and torch.allclose(a, b.to(a.dtype).to(a.device), rtol=0, atol=0, equal_nan=True)
