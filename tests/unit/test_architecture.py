@@ -176,20 +176,23 @@ def test_a_load_of_a_native_checkpoint_imports_no_reader_of_another_format(first
 
 
 def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None:
-    """These bounds only fall. Each module costs the first save or load of a process about a millisecond."""
+    """These bounds only fall, unless a promise needs more. Each module costs a first save or load about a millisecond.
+
+    They last rose when saves began to compare what only one rank stores, and to store what optimizers keep.
+    """
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
-    assert len(modules_of_rankless(saved)) <= 182
-    assert len(modules_of_rankless(loaded)) <= 220
+    assert len(modules_of_rankless(saved)) <= 196
+    assert len(modules_of_rankless(loaded)) <= 237
 
 
 def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, Any]) -> None:
-    """These bounds only fall: they are what a reader of a save or a load has to know."""
+    """These bounds only fall, unless a promise needs more: they are what a reader of a save or a load has to know."""
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
-    assert save_modules <= 114
-    assert save_functions <= 548
-    assert load_modules <= 106
-    assert load_functions <= 472
+    assert save_modules <= 121
+    assert save_functions <= 576
+    assert load_modules <= 113
+    assert load_functions <= 511
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

@@ -43,7 +43,8 @@ def check_process_group(given: Any) -> ProcessGroupArgument:
         and (isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER)
     )
     if given is None or is_group or (isinstance(given, str) and given == SELF):
-        return given
+        valid: ProcessGroupArgument = given
+        return valid
     raise InvalidArgumentError(f'process_group must be a ProcessGroup of torch, "self" or None; got {given!r:.80}')
 
 
