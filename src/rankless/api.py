@@ -103,18 +103,17 @@ def save_checkpoint(  # noqa: PLR0917 - the objects in the order of restore(), w
         tag: The checkpoint's name, such as ``"step_1000"``.
         model: A module in any layout, a list of parts, or a dict of models.
         optimizer: An optimizer, or a list or dict of them. It is not stepped.
-        scheduler: An object with ``state_dict``. Saved from rank 0.
+        scheduler: An object with ``state_dict``, or a list or dict of them.
         user_content: Plain values, tensors and arrays. Saved from rank 0.
         dataloader: An object with ``state_dict``. Saved from each rank.
-        stateful: Objects with ``state_dict`` by name, equal on all ranks.
+        stateful: Objects with ``state_dict`` by name. Ranks compare them.
         per_rank_content: Like ``user_content``. Saved from each rank.
         step: The training step, for lists and retention.
         metrics: Numbers by name, for lists and retention.
         keep: How many checkpoints of the run stay, or a policy; ``None``: all.
         overwrite: Replace a checkpoint with this tag atomically.
         async_save: Return after the copy, and write in the background.
-        process_group: The ranks that save; by default the default group. ``"self"``: this process alone, also if there
-            is a group, or if ``torchrun`` has started several ranks without a group, which is refused otherwise.
+        process_group: The ranks that save; by default the default group. ``"self"``: this process alone.
         timeout: For how many seconds ranks wait for each other.
         local: The local tier: a folder of each host, or a ``LocalTier``.
         options: What few need: ``help(rankless.SaveOptions)`` has it all.

@@ -249,7 +249,7 @@ def odd_message(path: str) -> None:
         patch.undo()
 
 
-def _fail_oddly(*_: Any) -> None:
+def _fail_oddly(*_: Any, **_keywords: Any) -> None:
     raise OSError("no such file: caf\udce9")
 
 

@@ -224,7 +224,7 @@ def interrupted(path: str) -> float:
     return time.monotonic() - started
 
 
-def _interrupt(*_: Any) -> None:
+def _interrupt(*_: Any, **_keywords: Any) -> None:
     raise KeyboardInterrupt
 
 

@@ -98,7 +98,7 @@ class ResumableLoader:
 
     @property
     def common_settings(self) -> str:
-        """What must be equal on all ranks that share the data, as text; empty if they are a group of their own.
+        """The settings that must be equal on all ranks that share the data, as text; empty for a group of its own.
 
         Saves and loads compare it: with other settings on a rank, samples would be used twice, or not at all.
         """

@@ -383,7 +383,7 @@ class LoadTargets:
         return exact, reconstructed
 
     def components_not_requested(self) -> list[str]:
-        """Return the components of the checkpoint that nothing was passed for: it keeps them, nobody has them."""
+        """Return the components of the checkpoint for which nothing was passed: no object has them."""
         stateful_objects = self._values.get("stateful", {})
         stored = [group for group in self._groups if group == MODEL or group.startswith(f"{MODEL}/")]
         stored += [slot for slot in self._values if slot.partition("/")[0] in {OPTIMIZER, "scheduler"}]

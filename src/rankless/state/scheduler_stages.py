@@ -29,7 +29,7 @@ def scheduled_params(scheduler: Any, names: Mapping[int, Sequence[str]]) -> list
 def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the encoded entries of all ranks, each once, in an order that does not depend on the ranks.
 
-    Entries without parameters are told apart by their position. If ranks hold different states of one, that of the
+    Entries without parameters are distinguished by their position. If ranks hold different states of one, that of the
     lowest rank is stored, and marked.
     """
     if all(entries == ranks[0] for entries in ranks):
