@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from rankless.conversion.torch_names_hash import names_hash
 from rankless.errors import UnsupportedValueError
-from rankless.formats.torchfile.pickler import TORCH, StorageRef, pickle_tree
+from rankless.formats.torchfile.pickler import StorageRef, pickle_tree
 from rankless.formats.torchfile.zip_writer import NAMES, ZipFrame
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.state.tensor_views import NAMES as DTYPES
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -26,7 +27,9 @@ TENSORS = st.builds(
         .clone()
     ),
     st.lists(st.integers(0, 3), max_size=3),
-    st.sampled_from([getattr(torch, dtype) for dtype in TORCH.values() if "fnuz" not in dtype and "e8m0" not in dtype]),
+    st.sampled_from(
+        [getattr(torch, dtype) for dtype in TORCH_NAMES.values() if "fnuz" not in dtype and "e8m0" not in dtype]
+    ),
 )
 TREES = st.recursive(
     PLAIN | TENSORS,

@@ -118,7 +118,7 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     view = _view_entries(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
     view.owners = {name: (module, raw_names[name]) for name in view.extra}
     overwritten = _overwritten_buffers(model)
-    view.overwritten = {name for name in buffers if id(state[name]) in overwritten}
+    view.overwritten = {name for name in buffers if id(state.get(name)) in overwritten}
     view.loaders = [HookedLoader(module, raw_names, frozenset(result.splits))]
     return view
 
