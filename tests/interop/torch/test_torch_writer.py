@@ -28,7 +28,7 @@ TENSORS = st.builds(
     ),
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(
-        [getattr(torch, dtype) for dtype in TORCH_NAMES.values() if "fnuz" not in dtype and "e8m0" not in dtype]
+        [getattr(torch, name) for name in TORCH_NAMES.values() if "fnuz" not in name and "e8m0" not in name]
     ),
 )
 TREES = st.recursive(
