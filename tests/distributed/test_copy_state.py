@@ -229,6 +229,23 @@ def everything_of_a_run(path: str) -> None:
         assert torch.equal(content_here["table"], torch.arange(3))
 
 
+def copy_what_differs() -> tuple[CopyResult, int]:
+    """Both ranks are sources, with another count each, and both receive."""
+    counter = Counter(0)
+    source = {"model": nn.Linear(2, 2, bias=False), "stateful": {"counter": Counter(5 + dist.get_rank())}}
+    nn.init.ones_(source["model"].weight)
+    model = nn.Linear(2, 2, bias=False)
+    result = rankless.copy_state(model, source=source, stateful={"counter": counter}, user_content={"same": 1})
+    return result, counter.count
+
+
+def test_what_differs_between_the_sources_is_that_of_the_first_and_not_exact(ranks: Ranks) -> None:
+    for result, count in ranks(2, copy_what_differs):
+        assert count == 5
+        assert result.exact == ("model", "user_content")
+        assert result.reconstructed == ("stateful",)
+
+
 def test_a_copy_gives_what_a_save_and_a_load_give(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, everything_of_a_run, str(tmp_path))
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rankless.engine.comm.call_check import vote_same_call
+from rankless.engine.comm.digest_table import select_unequal
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.integrity.replicas import crc_of_shard
@@ -30,6 +31,7 @@ from rankless.state.capture import (
     encode_merged_values,
     merge_values,
 )
+from rankless.state.compared_values import digest_values
 from rankless.state.mesh_ranks import find_mesh_rank
 from rankless.state.training import TrainingObjects
 
@@ -70,7 +72,8 @@ class _Directory(msgspec.Struct, frozen=True, array_like=True):
 class _Contribution(msgspec.Struct, frozen=True, array_like=True):
     """The specs and values that a rank sends. Those that another rank sends, too, are empty.
 
-    ``crcs`` are those of the tensors among the rank's own values, by name.
+    ``crcs`` are those of the tensors among the rank's own values, by name. ``digests`` are those of the values of which
+    the receivers get the first source's.
     """
 
     encoded_spec: _EncodedSpec
@@ -78,22 +81,28 @@ class _Contribution(msgspec.Struct, frozen=True, array_like=True):
     shared: dict[str, bytes]
     rank_values: bytes
     crcs: dict[str, int]
+    digests: dict[str, bytes]
 
 
 class _SourceContent(msgspec.Struct, frozen=True, array_like=True):
-    """The specs of all ranks, the values of the sources as a checkpoint has them in two files, and CRCs."""
+    """The specs of all ranks, the values of the sources as a checkpoint has them in two files, and CRCs.
+
+    ``differing`` are the names of values that differ between the sources.
+    """
 
     encoded_specs: list[_EncodedSpec]
     state_file: bytes
     ranks_file: bytes
     crcs: dict[str, int]
+    differing: list[str]
 
 
 @dataclass(frozen=True)
 class SourceState:
     """The state that the ``ranks`` give: their tensors by group and name, their values, and what this rank has of it.
 
-    ``crcs`` are those of the tensors that belong to single ranks.
+    ``crcs`` are those of the tensors that belong to single ranks. ``differing`` are the names of values that differ
+    between the ranks, and of which only those of the first rank are copied.
     """
 
     ranks: Sequence[int]
@@ -103,6 +112,7 @@ class SourceState:
     state_file: bytes
     ranks_file: bytes
     crcs: Mapping[str, int]
+    differing: frozenset[str]
 
     @property
     def name(self) -> Path:
@@ -188,14 +198,17 @@ def exchange_source(
     directory = msgspec.msgpack.decode(raw, type=_Directory)
     _, raw = session.vote(
         "exchanging the specs of the sources",
-        lambda: _make_contribution(captured, directory, session.rank),
+        lambda: _make_contribution(captured, directory, session.rank, is_compared=len(sources) > 1),
         _encode,
         partial(_merge_contributions, sources=sources, value_ranks=directory.value_ranks),
     )
     content = msgspec.msgpack.decode(raw, type=_SourceContent)
     spec = directory.specs.build_global_spec(content.encoded_specs, directory.mesh_ranks, is_partial=True)
     tensors = {(tensor.group, tensor.name): tensor for tensor in spec.iter_tensors()}
-    return SourceState(sources, captured, spec, tensors, content.state_file, content.ranks_file, content.crcs)
+    differing = frozenset(content.differing)
+    return SourceState(
+        sources, captured, spec, tensors, content.state_file, content.ranks_file, content.crcs, differing
+    )
 
 
 def _number_ranks(mesh_ranks: Sequence[int], sources: Sequence[int]) -> list[int]:
@@ -211,7 +224,7 @@ def _number_ranks(mesh_ranks: Sequence[int], sources: Sequence[int]) -> list[int
     return [numbers.get(rank, others.get(rank, -2 - rank)) for rank in range(len(mesh_ranks))]
 
 
-def _make_contribution(captured: Capture, directory: _Directory, rank: int) -> _Contribution:
+def _make_contribution(captured: Capture, directory: _Directory, rank: int, *, is_compared: bool) -> _Contribution:
     spec, meshes = captured.inventory.build_spec(), captured.inventory.build_meshes()
     return _Contribution(
         directory.specs.encode_contribution(rank, spec, meshes),
@@ -223,6 +236,7 @@ def _make_contribution(captured: Capture, directory: _Directory, rank: int) -> _
             for (group, name), shard in captured.tensors.items()
             if group == PER_RANK
         },
+        digest_values(captured.compared, 0) if is_compared else {},
     )
 
 
@@ -232,4 +246,6 @@ def _merge_contributions(posted: list[bytes], sources: Sequence[int], value_rank
     state_file = build_state_file(merged, contributions[sources[0]].shared)
     ranks_file = build_ranks_file([contributions[rank].rank_values for rank in sources], merged)
     crcs = {name: crc for rank in contributions for name, crc in rank.crcs.items()}
-    return _encode(_SourceContent([rank.encoded_spec for rank in contributions], state_file, ranks_file, crcs))
+    specs = [rank.encoded_spec for rank in contributions]
+    differing = select_unequal(entry for rank in sources for entry in contributions[rank].digests.items())
+    return _encode(_SourceContent(specs, state_file, ranks_file, crcs, sorted(differing)))

@@ -61,7 +61,8 @@ class Receiver:
         values = decode_values(source.state_file, source.ranks_file, source.name, targets.shared)
         arrays = ArrayDecoder(groups.get(PER_RANK, {}))
         saved = SavedRankStates(values.ranks, arrays, source.find_crcs, name)
-        rank_state = restore_newcomer(saved, numbers.rank, numbers.size, objects.dataloader, generators=policy.rng)
+        newcomer = restore_newcomer(saved, numbers.rank, numbers.size, objects.dataloader, generators=policy.rng)
+        rank_state = replace(newcomer, differing=source.differing)
         with errors_about_a_source():
             targets.match_targets(values.shared, rank_state, arrays)
         targets.fill_inventory(numbers.rank)

@@ -158,7 +158,7 @@ class MismatchReport:
         """Return messages about requested things that are missing and may be: as many as are shown."""
         reasons = [reason for component, reason in self.reasons if policy.may_be_missing(component)]
         reasons += [
-            f"{name}: it differed between the ranks that saved, and these are others: rank 0's is loaded"
+            f"{name}: the ranks that it comes from held different values, and this rank gets that of the first one"
             for _, name in self.differing
         ]
         return reasons[: _SHOWN + 1]

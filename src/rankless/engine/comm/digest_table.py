@@ -6,6 +6,7 @@ A rank posts 16 bytes for each name that it has. A name may be on some ranks onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from rankless.engine.plan.spec import digest_bytes
 
@@ -13,6 +14,8 @@ from rankless.engine.plan.spec import digest_bytes
 DIGEST_BYTES = 8
 
 _ENTRY_BYTES = 2 * DIGEST_BYTES
+
+Name = TypeVar("Name", str, bytes)
 
 
 def encode_digests(digests: Mapping[str, bytes]) -> bytes:
@@ -22,14 +25,15 @@ def encode_digests(digests: Mapping[str, bytes]) -> bytes:
 
 def find_differing(posted: Iterable[bytes]) -> bytes:
     """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks."""
-    first_digests: dict[bytes, bytes] = {}
-    differing = {
-        name
-        for table in dict.fromkeys(posted)
-        for name, digest in _iterate_entries(table)
-        if first_digests.setdefault(name, digest) != digest
-    }
-    return b"".join(sorted(differing))
+    return b"".join(
+        sorted(select_unequal(entry for table in dict.fromkeys(posted) for entry in _iterate_entries(table)))
+    )
+
+
+def select_unequal(entries: Iterable[tuple[Name, bytes]]) -> set[Name]:
+    """Return the names that have several different digests, given the entries of all ranks."""
+    first_digests: dict[Name, bytes] = {}
+    return {name for name, digest in entries if first_digests.setdefault(name, digest) != digest}
 
 
 def select_differing(names: Iterable[str], differing: bytes) -> frozenset[str]:
