@@ -1,9 +1,11 @@
 """Tests that a tensor on the meta device which is not loaded is refused by name unless an initializer sets it."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,24 @@ class SetInPart(Table):
         self.table[1:] = 1.0
 
 
+class ReplacedWithoutValues(Table):
+    def reset_parameters(self) -> None:
+        self.table = torch.empty(4)
+
+
+class ChangedInPlace(Table):
+    def reset_parameters(self) -> None:
+        self.table.add_(1)
+
+
+class Random(Table):
+    """Takes values of each generator, which both runs of the probe must find in the same state."""
+
+    def reset_parameters(self) -> None:
+        values = [torch.rand(()).item(), random.random(), np.random.random(), torch.empty(()).normal_().item()]  # noqa: NPY002
+        self.table.copy_(torch.tensor(values))
+
+
 class Failing(Table):
     def reset_parameters(self) -> None:
         raise ValueError("no values")
@@ -76,13 +96,31 @@ def test_a_buffer_that_is_initialized_has_its_value(tmp_path: Path, make: Callab
     assert model.table.tolist() == [0, 1, 2, 3]
 
 
+def test_random_values_are_values_and_the_probe_leaves_the_generators_alone(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, Random)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the one that initializers use
+    result = rankless.restore(tmp_path, model=model, rng=False)
+    table = model.table.tolist()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the one that initializers use
+    expected = Random()
+    expected.reset_parameters()
+    assert result.exact == ("model",)
+    assert table == expected.table.tolist()
+
+
 def test_the_initializer_of_the_model_counts_if_it_sets_the_buffer(tmp_path: Path) -> None:
     model = _make_on_meta(tmp_path, lambda: Initialized(sets=True))
     rankless.restore(tmp_path, model=model, rng=False)
     assert model.inner.table.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("make", [Table, Unset, SetInPart, Failing, lambda: Initialized(sets=False)])
+@pytest.mark.parametrize(
+    "make", [Table, Unset, SetInPart, ReplacedWithoutValues, ChangedInPlace, Failing, lambda: Initialized(sets=False)]
+)
 def test_a_buffer_that_nothing_sets_is_refused_and_nothing_changes(
     tmp_path: Path, make: Callable[[], nn.Module]
 ) -> None:

@@ -1,17 +1,35 @@
-"""Proof that initializers set tensors, found by running them on a copy of the model that shares no tensor with it."""
+"""Proof that initializers set tensors, found by running them on copies of the model that share no tensor with it.
+
+An initializer runs twice, from the same states of the random number generators. All memory that it gets without values
+has one pattern in the first run and another in the second. What differs afterwards depends on such memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import random
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankless.state.model.materialize import MetaTensor, find_initializer
 
-#: The byte with which the copies of tensors are filled before an initializer runs.
-_PATTERN = 0xA5
+#: The bytes of memory without values in the first and in the second run.
+_PATTERNS = (0xA5, 0x5A)
+
+#: The operations of torch that return memory without values.
+_EMPTY = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
 
 
 @dataclass(frozen=True)
@@ -22,42 +40,77 @@ class _ModelCopy:
     modules: Mapping[int, nn.Module]
 
 
+class _FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the memory that torch returns without values one pattern."""
+
+    def __init__(self, pattern: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pattern = pattern
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _EMPTY and not result.is_meta:
+            _fill(result, self._pattern)
+        return result
+
+
 def explain_uninitialized(model: nn.Module, tensors: Collection[MetaTensor]) -> dict[str, str]:
     """Return why the ``tensors`` of a model on the meta device would get no value, by name. The model is not changed.
 
     Called by :class:`rankless.state.meta_models.MetaModels` for those that are not loaded.
     """
     reasons: dict[str, str] = {}
-    copied = _copy_modules(model)
     for owner in dict.fromkeys(meta.owner for meta in tensors):
-        of_owner = [meta for meta in tensors if meta.owner is owner]
-        reasons |= _explain_owner(copied, owner, of_owner)
+        reasons |= _explain_owner(model, owner, [meta for meta in tensors if meta.owner is owner])
     return reasons
 
 
-def _explain_owner(copied: _ModelCopy, owner: nn.Module, tensors: Collection[MetaTensor]) -> dict[str, str]:
-    owner_copy, kind = copied.modules[id(owner)], type(owner).__qualname__
-    initialize = find_initializer(copied.model, owner_copy)
-    if initialize is None:
+def _explain_owner(model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor]) -> dict[str, str]:
+    kind = type(owner).__qualname__
+    if find_initializer(model, owner) is None:
         return {meta.name: f"{kind} has no reset_parameters() to initialize it" for meta in tensors}
+    try:
+        first, second = (_initialize_copy(model, owner, tensors, pattern) for pattern in _PATTERNS)
+    except Exception as error:  # noqa: BLE001 - code of the user
+        return {meta.name: f"the code of {kind} that would initialize it failed: {error}" for meta in tensors}
+    reason = f"neither reset_parameters() of {kind} nor _init_weights() of its model sets all of it"
+    return {meta.name: reason for meta in tensors if first[meta.name] is None or first[meta.name] != second[meta.name]}
+
+
+def _initialize_copy(
+    model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor], pattern: int
+) -> dict[str, bytes | None]:
+    """Return the bytes of the ``tensors`` of an initialized copy of ``owner``, by name; ``None`` for no tensor."""
+    copied = _copy_modules(model)
     for module, module_copy in ((module, copied.modules[id(module)]) for module in owner.modules()):
         module_copy._parameters = {  # noqa: SLF001
-            name: parameter if parameter is None else nn.Parameter(_fill_copy(parameter), parameter.requires_grad)
+            name: parameter
+            if parameter is None
+            else nn.Parameter(_fill_copy(parameter, pattern), parameter.requires_grad)
             for name, parameter in module._parameters.items()  # noqa: SLF001
         }
         module_copy._buffers = {  # noqa: SLF001
-            name: buffer if buffer is None else _fill_copy(buffer)
+            name: buffer if buffer is None else _fill_copy(buffer, pattern)
             for name, buffer in module._buffers.items()  # noqa: SLF001
         }
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+    owner_copy = copied.modules[id(owner)]
+    initialize = find_initializer(copied.model, owner_copy)
+    if initialize is not None:
+        with _keep_generators(), torch.no_grad(), _FillEmpty(pattern):
             initialize()
-    except Exception as error:  # noqa: BLE001 - code of the user
-        return {meta.name: f"the code of {kind} that would initialize it failed: {error}" for meta in tensors}
-    names = (meta.name.rpartition(".")[2] for meta in tensors)
-    written = [_is_written(getattr(owner_copy, name)) for name in names]
-    reason = f"neither reset_parameters() of {kind} nor _init_weights() of its model sets it"
-    return {meta.name: reason for meta, is_written in zip(tensors, written, strict=True) if not is_written}
+    return {meta.name: _bytes_of(getattr(owner_copy, meta.name.rpartition(".")[2])) for meta in tensors}
+
+
+@contextmanager
+def _keep_generators() -> Iterator[None]:
+    """Give the global generators of Python, NumPy and torch their states back at the end."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that initializers use
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _copy_modules(model: nn.Module) -> _ModelCopy:
@@ -74,22 +127,19 @@ def _copy_modules(model: nn.Module) -> _ModelCopy:
     return _ModelCopy(modules[id(model)], modules)
 
 
-def _fill_copy(tensor: torch.Tensor) -> torch.Tensor:
+def _fill_copy(tensor: torch.Tensor, pattern: int) -> torch.Tensor:
     """Return a tensor of the same kind in memory, with the pattern in every byte. Of a sharded tensor it is whole."""
     filled = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    filled.reshape(-1).view(torch.uint8).fill_(_PATTERN)
+    _fill(filled, pattern)
     vars(filled).update(vars(tensor) if type(tensor) in {torch.Tensor, nn.Parameter, nn.Buffer} else {})
     return filled
 
 
-def _is_written(tensor: torch.Tensor | None) -> bool:
-    """Return whether every element of a tensor was set.
+def _fill(tensor: torch.Tensor, pattern: int) -> None:
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(pattern)
 
-    Elements of one byte may have the pattern as their value: of these, one that has another one is enough.
-    """
+
+def _bytes_of(tensor: torch.Tensor | None) -> bytes | None:
     if tensor is None or tensor.is_meta:
-        return False
-    width = tensor.element_size()
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), width)
-    unset = (raw == _PATTERN).all(1)
-    return not bool(unset.all() if width == 1 and len(unset) else unset.any())
+        return None
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -263,11 +263,13 @@ def _version_of(value: Any) -> int:
 
 def _add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state dict with the further saved values at the top, in its groups and in its states."""
-    for number, states in further.get(_STATE, {}).items():
-        given[_STATE].setdefault(number, {}).update(states)
+    states = dict(given.get(_STATE, {}))  # those of torch's state_dict() are the live ones
+    for number, added in further.get(_STATE, {}).items():
+        states[number] = {**states.get(number, {}), **added}
     for group, settings in zip(given.get(_GROUPS, ()), further.get(_GROUPS, ()), strict=False):
         group.update(settings)
-    return given | {key: value for key, value in further.items() if key not in {_STATE, _GROUPS}}
+    added_at_top = {key: value for key, value in further.items() if key not in {_STATE, _GROUPS}}
+    return {**given, **({_STATE: states} if states else {}), **added_at_top}
 
 
 def _keep_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
