@@ -133,7 +133,12 @@ def sleep_watched(pipe: Connection, rank: int, seconds: float, options: dict[str
             dist.all_reduce(done, dist.ReduceOp.MAX)
             if done.item():
                 break
-    time.sleep(1.0)  # a rank that ends closes its connections, also while others are in their last collective
+    store = dist.distributed_c10d._get_default_store()
+    store.add("done", 1)
+    while (
+        store.add("done", 0) < dist.get_world_size()
+    ):  # a rank that ends closes the connections of others' collectives
+        time.sleep(0.05)
     return "done"
 
 

@@ -78,6 +78,16 @@ def test_more_files_than_may_be_open_are_written_and_read(
     assert_equal(loaded, model)
 
 
+def test_a_process_with_many_sockets_has_fewer_files_for_a_save(tmp_path: Path) -> None:
+    model, loaded = make_model(1.0), make_model(0.0)
+    with few_open_files(FREE + 400), ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(open_to_read(Path(__file__)))
+        save(tmp_path, model)
+        rankless.load_checkpoint(tmp_path / "run", model=loaded)
+    assert_equal(loaded, model)
+
+
 def test_a_pool_of_writers_keeps_few_files_open_and_loses_no_bytes(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(40)]
     for path in paths:

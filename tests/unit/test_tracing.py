@@ -294,8 +294,9 @@ class TestTheClock:
         mark = next(event for event in profiled["traceEvents"] if event.get("name") == "mark" and event["ph"] == "X")
         slept = ChromeTrace(tmp_path / "t.json").only("sleep")
         assert slept.base == profiled["baseTimeNanoseconds"]
-        assert slept.start == pytest.approx(mark["ts"], abs=20_000)
-        assert slept.stop == pytest.approx(mark["ts"] + mark["dur"], abs=20_000)
+        # On a busy machine, the process may wait between two readings of the clock; another clock would be far off.
+        assert slept.start == pytest.approx(mark["ts"], abs=2_000_000)
+        assert slept.stop == pytest.approx(mark["ts"] + mark["dur"], abs=2_000_000)
 
         rankless.merge_traces(tmp_path / "all.json", [tmp_path / "t.json", tmp_path / "profile.json"])
         merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
