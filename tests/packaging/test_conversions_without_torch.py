@@ -46,13 +46,15 @@ TORCH_TARGETS = [
     "nxd",
 ]
 
-#: How NxD has divided the parameters of its checkpoints.
+#: How NxD has divided the parameters of its checkpoints, whose ranks were trained apart and differ in their copies.
 LAYOUT = json.dumps(
     {
         "rules": [{"match": "a.*", "dim": 0}, {"match": "b.weight", "dim": 1}, {"match": "*"}],
         "not_trained": ["buf", "frozen"],
     }
 )
+
+NXD = {"layout": LAYOUT, "keys": {"copies": "first"}}
 
 #: A source, an output, and the arguments of the conversion.
 Job = tuple[str, str, dict[str, Any]]
@@ -121,7 +123,7 @@ def list_jobs(sources: dict[str, Path], targets: list[str], folder: Path) -> dic
         f"{name} to {target}": (
             str(source),
             str(folder / name / target),
-            {"to": target.split("-")[0], "layout": LAYOUT if name.startswith("nxd/") else None, **TARGETS[target]},
+            {"to": target.split("-")[0], **(NXD if name.startswith("nxd/") else {}), **TARGETS[target]},
         )
         for name, source in sources.items()
         for target in targets
