@@ -35,8 +35,8 @@ from rankless.run.tags import TagArgument
 from rankless.run_session import RunDirectory
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
+from rankless.state.mismatches import COMPONENTS
 from rankless.state.optimizer.step_counter import OptimizerStepCounter
-from rankless.state.restore import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.stateful import check_stateful_object
 from rankless.tier.tier_options import LocalTier

@@ -336,7 +336,7 @@ class RunDirectory:
         chosen = with_keywords(LoadOptions(), options, more, RunDirectory.restore)
         # Imported here, as a job that only saves needs none of it, and no reader of another format.
         from rankless.load.load_request import LoadRequest  # noqa: PLC0415
-        from rankless.state.restore import RestorePolicy, as_components  # noqa: PLC0415
+        from rankless.state.mismatches import RestorePolicy, as_components  # noqa: PLC0415
 
         check_keys(chosen.keys)
         selected = check_tag_argument(tag)

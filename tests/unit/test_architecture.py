@@ -183,7 +183,7 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
     assert len(modules_of_rankless(saved)) <= 196
-    assert len(modules_of_rankless(loaded)) <= 237
+    assert len(modules_of_rankless(loaded)) <= 238
 
 
 def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 121
     assert save_functions <= 577
-    assert load_modules <= 113
+    assert load_modules <= 114
     assert load_functions <= 511
 
 

@@ -24,7 +24,7 @@ from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, p
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
-from rankless.state.restore import RestorePolicy
+from rankless.state.mismatches import RestorePolicy
 from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
 

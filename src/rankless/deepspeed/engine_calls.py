@@ -25,7 +25,7 @@ from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tags import TagArgument
 from rankless.save.handle import SaveHandle
-from rankless.state.restore import as_components
+from rankless.state.mismatches import as_components
 
 _T = TypeVar("_T")
 

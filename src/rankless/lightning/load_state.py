@@ -21,7 +21,7 @@ from rankless.lightning.hook_overrides import NotRead
 from rankless.lightning.hooked_state import HookedModel, hooked_optimizers
 from rankless.load.fallback import load_with_fallback
 from rankless.load.load_request import LoadRequest
-from rankless.state.restore import RestorePolicy
+from rankless.state.mismatches import RestorePolicy
 from rankless.state.training import TrainingObjects
 
 #: Wraps the reader of a checkpoint.

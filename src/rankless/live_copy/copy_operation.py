@@ -26,7 +26,7 @@ from rankless.live_copy.copy_result import CopyResult
 from rankless.live_copy.copy_targets import RankNumbers, Receiver
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
-from rankless.state.restore import format_lines
+from rankless.state.mismatches import format_lines
 
 _encode = msgspec.msgpack.Encoder().encode
 

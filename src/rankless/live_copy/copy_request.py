@@ -9,7 +9,7 @@ from typing import Any
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import check_choice
-from rankless.state.restore import COMPONENTS, RestorePolicy
+from rankless.state.mismatches import COMPONENTS, RestorePolicy
 from rankless.state.training import TrainingObjects
 
 #: The objects that ``source`` may have, by the name of the argument for them.

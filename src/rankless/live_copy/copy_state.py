@@ -15,7 +15,7 @@ from rankless.live_copy.copy_result import CopyResult
 from rankless.ondisk.validation import check_timeout
 from rankless.process.gc_pause import gc_paused
 from rankless.save.background import background_saves
-from rankless.state.restore import RestorePolicy, as_components
+from rankless.state.mismatches import RestorePolicy, as_components
 from rankless.state.training import TrainingObjects
 
 

@@ -22,8 +22,9 @@ from rankless.live_copy.copy_negotiation import SourceState
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mesh_ranks import find_mesh_rank
+from rankless.state.mismatches import RestorePolicy
 from rankless.state.per_rank import SavedRankStates, restore_newcomer
-from rankless.state.restore import LoadTargets, RestorePolicy
+from rankless.state.restore import LoadTargets
 from rankless.state.tensor_views import DTYPES, TensorView
 from rankless.state.training import TrainingObjects
 

@@ -52,8 +52,9 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
 from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
+from rankless.state.mismatches import format_lines
 from rankless.state.per_rank import RankState, SavedRankStates, restore_resized, restore_same_world_size
-from rankless.state.restore import LoadTargets, format_lines
+from rankless.state.restore import LoadTargets
 from rankless.state.training import TrainingObjects
 from rankless.storage.filesystems import is_local
 from rankless.storage.object_path import ObjectPath

@@ -12,7 +12,7 @@ from rankless.formats.reader import Reader
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk.validation import check_choice, check_tag
 from rankless.run.tags import Best
-from rankless.state.restore import COMPONENTS, RestorePolicy
+from rankless.state.mismatches import COMPONENTS, RestorePolicy
 from rankless.state.training import TrainingObjects
 
 #: How ranks read bytes that several of them need.
