@@ -1,6 +1,7 @@
 """Tests of values that differ between ranks where one value for all is expected: no load calls rank 0's exact."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.pool import Ranks
 
 
@@ -85,6 +88,30 @@ def test_each_rank_gets_its_own_values_back(ranks: Ranks, tmp_path: Path, large:
     ):
         assert numbers == [rank] * 4
         assert (exact, reconstructed, messages) == (COMPONENTS, set(), [])
+
+
+def _save_and_load_elsewhere(run: Path, local: str | None) -> Any:
+    """Save and load in another place than a folder alone; the load of a generation comes before its drain ends."""
+    number = dist.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rankless.save_checkpoint(run, "s", model=Counted(number), stateful={"counter": Counter(number)}, local=local)
+    model, counter = Counted(-1), Counter(-1)
+    restored = rankless.restore(run, "s", model=model, stateful={"counter": counter}, local=local)
+    return [model.tokens[0].item(), model.scales[0].item(), counter.number], set(restored.exact)
+
+
+@pytest.mark.parametrize("tier", [False, True])
+@pytest.mark.parametrize("bucket", [False, True])
+def test_each_rank_gets_its_own_values_back_from_every_place(
+    ranks: Ranks, tmp_path: Path, bucket: bool, tier: bool
+) -> None:
+    local = str(tmp_path / "tier") if tier else None
+    with FakeS3().served() if bucket else nullcontext() as url:
+        run = store_at(url).path(f"{BUCKET}/run") if bucket else tmp_path / "run"
+        for rank, (numbers, exact) in enumerate(ranks(2, _save_and_load_elsewhere, run, local)):
+            assert numbers == [rank] * 3
+            assert exact >= {"model", "stateful"}
 
 
 def test_other_ranks_get_those_of_rank_0_and_are_told_so(ranks: Ranks, tmp_path: Path) -> None:
