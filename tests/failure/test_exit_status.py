@@ -31,19 +31,18 @@ UNDER_TORCHRUN = ("asynchronous save, group destroyed", "failed asynchronous sav
         for ending in ENDINGS
     ],
 )
-def test_the_exit_status_of_each_rank_tells_how_it_has_ended(
-    ending: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exit_status_of_each_rank_tells_how_it_has_ended(ending: Ending, tmp_path: Path) -> None:
     """This process has the key-value store, as torchrun has it. No rank is killed before its end."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": RANKS}
-    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-        monkeypatch.setenv(name, str(value))
+    common = {name: str(value) for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": True}.items()}
     with ExitStack() as job:
         ranks = []
         for rank in range(RANKS):
-            monkeypatch.setenv("RANK", str(rank))
-            ranks.append(job.enter_context(start_code(format_script(ending), tmp_path / "run")))
+            environment = {**common, "RANK": str(rank)}
+            ranks.append(
+                job.enter_context(start_code(format_script(ending), tmp_path / "run", environment=environment))
+            )
         errors = [process.communicate(120)[1] for process in ranks]
         statuses = [process.wait() for process in ranks]
     assert [status == 0 for status in statuses] == [ending.succeeds] * RANKS, errors

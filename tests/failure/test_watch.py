@@ -126,13 +126,12 @@ def sleep_watched(pipe: Connection, rank: int, seconds: float, options: dict[str
     with rankless.watch(**options):
         report_ready(pipe)
         ends = time.time() + seconds
-        while time.time() < ends:
+        done = torch.zeros(1)
+        while not done.item():  # all ranks leave in the same turn: their clocks alone would leave some in a collective
             dist.all_reduce(torch.ones(1))
             time.sleep(0.01)
             done = torch.tensor([float(time.time() >= ends)])
             dist.all_reduce(done, dist.ReduceOp.MAX)
-            if done.item():
-                break
     store = dist.distributed_c10d._get_default_store()
     store.add("done", 1)
     while (

@@ -14,22 +14,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
 from campaigns.common.fork_server import CONTEXT
 
 
 class ForkedProcess:
-    """A call of a function, with the methods of ``subprocess.Popen``; it is killed at the end of a ``with`` block."""
+    """A call of a function, with the methods of ``subprocess.Popen``; it is killed at the end of a ``with`` block.
 
-    def __init__(self, function: Callable[..., object], *args: Any) -> None:
+    ``environment`` is added to that of this process. A change of this process's own would be that of the server, too,
+    if the server starts just then, and so of all processes that other tests fork.
+    """
+
+    def __init__(
+        self, function: Callable[..., object], *args: Any, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         ours, theirs = CONTEXT.Pipe(duplex=False)
         self._errors = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - closed by __exit__
-        place = (theirs, self._errors.name, Path.cwd(), dict(os.environ))
+        place = (theirs, self._errors.name, Path.cwd(), {**os.environ, **environment})
         self._process = CONTEXT.Process(target=_call, args=(*place, function, args))
         self._process.start()
         theirs.close()
@@ -78,9 +84,11 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def start_code(code: str, *arguments: str | Path) -> ForkedProcess:
-    """Start ``python -c code arguments``."""
-    return ForkedProcess(execute, code, *map(str, arguments))
+def start_code(
+    code: str, *arguments: str | Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> ForkedProcess:
+    """Start ``python -c code arguments`` with further variables in its environment."""
+    return ForkedProcess(execute, code, *map(str, arguments), environment=environment)
 
 
 def run_code(code: str, *arguments: str | Path, check: bool = False) -> subprocess.CompletedProcess[str]:
