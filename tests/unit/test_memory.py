@@ -56,13 +56,15 @@ def test_memory_beside_the_state_does_not_grow_with_it(tmp_path: Path, layout: s
 
 
 FLAT = """
-import sys, torch, rankless
+import ctypes, sys, time, torch, rankless
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
 optimizer = torch.optim.AdamW(model.parameters())
 for parameter in model.parameters():
     parameter.grad = torch.ones_like(parameter)
 
 def resident():
+    rankless.finalize()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what malloc keeps in its arenas for later varies by megabytes
     with open("/proc/self/status") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem"))) * 1024
 
@@ -72,8 +74,11 @@ for number in range(int(sys.argv[2])):
                              async_save=True, staging=("eager", "overlapped")[number % 2], keep=1)
     if number == 10:
         before = resident()
-rankless.finalize()
-print(resident() - before)
+growth = [resident() - before]
+while growth[-1] > 5 * 2**20 and len(growth) < 20:  # the thread of the last save may not have ended
+    time.sleep(0.1)
+    growth.append(resident() - before)
+print(growth[-1])
 """
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
+from weakref import WeakMethod
 
 from rankless.observe.events import (
     DrainFailed,
@@ -44,11 +45,13 @@ def note_corrupt(path: Path, hidden: Path) -> None:
 class EventReporter:
     """The reporter of one save into ``path`` or load from it. It ``began`` at a time of ``time.perf_counter``.
 
+    ``on_event`` is a method of the operation that owns the reporter. The reporter does not keep the operation alive:
+    in a cycle, the memory of a save would wait for the garbage collector, which many trainings turn off.
     An exception of the listener is logged and does not affect the save or load.
     """
 
     def __init__(self, path: Path, on_event: OnEvent, *, is_coordinator: bool, began: float) -> None:
-        self._path, self._on_event, self._began = path, on_event, began
+        self._path, self._on_event, self._began = path, WeakMethod(on_event), began
         # One rank's line is enough: thousands would log the same.
         self._level = logging.INFO if is_coordinator else logging.DEBUG
         self._blocking_seconds: float | None = None
@@ -140,7 +143,8 @@ class EventReporter:
         self._notify(event)
 
     def _notify(self, event: Event) -> None:
-        notify_listener(self._on_event, event, self._path)
+        if (on_event := self._on_event()) is not None:
+            notify_listener(on_event, event, self._path)
 
 
 def notify_listener(on_event: OnEvent, event: Event, path: Path) -> None:

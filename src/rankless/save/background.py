@@ -130,7 +130,7 @@ class BackgroundSaves:
                 # After the main thread has ended, nothing waits for other threads.
                 if not asynchronous or not threading.main_thread().is_alive():
                     info = save.write_and_commit()
-                    if save.follow_up is not None:
+                    if save.has_follow_up:
                         info = save.follow_up()
                     save.leave_session()
                     return SaveHandle(save.path, save.mark_returned(), _completed_future(info))
@@ -185,7 +185,7 @@ class BackgroundSaves:
                 save.complete_copies()
                 lower_priority()
                 info = save.write_and_commit()
-                if save.follow_up is not None:
+                if save.has_follow_up:
                     flight.turn.set_result(None)
                     info = save.follow_up()
         except BaseException as error:  # noqa: BLE001 - raised by wait(), by the next save, or by finalize()

@@ -84,7 +84,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._tier.begin_drain()
         self._is_draining = True
         self._slots = self._tier.pin_generation(self._label.key)
-        self.follow_up = self._drain
+        self.has_follow_up = True
         self._session.run_on_all("preparing the drain", self._map_parts)
 
     def _map_parts(self) -> None:
@@ -115,7 +115,8 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
             self._end_drain(None)
         self._reporter.report_failed(error)
 
-    def _drain(self) -> CheckpointInfo:
+    def follow_up(self) -> CheckpointInfo:
+        """Write the assembled bytes into the run directory, and try again if that fails."""
         drained: CheckpointInfo | None = None
         try:
             drained = retry_drain(self._drain_once, self._note_failure)

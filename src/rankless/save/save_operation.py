@@ -43,8 +43,8 @@ class SaveOperation(ABC, Generic[Result]):
         self._own_staged: StagedTensors | None = None
         #: Set when the training objects are no longer needed.
         self.copied = threading.Event()
-        #: What is to be done after :meth:`write_and_commit`, while the next save may begin; it returns the result.
-        self.follow_up: Callable[[], Result] | None = None
+        #: Whether :meth:`follow_up` is to be called after :meth:`write_and_commit`, while the next save may begin.
+        self.has_follow_up = False
         #: Resolved when the checkpoint is complete in the local tier; ``None`` if the save does not use one.
         self.completed_locally: Future[None] | None = None
 
@@ -60,6 +60,10 @@ class SaveOperation(ABC, Generic[Result]):
     @abstractmethod
     def write_and_commit(self) -> Result:
         """Write the files, and publish them when all ranks have written theirs."""
+
+    def follow_up(self) -> Result:
+        """Do what is left after the commit, and return the result. Saves with :attr:`has_follow_up` have it."""
+        raise NotImplementedError
 
     @abstractmethod
     def mark_returned(self) -> float:

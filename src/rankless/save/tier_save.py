@@ -89,7 +89,7 @@ class TierSave(TrainingSave):
         self._set_identity(begun.identity)
         self._started_at = begun.started_at
         if begun.drains:
-            self.follow_up = self._drain
+            self.has_follow_up = True
 
     def _plan_next(self) -> NextSave:
         request = self._request
@@ -140,7 +140,7 @@ class TierSave(TrainingSave):
             self.completed_locally.set_result(None)
         self._reporter.report_saved_locally(info.path, info.step, info.nbytes)
         self._keep_newest()
-        if self.follow_up is None:
+        if not self.has_follow_up:
             stage.release()
         return info
 
@@ -169,7 +169,7 @@ class TierSave(TrainingSave):
             self._stage.keep_newest(copies)
 
     @traced("drain", "call")
-    def _drain(self) -> CheckpointInfo:
+    def follow_up(self) -> CheckpointInfo:
         """Write the staged bytes into the run directory, and try again if that fails."""
         drained: CheckpointInfo | None = None
         try:

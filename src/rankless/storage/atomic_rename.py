@@ -25,6 +25,8 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 #: The errors of ``renameat2`` on a file system that does not support its flags.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 def rename_noreplace(pending: Path, final: Path) -> None:
     """Rename a finished directory to its final name in one atomic step, and make the new name durable.
@@ -143,7 +145,7 @@ def rename_path(source: Path, target: Path) -> None:
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
     """Call ``renameat2``. Return whether it was done; ``False`` if the file system does not support ``flags``."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is None:
         return False
     if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:

@@ -46,16 +46,18 @@ _BUCKET_SCHEMES = {
 }
 
 #: More bytes than ``struct statfs`` has on any machine. Its first member, a ``long``, is the magic number.
-_STATFS_BYTES = 512
+_Statfs = ctypes.c_char * 512
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def filesystem_magic(path: Path) -> int:
     """Return the magic number of the file system that a file or a directory is on; 0 where ``statfs`` reports none."""
     if sys.platform != "linux":
         return 0
-    libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_STATFS_BYTES)
+    buffer = _Statfs()
     with wrap_os_errors("inspect", path):
-        if libc.statfs(os.fsencode(path), buffer):
+        if _libc.statfs(os.fsencode(path), buffer):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(path))
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF

@@ -25,7 +25,7 @@ from rankless.engine.io.upload_target import PART_BYTES, check_file_size
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, StorageError
 from rankless.storage.body import Body
 from rankless.storage.http import retries
-from rankless.storage.http.connection import ConnectionPool, HttpResponse, parse_address
+from rankless.storage.http.connection import ConnectionPool, HttpRequest, HttpResponse, parse_address
 from rankless.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_http import BUCKET, Answers, disconnect
 from tests.helpers.fake_s3 import AWS, PROFILES, FakeS3, Profile, failure, store_at, store_for
@@ -434,3 +434,12 @@ def test_wrong_credentials_are_refused_without_naming_them(wrong: object) -> Non
     with pytest.raises(StorageError, match="credentials must be") as refusal:
         store.read_small(store.path(f"{BUCKET}/run/a"))
     assert "SESSION" not in str(refusal.value)
+
+
+def test_a_connection_that_is_reset_while_it_is_made_is_an_error_of_the_system() -> None:
+    pool = ConnectionPool(None, 1.0)
+    with (
+        mock.patch("socket.create_connection", side_effect=ConnectionResetError(errno.ECONNRESET, "reset")),
+        pytest.raises(ConnectionResetError, match="reset"),
+    ):
+        pool.send(parse_address("http://127.0.0.1:9"), HttpRequest("GET", "/", {}, ()))

@@ -30,13 +30,16 @@ _ERRNO_BY_STATUS = {
 
 
 class RefusedRequestError(StorageError):
-    """A refusal of the server, with its status and its code, such as ``NoSuchKey``."""
+    """A refusal of the server, with its status and its code, such as ``NoSuchKey``.
 
-    def __init__(self, number: int, message: str, status: int = 0, code: str = "") -> None:
+    It ``is_repeated`` if an earlier attempt of the same request may have had its effect, though its answer was lost.
+    """
+
+    def __init__(
+        self, number: int, message: str, status: int = 0, code: str = "", *, is_repeated: bool = False
+    ) -> None:
         super().__init__(number, message)
-        self.status, self.code = status, code
-        #: Whether an earlier attempt of the same request may have had its effect, though its answer was lost.
-        self.is_repeated = False
+        self.status, self.code, self.is_repeated = status, code, is_repeated
 
 
 class _NoAnswerError(RefusedRequestError):
@@ -114,24 +117,25 @@ class ObjectClient:
             self._throttle.wait()
             try:
                 response = self._send_once(request)
-            except _NoAnswerError as error:
-                attempts.wait_or_raise(error)
-                continue
+            except _NoAnswerError:
+                if attempts.wait():
+                    continue
+                raise
             code = self._service.error_code(request, response)
             if response.status < HTTPStatus.MULTIPLE_CHOICES and not code:
                 if request.root in {"", root_name(response.body)} and response.headers.keys() >= {*request.needs}:
                     return ObjectResponse(response.headers, response.body, response.status, response.is_filled)
-                attempts.wait_or_raise(unexpected_answer_error(request.action, request.path))
-                continue
+                if attempts.wait():
+                    continue
+                raise unexpected_answer_error(request.action, request.path)
             if attempts.may_adapt() and self._service.adapt_to(request.path, response, code):
                 continue
-            refusal = _refusal(request, response, code)
-            if response.status not in _TRANSIENT_STATUSES and code not in self._service.transient_codes:
-                refusal.is_repeated = attempts.may_have_had_effect
-                raise refusal
+            is_transient = response.status in _TRANSIENT_STATUSES or code in self._service.transient_codes
             if response.status in _THROTTLED:
                 self._throttle.slow_down(attempts.next_wait)
-            attempts.wait_or_raise(refusal)
+            if not (is_transient and attempts.wait()):
+                # No variable holds what is raised: it would be a cycle, which keeps what its frames hold.
+                raise _refusal(request, response, code, is_repeated=attempts.may_have_had_effect)
 
     def _send_once(self, request: ObjectRequest) -> HttpResponse:
         """Return the answer to a request. Raises ``_NoAnswerError`` if there is none, or if it is not the service's."""
@@ -163,7 +167,7 @@ def _describe_unexpected(action: str, path: ObjectPath) -> str:
     return f"could not {action} {path}: the answer is none to this request: is that the server, or a proxy?"
 
 
-def _refusal(request: ObjectRequest, response: HttpResponse, code: str) -> RefusedRequestError:
+def _refusal(request: ObjectRequest, response: HttpResponse, code: str, *, is_repeated: bool) -> RefusedRequestError:
     text = " ".join(find_text(parse_xml(response.body), "Message").split())
     message = text or code or f"HTTP status {response.status}"
     if response.status == HTTPStatus.FORBIDDEN:
@@ -171,4 +175,5 @@ def _refusal(request: ObjectRequest, response: HttpResponse, code: str) -> Refus
     if response.status == HTTPStatus.UNAUTHORIZED:
         message = f"{message}; the server does not accept the credentials: pass others"
     number = _ERRNO_BY_STATUS.get(response.status, errno.EIO)
-    return RefusedRequestError(number, f"could not {request.action} {request.path}: {message}", response.status, code)
+    described = f"could not {request.action} {request.path}: {message}"
+    return RefusedRequestError(number, described, response.status, code, is_repeated=is_repeated)

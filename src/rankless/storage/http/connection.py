@@ -119,6 +119,8 @@ class ConnectionPool:
             try:
                 connection.http.request(request.method, connection.prefix + request.target, body, headers)
             except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError) as error:
+                if connection.http.sock is None:  # the connection was never made
+                    raise
                 return _read_early_refusal(connection.http, error)
             return _read_response(connection.http.getresponse(), request)
         except BaseException:

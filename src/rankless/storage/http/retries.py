@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import time
 
-from rankless.errors import StorageError
-
 #: Seconds before the first repetition of a request, and the most before a later one. The true wait is random.
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 20.0
 
@@ -53,10 +51,11 @@ class Attempts:
         self._adaptations += 1
         return self._adaptations <= _MAX_ADAPTATIONS
 
-    def wait_or_raise(self, error: StorageError) -> None:
-        """Wait before the next attempt. Raise the error if there is no time for one."""
+    def wait(self) -> bool:
+        """Wait before the next attempt. Return false, without waiting, if there is no time for one."""
         seconds = random.uniform(0, self.next_wait)  # noqa: S311 - no secret
         if time.monotonic() + seconds > self._deadline:
-            raise error
+            return False
         self._count += 1
         time.sleep(seconds)
+        return True
