@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
+
+from rankless.errors import StorageError
+from rankless.storage.filesystems import is_local
 
 #: A file that changed less than this many nanoseconds ago may change again without getting other times.
 _UNSETTLED_NS = 3 * 10**9
+
+#: The same on a file system of this host that stores nanoseconds: its times are those of the kernel's clock, which
+#: ticks every 10 ms or more often.
+_UNSETTLED_HERE_NS = 10**8
 
 T = TypeVar("T")
 
@@ -21,11 +30,6 @@ class FileSignature(NamedTuple):
     mtime_ns: int
     ctime_ns: int
 
-    @property
-    def is_settled(self) -> bool:
-        """Return whether a further change of the file would change its times."""
-        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > _UNSETTLED_NS
-
 
 def sign_file(file: str) -> FileSignature | None:
     """Return the signature of a file, with links followed; ``None`` if it is missing or not accessible."""
@@ -34,6 +38,18 @@ def sign_file(file: str) -> FileSignature | None:
     except OSError:
         return None
     return FileSignature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _is_settled(file: str, signature: FileSignature) -> bool:
+    """Return whether a further change of a file would change its times."""
+    changed = max(signature.mtime_ns, signature.ctime_ns)
+    age = time.time_ns() - changed
+    if age > _UNSETTLED_NS or age <= _UNSETTLED_HERE_NS:
+        return age > _UNSETTLED_NS
+    stores_nanoseconds = changed % 10**9 != 0
+    with suppress(StorageError):  # it was removed meanwhile
+        return stores_nanoseconds and is_local(Path(file))
+    return False
 
 
 class FileMemo(Generic[T]):
@@ -54,7 +70,7 @@ class FileMemo(Generic[T]):
 
     def remember(self, file: str, signature: FileSignature | None, value: T) -> None:
         """Store a value. ``signature`` is that of the file before it was read."""
-        if signature is None or not signature.is_settled:
+        if signature is None or not _is_settled(file, signature):
             return
         if len(self._values) >= self._capacity:
             self._values.clear()

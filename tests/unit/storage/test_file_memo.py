@@ -15,7 +15,7 @@ import torch
 import rankless
 from rankless.run import scan
 from rankless.storage import file_memo
-from rankless.storage.file_memo import FileMemo, sign_file
+from rankless.storage.file_memo import FileMemo, FileSignature, sign_file
 
 
 @pytest.fixture
@@ -101,6 +101,23 @@ def test_what_has_just_been_written_is_not_remembered(tmp_path: Path) -> None:
     with mock.patch.object(file_memo.time, "time_ns", return_value=file.stat().st_mtime_ns + 10**10):
         kept.remember(str(file), signature, "a")
     assert kept.recall(str(file)) == "a"
+
+
+@pytest.mark.parametrize(("local", "ns", "kept"), [(True, 1, True), (False, 1, False), (True, 0, False)])
+def test_a_clock_of_this_host_stands_still_for_a_tenth_of_a_second_at_most(
+    tmp_path: Path, local: bool, ns: int, kept: bool
+) -> None:
+    """A file server's clock may be another, and some file systems store whole seconds: there, three seconds."""
+    signature = FileSignature(1, 2, 3, 10**9, 10**9 + ns)
+    memo: FileMemo[str] = FileMemo(2)
+    for age, expected in ((10**8 // 2, False), (10**9, kept), (4 * 10**9, True)):
+        with (
+            mock.patch.object(file_memo, "is_local", return_value=local),
+            mock.patch.object(file_memo, "sign_file", return_value=signature),
+            mock.patch.object(file_memo.time, "time_ns", return_value=signature.ctime_ns + age),
+        ):
+            memo.remember("file", signature, "a")
+            assert (memo.recall("file") == "a") == expected
 
 
 @pytest.mark.usefixtures("settled")
