@@ -163,7 +163,7 @@ sessions = st.builds(
 
 
 @settings(
-    max_examples=examples(16, least=5),
+    max_examples=examples(16, least=3),
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink a failure would take very long
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -83,7 +83,7 @@ def absent(call: Callable[[], object], who: int) -> list[str]:
     """What ranks log while one of them does not come."""
     with logged() as messages:
         if dist.get_rank() == who:
-            time.sleep(5)
+            time.sleep(2)
         else:
             with suppress(RanklessError):
                 call()
@@ -93,13 +93,13 @@ def absent(call: Callable[[], object], who: int) -> list[str]:
 def save_without(path: str, who: int, met: bool) -> list[str]:
     if met:
         rankless.save_checkpoint(path, "first", MODEL)
-    return absent(lambda: rankless.save_checkpoint(path, "s", MODEL, timeout=3), who)
+    return absent(lambda: rankless.save_checkpoint(path, "s", MODEL, timeout=1.5), who)
 
 
 def load_without(path: str, who: int, met: bool) -> list[str]:
     if met:
         rankless.save_checkpoint(path, "first", MODEL)
-    return absent(lambda: rankless.load_checkpoint(path, model={"w": torch.zeros(8)}, timeout=3), who)
+    return absent(lambda: rankless.load_checkpoint(path, model={"w": torch.zeros(8)}, timeout=1.5), who)
 
 
 @pytest.mark.parametrize(

