@@ -87,6 +87,11 @@ def test_a_rank_sends_no_faster_than_its_rate(ranks: Ranks) -> None:
     assert max(ranks(2, partial(exchange, rate=32 * MIB), planned, nbytes)) > 3 * MESSAGE_BYTES / (32 * MIB)
 
 
+def test_all_bytes_arrive_if_each_message_has_come_long_before_the_next_may_go(ranks: Ranks) -> None:
+    planned = [one for one in all_to_all(2, 2_000, message=1_000) if (one.sender, one.receiver) == (0, 1)]
+    ranks(2, partial(exchange, rate=2_000.0), planned, 2_000)
+
+
 def change_on_the_way(nbytes: int) -> None:
     """Change the bytes of a message after its CRC was computed."""
     crc64 = part_transfers.crc64
