@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import transformers
 
 from campaigns.families.catalogue import ALWAYS, Family, draw_families, find_family
 from campaigns.families.round_trips import FSDP2, PLAIN
-from campaigns.families.verdicts import Verdict, judge
+from campaigns.families.table import write_table
+from campaigns.families.verdicts import Outcome, Verdict, judge
 from tests.helpers.pool import Ranks
 
 
@@ -29,28 +31,40 @@ def main() -> int:
     parser.add_argument("--more", type=int, default=40, help="how many further families (default: 40)")
     parser.add_argument("--family", action="append", help="only this one; may be given several times")
     parser.add_argument("--layout", action="append", choices=[PLAIN, FSDP2], help="(default: both)")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/compatibility.md")
     options = parser.parse_args()
-    names = options.family or ALWAYS
-    families = [*map(find_family, names), *([] if options.family else draw_families(options.seed, options.more))]
     verdicts = []
-    for verdict in _judge_all(families, options.layout or [PLAIN, FSDP2]):
+    for verdict in _judge_all(options, options.layout or [PLAIN, FSDP2]):
         verdicts.append(verdict)
         print(verdict, flush=True)
-    wrong = [verdict.family for verdict in verdicts if verdict.wrong]
-    print(f"{len(verdicts)} families, {len(wrong)} wrong: {', '.join(wrong)}")
-    return int(bool(wrong))
+    if options.write:
+        write_table(verdicts)
+    numbers = Counter(verdict.outcome for verdict in verdicts)
+    print(", ".join(f"{number} {outcome.value}" for outcome, number in numbers.items()))
+    return int(Outcome.WRONG in numbers)
 
 
-def _judge_all(families: list[Family], layouts: list[str]) -> Iterator[Verdict]:
+def _judge_all(options: argparse.Namespace, layouts: list[str]) -> Iterator[Verdict]:
+    """Yield the verdicts on the families that are always tried, and on so many others that can be built."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     ranks = Ranks()
-    for family in families:
-        ranks.replace_old_ranks()
-        with tempfile.TemporaryDirectory(prefix="rankless-") as folder:
-            yield judge(family, layouts, ranks, Path(folder))
+    for name in options.family or ALWAYS:
+        yield _judge_one(find_family(name), layouts, ranks)
+    built = 0
+    for family in () if options.family else draw_families(options.seed):
+        if built == options.more:
+            break
+        yield (verdict := _judge_one(family, layouts, ranks))
+        built += verdict.outcome is not Outcome.NOT_BUILT
     ranks.close()
+
+
+def _judge_one(family: Family, layouts: list[str], ranks: Ranks) -> Verdict:
+    ranks.replace_old_ranks()
+    with tempfile.TemporaryDirectory(prefix="rankless-") as folder:
+        return judge(family, layouts, ranks, Path(folder))
 
 
 if __name__ == "__main__":

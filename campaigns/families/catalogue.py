@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ class Family:
 #: Settings of families whose smaller configuration is not consistent by itself.
 _CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 4, "mamba_d_state": 16},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "intermediate_size": 64, "mamba_d_head": 4},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
@@ -96,10 +96,11 @@ def find_family(name: str) -> Family:
     return Family(name, model_class or _classes()[base], {**_CHANGES.get(base, {}), **changes})
 
 
-def draw_families(seed: int, number: int) -> list[Family]:
-    """Return so many families that are not always tried, drawn by a seed."""
+def draw_families(seed: int) -> Iterator[Family]:
+    """Yield the families that are not always tried, in an order that follows from a seed."""
     names = sorted(_classes().keys() - set(ALWAYS))
-    return [find_family(name) for name in random.Random(seed).sample(names, min(number, len(names)))]
+    random.Random(seed).shuffle(names)
+    yield from map(find_family, names)
 
 
 @cache

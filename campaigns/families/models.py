@@ -32,6 +32,11 @@ class Recipe:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator))
         return model.eval()
 
+    def build_on_meta(self) -> Any:
+        """Return the model without values, as large models are built before they are loaded."""
+        with torch.device("meta"):
+            return self.find_class()._from_config(copy.deepcopy(self.config)).eval()
+
     def find_class(self) -> Any:
         """Return the class of the model."""
         return getattr(transformers, self.model_class)
@@ -49,7 +54,11 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of lists that share no parameter with the rest of the model, inner ones first."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
-    return [layer for layer in reversed(layers) if _has_own_parameters(layer, uses)]
+    return [
+        layer
+        for layer in reversed(layers)
+        if not isinstance(layer, nn.ModuleList | nn.ModuleDict) and _has_own_parameters(layer, uses)
+    ]
 
 
 def _has_own_parameters(layer: nn.Module, uses: Counter[nn.Parameter]) -> bool:

@@ -1,4 +1,4 @@
-"""The three round trips of a family, in one process and on ranks that shard with FSDP2."""
+"""The round trips of a family, in one process and on ranks that shard with FSDP2."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def run_round_trips(recipe: Recipe, pretrained: Path, folder: Path, layout: str)
 
     Returns what is wrong with the loaded objects. All ranks call it.
     """
-    model = _build(recipe, _SAVED, layout)
+    model = _shard_for(layout, recipe.build(_SAVED))
     wrong = []
-    for name, round_trip in (("load_model", _load_pretrained), ("save_model", _save), ("resume", _resume)):
+    for name, round_trip in _ROUND_TRIPS.items():
         try:
             wrong += [f"{name}: {text}" for text in round_trip(recipe, model, pretrained, folder, layout)]
         except rankless.RanklessError as error:
@@ -75,13 +75,18 @@ def run_round_trips(recipe: Recipe, pretrained: Path, folder: Path, layout: str)
     return wrong
 
 
-def _build(recipe: Recipe, seed: int, layout: str) -> nn.Module:
-    model = recipe.build(seed)
+def _shard_for(layout: str, model: nn.Module) -> nn.Module:
     return shard(model, init_device_mesh("cpu", (dist.get_world_size(),))) if layout == FSDP2 else model
 
 
 def _load_pretrained(recipe: Recipe, model: nn.Module, pretrained: Path, _: Path, layout: str) -> Iterator[str]:
-    loaded = _build(recipe, _FRESH, layout)
+    loaded = _shard_for(layout, recipe.build(_FRESH))
+    rankless.load_model(loaded, pretrained)
+    yield from _describe(find_differences(model, loaded))
+
+
+def _load_onto_meta(recipe: Recipe, model: nn.Module, pretrained: Path, _: Path, layout: str) -> Iterator[str]:
+    loaded = _shard_for(layout, recipe.build_on_meta())
     rankless.load_model(loaded, pretrained)
     yield from _describe(find_differences(model, loaded))
 
@@ -98,7 +103,7 @@ def _resume(recipe: Recipe, model: nn.Module, _: Path, folder: Path, layout: str
             parameter.grad = torch.full_like(parameter, 0.01 * (1 + number % 7))
     optimizer.step()
     rankless.save_checkpoint(folder / "run", "step_1", model, optimizer)
-    loaded = _build(recipe, _FRESH, layout)
+    loaded = _shard_for(layout, recipe.build(_FRESH))
     optimizer_loaded = torch.optim.AdamW(loaded.parameters())
     rankless.load_checkpoint(folder / "run", model=loaded, optimizer=optimizer_loaded)
     yield from _describe(find_differences(model, loaded))
@@ -116,3 +121,12 @@ def _compare_states(expected: torch.optim.Optimizer, optimizer: torch.optim.Opti
 def _describe(differences: list[str]) -> Iterator[str]:
     if differences:
         yield f"{len(differences)} tensors differ, such as {differences[0]}"
+
+
+#: The round trips, by what they call. Each yields what is wrong.
+_ROUND_TRIPS = {
+    "load_model": _load_pretrained,
+    "load_model on meta": _load_onto_meta,
+    "save_model": _save,
+    "resume": _resume,
+}

@@ -1,47 +1,69 @@
-"""The verdict on one family: what is wrong in each layout, or what transformers itself cannot do."""
+"""The verdict on one family: right or wrong, or what transformers itself cannot do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from campaigns.families.catalogue import Family
+from campaigns.families.reference import Reference
 from campaigns.families.round_trips import FSDP2, check_fsdp2, check_plain, make_recipe, make_reference
+
+
+class Outcome(Enum):
+    """What became of a family."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    TRANSFORMERS_FAILS = "transformers' own round trip fails"
+    NOT_BUILT = "no tiny model can be built here"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one family: what is wrong by layout, nothing if all is right, or how transformers itself fails."""
+    """What became of one family, and why it is not right."""
 
     family: str
     model_class: str
-    wrong: Mapping[str, list[str]] = field(default_factory=dict)
-    fault_of_transformers: str | None = None
+    outcome: Outcome
+    reason: str = ""
 
     def __str__(self) -> str:
         """Return the verdict as a line."""
-        if self.wrong:
-            texts = [f"{layout}: {text}" for layout, all_texts in self.wrong.items() for text in all_texts]
-            return f"{self.family} ({self.model_class}): WRONG: {' | '.join(texts)}"
-        fault = self.fault_of_transformers
-        return f"{self.family} ({self.model_class}): {f'transformers fails: {fault}' if fault else 'right'}"
+        return f"{self.family} ({self.model_class}): {self.outcome.value}{self.reason and f': {self.reason}'}"
 
 
-def judge(family: Family, layouts: list[str], ranks: Any, folder: Path) -> Verdict:
+def judge(family: Family, layouts: Sequence[str], ranks: Any, folder: Path) -> Verdict:
     """Run the round trips of a family in some layouts, in an empty folder."""
     try:
-        reference = make_reference(make_recipe(family), folder / "pretrained")
+        recipe = make_recipe(family)
+    except Exception as error:  # noqa: BLE001 - settings are not consistent, or a package is missing
+        return Verdict(family.name, family.model_class, Outcome.NOT_BUILT, _describe(error))
+    try:
+        reference = make_reference(recipe, folder / "pretrained")
     except Exception as error:  # noqa: BLE001 - nothing of rankless ran yet
-        return Verdict(family.name, family.model_class, fault_of_transformers=f"{type(error).__name__}: {error}")
-    wrong = {}
+        return Verdict(family.name, family.model_class, Outcome.TRANSFORMERS_FAILS, _describe(error))
+    if wrong := " | ".join(_run_layouts(reference, layouts, ranks, folder)):
+        return Verdict(family.name, family.model_class, Outcome.WRONG, wrong)
+    if reference.fault:
+        return Verdict(family.name, family.model_class, Outcome.TRANSFORMERS_FAILS, reference.fault)
+    return Verdict(family.name, family.model_class, Outcome.RIGHT)
+
+
+def _run_layouts(reference: Reference, layouts: Sequence[str], ranks: Any, folder: Path) -> Iterator[str]:
+    """Yield what is wrong in each layout."""
     for layout in layouts:
         place = folder / layout
         try:
             texts = check_fsdp2(ranks, 2, reference, place) if layout == FSDP2 else check_plain(reference, place)
         except Exception as error:  # noqa: BLE001 - reported by the campaign
-            texts = [f"{type(error).__name__}: {error} {error.__cause__!r}"]
-        if texts:
-            wrong[layout] = texts
-    return Verdict(family.name, family.model_class, wrong, reference.fault)
+            texts = [_describe(error.__cause__ or error)]
+        yield from (f"{layout}: {text}" for text in texts)
+
+
+def _describe(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
