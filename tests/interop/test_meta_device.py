@@ -115,6 +115,32 @@ def test_without_strict_what_is_missing_is_initialised_by_its_module(tmp_path: P
     assert torch.equal(model["b"].weight, torch.ones(3))
 
 
+class Positions(nn.Module):
+    """A parameter that its initializer copies out of a computed table, as Marian's positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.arange(3.0))
+
+
+def _load_positions(path: str) -> torch.Tensor:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": Positions()})
+    fully_shard(model["b"], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    rankless.load_model(model, path, strict=False)
+    return model["b"].weight.full_tensor().detach().clone()
+
+
+def test_an_initializer_may_copy_a_whole_table_into_a_sharded_parameter(ranks: Ranks, tmp_path: Path) -> None:
+    rankless.save_model(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "m.pt")
+    for weight in ranks(2, _load_positions, tmp_path / "m.pt"):
+        assert torch.equal(weight, torch.arange(3.0).expand(5, 3))
+
+
 def llama(config: transformers.PretrainedConfig) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
@@ -49,6 +50,20 @@ def find_initializer(model: nn.Module, owner: nn.Module) -> Callable[[], object]
     return reset if callable(reset) else None
 
 
+class _ShardWholeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets an initializer copy a whole tensor, such as a computed table, into a sharded one, as into a plain one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See :class:`TorchDispatchMode`."""
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
+            target, whole = args[:2]
+            whole = whole.to(target.device).expand(target.shape)
+            # Each rank has the whole tensor, so that nothing is sent.
+            shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+            args = (target, shard, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
 def _enclosing_modules(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module]:
     """Yield the module itself and those that contain it, innermost first."""
     (path,) = (name for name, module in model.named_modules() if module is owner)
@@ -78,7 +93,8 @@ def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
         for owner in dict.fromkeys(meta.owner for meta in unallocated if local_ids[id(meta.tensor)] not in filled):
             initialize = find_initializer(model, owner)
             if initialize is not None:
-                initialize()
+                with _ShardWholeValues():
+                    initialize()
     return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
 
 
