@@ -13,7 +13,15 @@ from transformers.models.auto import modeling_auto
 
 #: The tasks of transformers' automatic classes: a family is built as the model of the first one that it has.
 _TASKS = [
-    *("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "CTC"),
+    *(
+        "IMAGE_TEXT_TO_TEXT",
+        "MULTIMODAL_LM",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SPEECH_SEQ_2_SEQ",
+        "MASKED_LM",
+        "CAUSAL_LM",
+        "CTC",
+    ),
     *("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "OBJECT_DETECTION", "MASK_GENERATION", "TEXT_TO_WAVEFORM"),
     "PRETRAINING",
 ]
@@ -31,7 +39,11 @@ class Family:
 #: Settings of families whose smaller configuration is not consistent by itself.
 _CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "intermediate_size": 64, "mamba_d_head": 4},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "intermediate_size": 64,
+        "mamba_d_head": 4,
+    },
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
@@ -79,13 +91,58 @@ _FORMS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 ALWAYS = [
     *("albert", "bart", "bert", "bitnet", "blip", "bloom", "clip", "cohere2", "convnext", "dbrx", "deberta-v2"),
     *("deepseek_v3", "diffllama", "dinov2", "distilbert", "electra", "encodec", "ernie4_5_moe", "falcon", "gemma2"),
-    *("gemma3_text", "gemma3n_text", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj"),
-    *("granitemoe", "granitemoehybrid", "hubert", "hunyuan_v1_moe", "idefics3", "jamba", "lfm2", "llama", "llama4_text"),
-    *("llava", "longformer", "m2m_100", "mamba", "mamba2", "marian", "minimax", "mistral", "mixtral", "modernbert", "mt5"),
+    *(
+        "gemma3_text",
+        "gemma3n_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gpt_oss",
+        "gptj",
+    ),
+    *(
+        "granitemoe",
+        "granitemoehybrid",
+        "hubert",
+        "hunyuan_v1_moe",
+        "idefics3",
+        "jamba",
+        "lfm2",
+        "llama",
+        "llama4_text",
+    ),
+    *(
+        "llava",
+        "longformer",
+        "m2m_100",
+        "mamba",
+        "mamba2",
+        "marian",
+        "minimax",
+        "mistral",
+        "mixtral",
+        "modernbert",
+        "mt5",
+    ),
     *("nemotron", "nemotron_h", "olmo2", "olmoe", "opt", "paligemma", "phi", "phi3", "qwen2"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "recurrent_gemma", "resnet"),
     *("roberta", "rwkv", "sam", "segformer", "siglip", "smollm3", "stablelm", "starcoder2", "swin"),
-    *("switch_transformers", "t5", "vit", "vit_mae", "vits", "wav2vec2", "whisper", "xlnet", "xlstm", "yolos", "zamba2"),
+    *(
+        "switch_transformers",
+        "t5",
+        "vit",
+        "vit_mae",
+        "vits",
+        "wav2vec2",
+        "whisper",
+        "xlnet",
+        "xlstm",
+        "yolos",
+        "zamba2",
+    ),
     *_FORMS,
 ]
 

@@ -59,7 +59,7 @@ class ComponentSave(SaveOperation[Path]):
     def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
         super().__init__(ranks, timeout)
         self._request, self._layout = request, _ComponentLayout()
-        #: On rank 0, the files and the names of the tensors in them, by number.
+        #: On rank 0, the files, and by number the stored tensor of each pair of a stored tensor and one that it is of.
         self._files, self._names = list[ComponentFile](), list[str]()
         self._started_at = time.perf_counter()
 
@@ -95,16 +95,18 @@ class ComponentSave(SaveOperation[Path]):
 
     def _fragments_by_name(self, fragments: Fragments) -> FragmentsOf:
         """Return a function that returns the fragments of a stored tensor, on rank 0."""
-        numbers = {name: number for number, name in enumerate(self._names)}
-        return lambda name: fragments.get(numbers[name], [])
+        numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self._names):
+            numbers.setdefault(name, []).append(number)
+        return lambda name: [fragment for number in numbers[name] for fragment in fragments.get(number, [])]
 
     def _lay_out_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
             laid_out = [file.lay_out() for file in file_set.files]
             starts = [file.starts for file in laid_out]
-            self._files, self._names = list(file_set.files), [name for of_file in starts for name in of_file]
-            spans = _tensor_spans(file_set.content, starts, self._tensors_to_save(global_spec))
+            spans, self._names = _tensor_spans(file_set.content, starts, self._tensors_to_save(global_spec))
+            self._files = list(file_set.files)
             opened = self._open_files(file_set, [file.frame for file in laid_out])
             return _encode(_ComponentLayout(file_set.names, opened, spans))
 
@@ -157,22 +159,25 @@ class ComponentSave(SaveOperation[Path]):
 
 def _tensor_spans(
     content: ComponentContent, starts: Sequence[Mapping[str, int]], tensors: Mapping[str, GlobalTensor]
-) -> dict[str, list[TensorSpan]]:
-    """Return where the bytes of each tensor go. Stored tensors are numbered in the order of the files."""
+) -> tuple[dict[str, list[TensorSpan]], list[str]]:
+    """Return where the bytes of each tensor go, and the names of stored tensors by the numbers of the spans.
+
+    A stored tensor that consists of several has a number for each, in the order of the files.
+    """
     spans: dict[str, list[TensorSpan]] = {name: [] for name in tensors}
     sources: dict[str, list[tuple[str, ElementRange, int]]] = {}
     for source, tensor in tensors.items():
         whole = [(ElementRange(0, tensor.info.nbytes), source, 0)]
         for byte_range, name, at in split_ranges(tensor.info, tensor.splits) if tensor.splits else whole:
             sources.setdefault(name, []).append((source, byte_range, at))
-    number = 0
+    numbers: dict[tuple[str, str], int] = {}
     for file, names in enumerate(starts):
         for name, offset in names.items():
-            origin, nbytes = content.origins[name], content.tensors[name].nbytes
-            for source, byte_range, at in sources[origin.name]:
-                low, high = max(at, origin.start), min(at + byte_range.stop - byte_range.start, origin.start + nbytes)
-                if low < high or not nbytes:
-                    start, into = byte_range.start + low - at, low - origin.start
-                    spans[source].append(TensorSpan(start, start + high - low, number, into, file, offset + into))
-            number += 1
-    return {name: sorted(of_tensor) for name, of_tensor in spans.items()}
+            for origin in content.origins[name]:
+                for source, byte_range, at in sources[origin.name]:
+                    low, high = max(at, origin.start), min(at + byte_range.stop - byte_range.start, origin.stop)
+                    if low < high or not content.tensors[name].nbytes:
+                        start, into = byte_range.start + low - at, origin.at + low - origin.start
+                        number = numbers.setdefault((name, source), len(numbers))
+                        spans[source].append(TensorSpan(start, start + high - low, number, into, file, offset + into))
+    return {name: sorted(of_tensor) for name, of_tensor in spans.items()}, [name for name, _ in numbers]

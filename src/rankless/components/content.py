@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
-from rankless.engine.plan.split_tensors import stored_tensors
+from rankless.engine.plan.split_tensors import split_ranges, stored_tensors
 from rankless.ondisk.data_files import ADAPTER, TensorInfo, is_adapter_group
 from rankless.ondisk.validation import split_state_key, state_key
-from rankless.state.model.fused_layout import Stored, TensorOrigin
+from rankless.state.model.fused_layout import StoredLayout
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "scheduler"
 
@@ -25,6 +25,15 @@ def name_in_component(kind: str, tensor: GlobalTensor) -> str | None:
     return tensor.name if tensor.group == kind else None
 
 
+class TensorOrigin(NamedTuple):
+    """Bytes ``[start, stop)`` of the tensor called ``name``, which a stored tensor has from its byte ``at`` on."""
+
+    name: str
+    start: int
+    stop: int
+    at: int = 0
+
+
 @dataclass(frozen=True)
 class ComponentContent:
     """One component, as rank 0 lays it out in files.
@@ -36,7 +45,7 @@ class ComponentContent:
 
     kind: str
     tensors: Mapping[str, TensorInfo]
-    origins: Mapping[str, TensorOrigin]
+    origins: Mapping[str, Sequence[TensorOrigin]]
     tied: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     companions: Mapping[str, bytes] = field(default_factory=dict)
@@ -46,15 +55,24 @@ class ComponentContent:
         """The size of all tensors in bytes."""
         return sum(info.nbytes for info in self.tensors.values())
 
-    def stored_as(self, stored: Callable[[Mapping[str, TensorInfo]], Stored]) -> ComponentContent:
-        """Return a copy with the tensors as another library stores them, ties included."""
-        by_name = stored(self.tensors)
-        origins = {
-            name: TensorOrigin(self.origins[origin.name].name, origin.start) for name, (_, origin) in by_name.items()
-        }
-        names = {origin.name: name for name, (_, origin) in by_name.items()}
+    def stored_as(self, stored: Callable[[Mapping[str, TensorInfo]], StoredLayout]) -> ComponentContent:
+        """Return a copy with the tensors as another library stores them, ties included.
+
+        Tensors of this copy must be stored whole and unchanged.
+        """
+        layout = stored(self.tensors)
+        origins: dict[str, list[TensorOrigin]] = {name: [] for name in layout.tensors}
+        names = {}
+        for name, splits in layout.splits.items():
+            info, (whole,) = self.tensors[name], self.origins[name]
+            for (start, stop), stored_name, at in split_ranges(info, splits):
+                origins[stored_name].append(TensorOrigin(whole.name, start, stop, at))
+            if not info.nbytes:
+                origins[splits[0].name].append(whole)
+            if len({split.name for split in splits}) == 1:
+                names[name] = splits[0].name
         tied = {alias: names[name] for alias, name in self.tied.items() if name in names}
-        return replace(self, tensors={name: info for name, (info, _) in by_name.items()}, origins=origins, tied=tied)
+        return replace(self, tensors=layout.tensors, origins=origins, tied=tied)
 
     def without_ties(self) -> ComponentContent:
         """Return a copy that stores tied tensors once under each name, for readers that do not support ties."""
@@ -78,7 +96,7 @@ def component_content(
     return ComponentContent(
         kind,
         {rename_tensor(name): info for name, info in infos.items()},
-        {rename_tensor(name): TensorOrigin(name, 0) for name in infos},
+        {rename_tensor(name): [TensorOrigin(name, 0, info.nbytes)] for name, info in infos.items()},
         {
             rename_tensor(alias): rename_tensor(name)
             for alias, name in sorted(global_spec.tied_names().get(kind, {}).items())

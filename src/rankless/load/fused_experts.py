@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from rankless.engine.plan.split_tensors import SplitLayout, Splits, split_ranges
+from rankless.engine.plan.split_tensors import Splits, split_ranges
 from rankless.errors import OptimizerMismatchError, StateError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
-from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, full_range, identity_mapping
+from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, identity_mapping
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model import model_traversal as models
-from rankless.state.model.fused_layout import group_by_origin, stored_layout
+from rankless.state.model.fused_layout import stored_layout
 from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.model.state_dict_hooks import has_hooks
 from rankless.state.optimizer import adapters
@@ -45,7 +45,7 @@ def with_fused_experts(reader: Reader, training: TrainingObjects) -> Reader:
             joined[component] = _fused_tensors(fused_refs[component], infos) | _joined_tensors(views[component], infos)
     for component in adapters.optimizer_components(training.optimizer):
         all_refs = (ref for same_param in (refs_for(component, views) or {}).values() for ref in same_param)
-        refs[component] = fused_refs.get("model" + component.removeprefix("optimizer"), {})
+        refs[component] = _refs_of_own_tensors(fused_refs.get("model" + component.removeprefix("optimizer"), {}))
         refs[component] = {**refs[component], **{ref.name: ref for ref in all_refs if ref.splits}}
         crcs = partial(reader.block_crcs, component)
         joined[component] = _joined_states(refs[component], reader.groups.get(component, {}), crcs)
@@ -91,32 +91,24 @@ def _fused_refs(model: object, infos: _Infos) -> dict[str, ParamRef]:
     tensors = models.build_load_view([model], infos).tensors
     layout = stored_layout(model, {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     refs = {}
-    for name, stored_ranges in group_by_origin(layout):
-        stored = [stored_name for stored_name, _ in stored_ranges]
-        is_complete = all(key in infos and infos[key].shape == layout[key][0].shape for key in stored)
+    for name, splits in layout.splits.items():
+        stored = {split.name: split.shape for split in splits}
+        is_complete = all(key in infos and infos[key].shape == shape for key, shape in stored.items())
         if name not in infos and is_complete and len({infos[key].dtype for key in stored}) == 1:
-            refs[name] = ParamRef(name, tensors[name], splits=tuple(_iterate_splits(stored, infos)))
+            refs[name] = ParamRef(name, tensors[name], splits=splits)
     return refs
 
 
-def _iterate_splits(names: Sequence[str], infos: _Infos) -> Iterator[SplitLayout]:
-    """Yield the splits of a tensor that consists of whole stored tensors, one after another."""
-    start = 0
-    for name in names:
-        numel = math.prod(infos[name].shape)
-        yield SplitLayout(name, infos[name].shape, 0, start, (numel,), (1,))
-        start += numel
+def _refs_of_own_tensors(refs: Mapping[str, ParamRef]) -> dict[str, ParamRef]:
+    """Return the tensors that share no stored tensor with another one: only of these an optimizer can have the states."""
+    uses = Counter(name for ref in refs.values() for name in stored_names(ref))
+    return {name: ref for name, ref in refs.items() if all(uses[stored] == 1 for stored in stored_names(ref))}
 
 
 def _fused_tensors(refs: Mapping[str, ParamRef], infos: _Infos) -> dict[str, TensorMapping]:
-    """Return the tensors joined from the whole stored tensors that they consist of."""
-    return {
-        name: TensorMapping(
-            TensorInfo(infos[ref.splits[0].name].dtype, ref.tensor.shape),
-            [full_range(split.name, infos[split.name]) for split in ref.splits],
-        )
-        for name, ref in refs.items()
-    }
+    """Return the tensors joined from the stored tensors that they consist of."""
+    mappings = {name: _join_splits(ref.tensor.shape, ref.splits, infos) for name, ref in refs.items()}
+    return {name: mapping for name, mapping in mappings.items() if mapping is not None}
 
 
 def _joined_tensors(view: ModelView, infos: _Infos) -> dict[str, TensorMapping]:

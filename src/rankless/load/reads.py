@@ -74,7 +74,7 @@ class _FileIndex:
 
         The file ranges have the numbers of the stored tensors, so that their CRCs can be verified.
         """
-        if len(mapping.ranges) == 1:
+        if not _is_joined(mapping):
             return partial(self.locate_bytes, self._numbering[group, mapping.ranges[0].name])
 
         def find_file_ranges(start: int, stop: int) -> list[FileRange]:
@@ -92,13 +92,14 @@ class Reads:
     """One rank's share of the reads.
 
     ``number`` has the numbers of the stored tensors, and ``files`` are the files by number. ``mappings`` are the
-    requested tensors. ``alias_ranges`` are the file ranges for each aliased target, which is filled with the same
-    stored tensor as another target.
+    requested tensors. ``later_users`` are those that consist of bytes of a stored tensor of which another one does, too.
+    ``alias_ranges`` are the file ranges for each target of :func:`_iterate_aliases`, which each rank reads for itself.
     """
 
     plan: LoadPlan
     number: Mapping[_Key, int]
     mappings: Mapping[_Key, TensorMapping]
+    later_users: Mapping[_Key, None]
     files: Sequence[Source]
     alias_ranges: Sequence[Sequence[FileRange]]
     exchange: bool
@@ -118,14 +119,15 @@ class Reads:
         keys = [(tensor.group, tensor.name) for tensor in tensors]
         # Another rank may request a tensor joined from stored tensors that this rank does not know to belong together.
         mappings = find_mappings(reader, keys)
-        first_parts = {key: number[key[0], mapping.ranges[0].name] for key, mapping in mappings.items()}
+        later_users = _find_later_users(mappings)
+        first_parts = {key: number[key[0], mappings[key].ranges[0].name] for key in mappings if key not in later_users}
         requested = {first_parts[key]: tensor for key, tensor in zip(keys, tensors, strict=True) if key in first_parts}
         files = _FileIndex(reader, number, _find_readable(keys, number, mappings))
 
         joined = {
-            first_parts[key]: files.locate_mapping(key[0], mapping)
-            for key, mapping in mappings.items()
-            if len(mapping.ranges) > 1
+            first_part: files.locate_mapping(key[0], mappings[key])
+            for key, first_part in first_parts.items()
+            if _is_joined(mappings[key])
         }
 
         def locate_requested(number: int, start: int, stop: int) -> Sequence[FileRange]:
@@ -137,6 +139,7 @@ class Reads:
             plan=plan_load(requested, ranks.rank, locate_requested, exchange=exchange),
             number=number,
             mappings=mappings,
+            later_users=later_users,
             alias_ranges=[
                 _alias_file_ranges(
                     _Alias(key, target, targets.targets[key], by_key[key]),
@@ -144,7 +147,7 @@ class Reads:
                     ranks,
                     files.locate_mapping(key[0], mappings[key]),
                 )
-                for key, target in targets.aliased_targets
+                for key, target in _iterate_aliases(targets, later_users)
             ],
             files=list(files.numbers),
             exchange=exchange,
@@ -198,8 +201,9 @@ class Reads:
 
     def _fill_targets(self, targets: LoadTargets, ranks: RankGroup, session: Session, moves: _Moves) -> Fragments:
         sinks: dict[int, TensorBytes] = {}
-        for key, target in targets.targets.items():
-            mapping = self.mappings[key]
+        aliases = list(_iterate_aliases(targets, self.later_users))
+        for key in targets.targets.keys() - self.later_users.keys():
+            mapping, target = self.mappings[key], targets.targets[key]
             sink = _target_bytes(target, mapping.info)
             for part in mapping.ranges:
                 sinks[self.number[key[0], part.name]] = sink
@@ -213,7 +217,7 @@ class Reads:
         fragments |= read_stripes(self.files, self.plan.local_stripes, ranks.rank, sink_of, **read_options)
         fragments |= read_host_shared(self.files, self.plan.host_shared, ranks.rank, sink_of, **own_options)
         fragments |= read_file_ranges(self.files, self.plan.file_ranges, sink_of, **own_options)
-        for (key, target), file_ranges in zip(targets.aliased_targets, self.alias_ranges, strict=True):
+        for (key, target), file_ranges in zip(aliases, self.alias_ranges, strict=True):
             sink = _target_bytes(target, self.mappings[key].info)
             alias_sinks = {file_range.tensor: sink for file_range in file_ranges}
             more = read_host_shared(self.files, file_ranges, ranks.rank, alias_sinks.__getitem__, **own_options)
@@ -228,6 +232,29 @@ class _Moves(NamedTuple):
     on_moved: OnBytesMoved
     make_readers: MakeReaders
     streams: Sequence[CopyStream]
+
+
+def _is_joined(mapping: TensorMapping) -> bool:
+    """Return whether a tensor is more than the first bytes of one stored tensor."""
+    return len(mapping.ranges) > 1 or mapping.ranges[0].start > 0
+
+
+def _find_later_users(mappings: Mapping[_Key, TensorMapping]) -> dict[_Key, None]:
+    """Return the tensors that have bytes of a stored tensor of which an earlier one has some, such as parts of it."""
+    used: set[_Key] = set()
+    later: dict[_Key, None] = {}
+    for key, mapping in mappings.items():
+        parts = {(key[0], name) for name in mapping.names}
+        if parts & used:
+            later[key] = None
+        used |= parts
+    return later
+
+
+def _iterate_aliases(targets: LoadTargets, later_users: Collection[_Key]) -> Iterator[tuple[_Key, TensorView]]:
+    """Yield the targets that are filled with stored tensors which also fill another target."""
+    yield from targets.aliased_targets
+    yield from ((key, targets.targets[key]) for key in later_users if key in targets.targets)
 
 
 def _find_readable(

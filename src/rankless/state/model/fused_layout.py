@@ -1,46 +1,46 @@
-"""The layout in which transformers stores tensors that are fused in memory, such as those of experts.
+"""The layout in which transformers stores tensors that it fuses, divides or reorders in memory, such as experts.
 
-Its own conversion, reversed as ``save_pretrained`` does, is run on tensors without data. The storage offset of each
-result in the tensor that it is a view of is the start of the bytes that are stored under its name.
+Its own conversion, reversed as ``save_pretrained`` does, is run on tensors without data, whose elements are tracked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
+from rankless.engine.plan.split_tensors import SplitLayout, Splits, split_tiles, whole_splits
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.data_files import TensorInfo
+from rankless.state.model.element_origins import OriginTracker, make_splits, whole_tensor
 from rankless.state.model.hf_config import class_before_sharding, unwrap_model
 from rankless.state.model.hf_optional_tensors import names_not_saved
 from rankless.state.tensor_views import DTYPES
 
 
-class TensorOrigin(NamedTuple):
-    """The origin of a stored tensor: the tensor in memory called ``name``, from byte ``start`` on."""
+@dataclass(frozen=True)
+class StoredLayout:
+    """The tensors that are stored for a model, by name, and where the elements of each tensor in memory are stored."""
 
-    name: str
-    start: int
-
-
-#: Stored tensors and their origins, by name.
-Stored = Mapping[str, tuple[TensorInfo, TensorOrigin]]
+    tensors: Mapping[str, TensorInfo]
+    splits: Mapping[str, Splits]
 
 
-def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> Stored:
+def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> StoredLayout:
     """Return the tensors that transformers stores for a model, whose tensors are given by name, dtype and shape.
 
     For other models the tensors are stored unchanged; some models have tensors that are not stored. Raises
-    ``UnsupportedTensorError`` if the conversion does more than divide tensors into ranges of bytes.
+    ``UnsupportedTensorError`` if the conversion does more than move elements, in few enough ranges.
     """
     module: Any = unwrap_model(model) if isinstance(model, nn.Module) else None
     infos = {name: info for name, info in infos.items() if name not in names_not_saved(module)}
-    unchanged = {name: (info, TensorOrigin(name, 0)) for name, info in infos.items()}
+    unchanged = StoredLayout(infos, {name: whole_splits([name], info.shape) for name, info in infos.items()})
     if not hasattr(getattr(module, "config", None), "model_type"):
         return unchanged
     try:
@@ -48,9 +48,23 @@ def stored_layout(model: object, infos: Mapping[str, TensorInfo]) -> Stored:
     except ImportError:  # before version 5 tensors were stored unchanged
         return unchanged
     memory = {name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in infos.items()}
-    with _ViewTracker():
+    tracker = OriginTracker()
+    for name, tensor in memory.items():
+        tracker.record(tensor, [whole_tensor(name, tensor)])
+    with tracker, _WithoutContiguous():
         converted = revert_weight_conversion(_before_sharding(module), dict(memory))
-    return _find_origins(converted, memory, infos)
+    return _find_layout(converted, tracker, infos)
+
+
+class _WithoutContiguous(TorchFunctionMode):
+    """A mode in which ``contiguous()`` does not copy, so that parts of a result remain views of its origin."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _before_sharding(module: nn.Module) -> Any:
@@ -76,54 +90,37 @@ def _before_sharding(module: nn.Module) -> Any:
     return copy_tree(module)
 
 
-class _ViewTracker(TorchFunctionMode):
-    """A mode in which ``contiguous()`` does not copy, so that a result remains a view of its origin."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.contiguous:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _find_origins(
-    converted: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]
-) -> dict[str, tuple[TensorInfo, TensorOrigin]]:
-    origins = {tensor.untyped_storage()._cdata: name for name, tensor in memory.items()}  # noqa: SLF001
-    stored = {}
-    for name, view in converted.items():
-        origin = origins.get(view.untyped_storage()._cdata)  # noqa: SLF001
-        if origin is None or not view.is_contiguous():
-            raise UnsupportedTensorError(
-                f"transformers stores the elements of {name!r} in another order than the model has in memory, which "
-                "rankless does not convert: use the model's save_pretrained(), or a file with shard=False"
-            )
-        info = TensorInfo(infos[origin].dtype, tuple(view.shape))
-        stored[name] = info, TensorOrigin(origin, int(view.storage_offset()) * view.element_size())
-    _check_complete(stored, infos)
-    return stored
+def _find_layout(
+    converted: Mapping[str, torch.Tensor], tracker: OriginTracker, infos: Mapping[str, TensorInfo]
+) -> StoredLayout:
+    tensors: dict[str, TensorInfo] = {}
+    splits: dict[str, list[SplitLayout]] = {}
+    for name, tensor in converted.items():
+        shape, origins = tuple(tensor.shape), tracker.find_origins(tensor)
+        # A file may also have a tensor of the same name in the order of the memory.
+        if origins is None or (name in infos and [*origins] != [whole_tensor(name, tensor)]):
+            raise _reordered(name)
+        tensors[name] = TensorInfo(infos[origins[0].name].dtype, shape)
+        for origin, split in make_splits(name, shape, origins):
+            splits.setdefault(origin, []).append(split)
+    _check_complete(splits, infos)
+    return StoredLayout(tensors, {name: tuple(of_tensor) for name, of_tensor in splits.items()})
 
 
-def _check_complete(stored: Stored, infos: Mapping[str, TensorInfo]) -> None:
+def _reordered(name: str) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"transformers stores the elements of {name!r} in another order than the model has in memory, which rankless does "
+        "not convert: use the model's save_pretrained(), or a file with shard=False"
+    )
+
+
+def _check_complete(splits: Mapping[str, list[SplitLayout]], infos: Mapping[str, TensorInfo]) -> None:
     """Raise ``UnsupportedTensorError`` if the stored tensors do not cover each tensor in memory exactly once."""
-    for name, ranges in group_by_origin(stored):
-        stop = 0
-        for stored_name, start in ranges:
-            if start != stop:
-                break
-            stop += stored[stored_name][0].nbytes
-        if stop != infos[name].nbytes:
-            raise UnsupportedTensorError(f"transformers stores {name!r} as tensors that do not cover it")
-    missing = sorted(infos.keys() - {origin.name for _, origin in stored.values()})
-    if missing:
+    if missing := sorted(infos.keys() - splits.keys()):
         raise UnsupportedTensorError(f"transformers does not store {missing[0]!r} of the model")
-
-
-def group_by_origin(stored: Stored) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield, for each tensor in memory, the tensors that it is stored as, in order: names and starts in bytes."""
-    ranges_of: dict[str, list[tuple[int, str]]] = {}
-    for name, (_, origin) in stored.items():
-        ranges_of.setdefault(origin.name, []).append((origin.start, name))
-    for name, ranges in ranges_of.items():
-        yield name, [(stored_name, start) for start, stored_name in sorted(ranges)]
+    for name, of_tensor in splits.items():
+        if not split_tiles(math.prod(infos[name].shape), tuple(of_tensor)):
+            raise UnsupportedTensorError(
+                f"transformers stores {name!r} as tensors that do not cover it once, or in too many ranges: use the "
+                "model's save_pretrained(), or a file with shard=False"
+            )
