@@ -1,8 +1,8 @@
 """``python -m campaigns.families``: round trips of transformers' model families, plain and under FSDP2 on two ranks.
 
 Each family is built tiny from its configuration. ``from_pretrained`` opens what ``save_model`` writes, ``load_model``
-takes what ``save_pretrained`` writes, and a checkpoint is resumed: all bit for bit. The files are compared with those of
-``save_pretrained``. It exits with 1 if one is wrong, unless transformers itself fails.
+takes what ``save_pretrained`` writes, and a checkpoint is resumed: all bit for bit. The files are compared with those
+of ``save_pretrained``. It exits with 1 if a family is wrong, unless transformers itself fails.
 """
 
 from __future__ import annotations

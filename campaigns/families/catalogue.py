@@ -162,7 +162,7 @@ def draw_families(seed: int) -> Iterator[Family]:
 
 @cache
 def _classes() -> dict[str, str]:
-    """The name of a class for each family that transformers has, and whose class is a public one."""
+    """Return the name of a class for each family that transformers has with a public class."""
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in _TASKS]
     classes: dict[str, str] = {}
     for mapping in (*mappings, modeling_auto.MODEL_MAPPING_NAMES):

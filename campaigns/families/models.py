@@ -23,7 +23,7 @@ class Recipe:
     config: Any
 
     def build(self, seed: int) -> Any:
-        """Return the model with tensors that depend on the seed, but for integers and what transformers never stores."""
+        """Return the model with tensors that depend on the seed, but for integers and what is never stored."""
         torch.manual_seed(seed)
         model = self.find_class()._from_config(copy.deepcopy(self.config))
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     whole = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     for layer in _layers_of(model):
         fully_shard(layer, mesh=mesh, ignored_params=whole)
-    return fully_shard(model, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    return model
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

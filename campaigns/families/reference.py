@@ -1,4 +1,4 @@
-"""The oracle: the folder that ``save_pretrained`` writes for a model, and the model that ``from_pretrained`` makes of one."""
+"""The oracle: what ``save_pretrained`` writes for a model, and what ``from_pretrained`` makes of a folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reference:
         return f"its own files have {', '.join(self.opened.keys)}" if self.opened.keys else None
 
     def compare_folder(self, folder: Path) -> Iterator[str]:
-        """Yield how a folder differs from that of ``save_pretrained``, and how its model does in ``from_pretrained``."""
+        """Yield how a folder differs from that of ``save_pretrained``, and what ``from_pretrained`` makes of it."""
         yield from compare_folders(folder, self.folder)
         opened = open_pretrained(self.recipe, folder)
         if lost := find_differences(self.opened.model, opened.model):
@@ -89,7 +89,7 @@ def _compare_tensors(ours: Path, theirs: Path) -> Iterator[str]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Any]:
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict

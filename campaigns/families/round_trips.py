@@ -38,7 +38,8 @@ def make_reference(recipe: Recipe, folder: Path) -> Reference:
 
 def _shard_size(model: nn.Module) -> int:
     """Return a size of files of which a model has several."""
-    return max(2**16, sum(tensor.nbytes for tensor in model.state_dict().values()) // 2)
+    nbytes: int = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return max(2**16, nbytes // 2)
 
 
 def check_plain(reference: Reference, folder: Path) -> list[str]:

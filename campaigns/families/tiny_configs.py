@@ -19,7 +19,8 @@ MAX_PARAMETERS = 4_000_000
 
 #: The kinds of settings, by their names. The first pattern that matches counts.
 _KINDS = {
-    "kept": r"^(num_channels|in_channels|in_chans|image_size|patch_size|window_size|sampling_rate)$|kernel|stride|chunk|pool",
+    "kept": r"^(num_channels|in_channels|in_chans|image_size|patch_size|window_size|sampling_rate)$|"
+    r"kernel|stride|chunk|pool",
     "token": r"_token_ids?$|_token_index$|^(bos|eos|pad|sep|cls)_",
     "vocabulary": r"vocab.*size|codebook_size|num_embeddings$",
     "position": r"max_.*(position|length|len|embeddings)|n_positions|n_ctx|max_seq",
@@ -77,7 +78,7 @@ class Shrinking:
             return value // self.divisor if value % self.divisor == 0 and value >= 32 else value
         if kind == "token":
             return value if value < 0 else value % 100
-        return min(value, limits.get(kind, value))
+        return min(value, limits[kind]) if kind in limits else value
 
 
 #: From small models to larger ones.

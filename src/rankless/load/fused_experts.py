@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,7 @@ def _fused_refs(model: object, infos: _Infos) -> dict[str, ParamRef]:
 
 
 def _refs_of_own_tensors(refs: Mapping[str, ParamRef]) -> dict[str, ParamRef]:
-    """Return the tensors that share no stored tensor with another one: only of these an optimizer can have the states."""
+    """Return the tensors that share no stored tensor with another one, whose optimizer states can be told apart."""
     uses = Counter(name for ref in refs.values() for name in stored_names(ref))
     return {name: ref for name, ref in refs.items() if all(uses[stored] == 1 for stored in stored_names(ref))}
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
-from rankless.state.model.initializer_probe import explain_uninitialized
-from rankless.state.model.materialize import materialize, meta_tensors
+from rankless.state.model.initializer_probe import probe_initializers
+from rankless.state.model.materialize import MetaTensor, materialize, meta_tensors
 from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_views import local_tensor
 from rankless.state.training import TrainingObjects
@@ -21,6 +21,7 @@ class MetaModels:
 
     def __init__(self, training: TrainingObjects) -> None:
         self._training = training
+        self._set_outside: list[MetaTensor] = []
 
     def can_materialize(self, slot: str) -> bool:
         """Return whether loading may give a model memory.
@@ -39,17 +40,19 @@ class MetaModels:
         """
         for module in self._iterate_modules():
             unloaded = [meta for meta in meta_tensors(module) if id(local_tensor(meta.tensor)) not in targeted]
-            for name, reason in explain_uninitialized(module, unloaded).items() if unloaded else ():
+            probe = probe_initializers(module, unloaded)
+            self._set_outside += probe.set_outside
+            for name, reason in probe.reasons.items():
                 yield f"{NameCleaner(module)(name)}: on the meta device here, not in the checkpoint, and {reason}"
 
     def materialize_models(self, filled: set[int]) -> dict[int, torch.Tensor]:
-        """Give the models memory, and initialize tensors that are not ``filled``.
+        """Give the models memory, and initialize tensors that are not ``filled``. Called after `find_uninitialized`.
 
         See :func:`rankless.state.model.materialize.materialize`.
         """
         materialized: dict[int, torch.Tensor] = {}
         for module in self._iterate_modules():
-            materialized |= materialize(module, filled)
+            materialized |= materialize(module, filled, self._set_outside)
         return materialized
 
     def _iterate_modules(self) -> Iterator[nn.Module]:

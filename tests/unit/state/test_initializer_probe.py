@@ -83,6 +83,22 @@ class Initialized(nn.Module):
             module.table.data.copy_(torch.arange(4.0))
 
 
+class SetsTablesInside(nn.Module):
+    """A model whose initializer, called for the model itself, sets tables of its layers, as that of Falcon-H1."""
+
+    def __init__(self, value: float | None = 7.0) -> None:
+        super().__init__()
+        self.config, self.value = SimpleNamespace(), value
+        self.layers = nn.ModuleList([Table(), Table()])
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, SetsTablesInside):
+            for layer in module.layers:
+                nn.init.zeros_(layer.weight)  # its value is loaded
+                if self.value is not None:
+                    layer.table.copy_(torch.full((4,), self.value))
+
+
 def _make_on_meta(tmp_path: Path, make: Callable[[], nn.Module]) -> nn.Module:
     rankless.save_checkpoint(tmp_path, "s", model=make(), rng=False)
     with torch.device("meta"):
@@ -118,8 +134,25 @@ def test_the_initializer_of_the_model_counts_if_it_sets_the_buffer(tmp_path: Pat
     assert model.inner.table.tolist() == [0, 1, 2, 3]
 
 
+def test_the_initializer_of_a_module_around_sets_the_buffer_and_no_loaded_tensor(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, SetsTablesInside)
+    rankless.restore(tmp_path, model=model, rng=False)
+    assert [layer.table.tolist() for layer in model.layers] == [[7.0] * 4] * 2
+    assert [layer.weight.tolist() for layer in model.layers] == [[1.0] * 3] * 2
+
+
 @pytest.mark.parametrize(
-    "make", [Table, Unset, SetInPart, ReplacedWithoutValues, ChangedInPlace, Failing, lambda: Initialized(sets=False)]
+    "make",
+    [
+        lambda: SetsTablesInside(None),
+        Table,
+        Unset,
+        SetInPart,
+        ReplacedWithoutValues,
+        ChangedInPlace,
+        Failing,
+        lambda: Initialized(sets=False),
+    ],
 )
 def test_a_buffer_that_nothing_sets_is_refused_and_nothing_changes(
     tmp_path: Path, make: Callable[[], nn.Module]

@@ -7,7 +7,7 @@ has one pattern in the first run and another in the second. What differs afterwa
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankless.state.model.materialize import MetaTensor, find_initializer
+from rankless.state.model.materialize import MetaTensor, find_initializer, initialize_outside
+from rankless.state.model.module_copies import copy_modules
 
 #: The bytes of memory without values in the first and in the second run.
 _PATTERNS = (0xA5, 0x5A)
@@ -33,11 +34,11 @@ _EMPTY = {
 
 
 @dataclass(frozen=True)
-class _ModelCopy:
-    """A model's modules without their tensors, and the modules by the ``id`` of those that they stand for."""
+class ProbeResult:
+    """Why tensors would get no value, by name, and the tensors that only initializers of modules around theirs set."""
 
-    model: nn.Module
-    modules: Mapping[int, nn.Module]
+    reasons: dict[str, str]
+    set_outside: list[MetaTensor]
 
 
 class _FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,15 +55,19 @@ class _FillEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def explain_uninitialized(model: nn.Module, tensors: Collection[MetaTensor]) -> dict[str, str]:
-    """Return why the ``tensors`` of a model on the meta device would get no value, by name. The model is not changed.
+def probe_initializers(model: nn.Module, tensors: Collection[MetaTensor]) -> ProbeResult:
+    """Return how the ``tensors`` of a model on the meta device would be initialized. The model is not changed.
 
     Called by :class:`rankless.state.meta_models.MetaModels` for those that are not loaded.
     """
-    reasons: dict[str, str] = {}
+    result = ProbeResult({}, [])
     for owner in dict.fromkeys(meta.owner for meta in tensors):
-        reasons |= _explain_owner(model, owner, [meta for meta in tensors if meta.owner is owner])
-    return reasons
+        reasons = _explain_owner(model, owner, [meta for meta in tensors if meta.owner is owner])
+        unset = [meta for meta in tensors if meta.name in reasons]
+        set_outside = unset if unset and _is_set_outside(model, owner, unset) else []
+        result.set_outside.extend(set_outside)
+        result.reasons.update({} if set_outside else reasons)
+    return result
 
 
 def _explain_owner(model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor]) -> dict[str, str]:
@@ -77,11 +82,30 @@ def _explain_owner(model: nn.Module, owner: nn.Module, tensors: Collection[MetaT
     return {meta.name: reason for meta in tensors if first[meta.name] is None or first[meta.name] != second[meta.name]}
 
 
+def _is_set_outside(model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor]) -> bool:
+    """Return whether the initializers of the modules around ``owner`` set all of these tensors, in place."""
+    try:
+        first, second = (_initialize_outside_copy(model, owner, tensors, pattern) for pattern in _PATTERNS)
+    except Exception:  # noqa: BLE001 - code of the user
+        return False
+    return first == second
+
+
+def _initialize_outside_copy(
+    model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor], pattern: int
+) -> list[bytes | None]:
+    """Return the bytes of the ``tensors`` after the modules around ``owner`` were initialized on a copy."""
+    values = {id(meta.tensor): _fill_copy(meta.tensor, pattern) for meta in tensors}
+    with _keep_generators(), torch.no_grad(), _FillEmpty(pattern):
+        initialize_outside(model, owner, values)
+    return [_bytes_of(value) for value in values.values()]
+
+
 def _initialize_copy(
     model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor], pattern: int
 ) -> dict[str, bytes | None]:
     """Return the bytes of the ``tensors`` of an initialized copy of ``owner``, by name; ``None`` for no tensor."""
-    copied = _copy_modules(model)
+    copied = copy_modules(model)
     for module, module_copy in ((module, copied.modules[id(module)]) for module in owner.modules()):
         module_copy._parameters = {  # noqa: SLF001
             name: parameter
@@ -111,20 +135,6 @@ def _keep_generators() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-
-
-def _copy_modules(model: nn.Module) -> _ModelCopy:
-    """Copy the modules of a model. The attributes are shared, and there are no tensors."""
-    modules: dict[int, nn.Module] = {}
-    for module in model.modules():
-        module_copy = modules[id(module)] = object.__new__(type(module))
-        vars(module_copy).update(vars(module))
-        for tensors in ("_parameters", "_buffers"):
-            setattr(module_copy, tensors, dict.fromkeys(getattr(module, tensors)))
-    for module in model.modules():
-        children = {name: child and modules[id(child)] for name, child in module._modules.items()}  # noqa: SLF001
-        vars(modules[id(module)])["_modules"] = children
-    return _ModelCopy(modules[id(model)], modules)
 
 
 def _fill_copy(tensor: torch.Tensor, pattern: int) -> torch.Tensor:

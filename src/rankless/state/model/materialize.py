@@ -7,8 +7,9 @@ the module's ``reset_parameters``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankless.state.model.module_copies import copy_modules
 from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
 
@@ -42,12 +44,46 @@ def meta_tensors(model: nn.Module) -> list[MetaTensor]:
 
 def find_initializer(model: nn.Module, owner: nn.Module) -> Callable[[], object] | None:
     """Return a function that initializes the tensors of a module; ``None`` if none is known."""
+    init_weights = _find_init_weights(model, owner)
+    if init_weights is not None:
+        return partial(init_weights, owner)
+    reset = getattr(owner, "reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _find_init_weights(model: nn.Module, owner: nn.Module) -> Callable[[nn.Module], object] | None:
+    """Return the function with which transformers initializes a module, which the innermost model around it has."""
     for module in _enclosing_modules(model, owner):
         init_weights = getattr(module, "_init_weights", None)
         if callable(init_weights) and hasattr(module, "config"):
-            return lambda: init_weights(owner)
-    reset = getattr(owner, "reset_parameters", None)
-    return reset if callable(reset) else None
+            return init_weights  # type: ignore[no-any-return]
+    return None
+
+
+def initialize_outside(model: nn.Module, owner: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
+    """Initialize tensors of a module by the initializers of the modules around it, as a model sets tables of its layers.
+
+    ``values`` are these tensors, by the ``id`` of those that ``owner`` has. The initializers run on a copy in which all
+    other tensors have no memory, so that these alone change.
+    """
+    copied = copy_modules(model)
+    for module in model.modules():
+        module_copy = copied.modules[id(module)]
+        for tensors in ("_parameters", "_buffers"):
+            getattr(module_copy, tensors).update(
+                (name, values[id(tensor)] if module is owner and id(tensor) in values else _without_memory(tensor))
+                for name, tensor in getattr(module, tensors).items()
+                if tensor is not None
+            )
+    for module in list(_enclosing_modules(copied.model, copied.modules[id(owner)]))[1:]:
+        init_weights = _find_init_weights(copied.model, module)
+        if init_weights is not None:
+            init_weights(module)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    without = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
 
 
 class _ShardWholeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,10 +108,11 @@ def _enclosing_modules(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module
         yield model.get_submodule(".".join(parts[:length]))
 
 
-def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
+def materialize(model: nn.Module, filled: set[int], set_outside: Collection[MetaTensor]) -> dict[int, torch.Tensor]:
     """Give every tensor of a model memory, and initialize those that will not be filled.
 
-    ``filled`` are the ``id`` of the local shards that will be filled. Returns the local shards with memory, by the
+    ``filled`` are the ``id`` of the local shards that will be filled, and ``set_outside`` the tensors that initializers
+    of modules around theirs set. Returns the local shards with memory, by the
     ``id`` of the shards without memory that they replace.
     """
     unallocated = meta_tensors(model)
@@ -91,10 +128,13 @@ def materialize(model: nn.Module, filled: set[int]) -> dict[int, torch.Tensor]:
             if isinstance(module, FSDPModule):
                 _reset_fsdp_views(module)
         for owner in dict.fromkeys(meta.owner for meta in unallocated if local_ids[id(meta.tensor)] not in filled):
-            initialize = find_initializer(model, owner)
-            if initialize is not None:
-                with _ShardWholeValues():
+            with _ShardWholeValues():  # type: ignore[no-untyped-call]
+                initialize = find_initializer(model, owner)
+                if initialize is not None:
                     initialize()
+                values = {id(meta.tensor): meta.tensor for meta in set_outside if meta.owner is owner}
+                if values:
+                    initialize_outside(model, owner, values)
     return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
 
 
