@@ -187,12 +187,15 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
 
 
 def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, Any]) -> None:
-    """These bounds only fall, unless a promise needs more: they are what a reader of a save or a load has to know."""
+    """These bounds only fall, unless a promise needs more: they are what a reader of a save or a load has to know.
+
+    That of a load's functions last rose when several tensors became parts of one stored tensor.
+    """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 121
     assert save_functions <= 577
     assert load_modules <= 114
-    assert load_functions <= 511
+    assert load_functions <= 514
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

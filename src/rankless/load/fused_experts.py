@@ -45,7 +45,8 @@ def with_fused_experts(reader: Reader, training: TrainingObjects) -> Reader:
             joined[component] = _fused_tensors(fused_refs[component], infos) | _joined_tensors(views[component], infos)
     for component in adapters.optimizer_components(training.optimizer):
         all_refs = (ref for same_param in (refs_for(component, views) or {}).values() for ref in same_param)
-        refs[component] = _refs_of_own_tensors(fused_refs.get("model" + component.removeprefix("optimizer"), {}))
+        fused = fused_refs.get("model" + component.removeprefix("optimizer"), {})
+        refs[component] = _refs_of_own_tensors(fused) if fused else {}
         refs[component] = {**refs[component], **{ref.name: ref for ref in all_refs if ref.splits}}
         crcs = partial(reader.block_crcs, component)
         joined[component] = _joined_states(refs[component], reader.groups.get(component, {}), crcs)

@@ -92,7 +92,7 @@ class Reads:
     """One rank's share of the reads.
 
     ``number`` has the numbers of the stored tensors, and ``files`` are the files by number. ``mappings`` are the
-    requested tensors. ``later_users`` are those that consist of bytes of a stored tensor of which another one does, too.
+    requested tensors. ``later_users`` are those that have bytes of a stored tensor of which an earlier one has some.
     ``alias_ranges`` are the file ranges for each target of :func:`_iterate_aliases`, which each rank reads for itself.
     """
 
@@ -241,20 +241,21 @@ def _is_joined(mapping: TensorMapping) -> bool:
 
 def _find_later_users(mappings: Mapping[_Key, TensorMapping]) -> dict[_Key, None]:
     """Return the tensors that have bytes of a stored tensor of which an earlier one has some, such as parts of it."""
-    used: set[_Key] = set()
+    first_users: dict[_Key, _Key] = {}
     later: dict[_Key, None] = {}
     for key, mapping in mappings.items():
-        parts = {(key[0], name) for name in mapping.names}
-        if parts & used:
-            later[key] = None
-        used |= parts
+        for name in mapping.names:
+            if first_users.setdefault((key[0], name), key) != key:
+                later[key] = None
     return later
 
 
 def _iterate_aliases(targets: LoadTargets, later_users: Collection[_Key]) -> Iterator[tuple[_Key, TensorView]]:
     """Yield the targets that are filled with stored tensors which also fill another target."""
     yield from targets.aliased_targets
-    yield from ((key, targets.targets[key]) for key in later_users if key in targets.targets)
+    for key in later_users:
+        if key in targets.targets:
+            yield key, targets.targets[key]
 
 
 def _find_readable(

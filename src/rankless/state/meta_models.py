@@ -9,7 +9,6 @@ from torch import nn
 
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
-from rankless.state.model.initializer_probe import probe_initializers
 from rankless.state.model.materialize import MetaTensor, materialize, meta_tensors
 from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_views import local_tensor
@@ -40,6 +39,10 @@ class MetaModels:
         """
         for module in self._iterate_modules():
             unloaded = [meta for meta in meta_tensors(module) if id(local_tensor(meta.tensor)) not in targeted]
+            if not unloaded:
+                continue
+            from rankless.state.model.initializer_probe import probe_initializers  # noqa: PLC0415 - rarely needed
+
             probe = probe_initializers(module, unloaded)
             self._set_outside += probe.set_outside
             for name, reason in probe.reasons.items():

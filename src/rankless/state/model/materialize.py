@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankless.state.model.module_copies import copy_modules
 from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
 
@@ -61,11 +60,13 @@ def _find_init_weights(model: nn.Module, owner: nn.Module) -> Callable[[nn.Modul
 
 
 def initialize_outside(model: nn.Module, owner: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
-    """Initialize tensors of a module by the initializers of the modules around it, as a model sets tables of its layers.
+    """Initialize tensors of a module by the initializers of modules around it, as a model sets tables of its layers.
 
     ``values`` are these tensors, by the ``id`` of those that ``owner`` has. The initializers run on a copy in which all
     other tensors have no memory, so that these alone change.
     """
+    from rankless.state.model.module_copies import copy_modules  # noqa: PLC0415 - rarely needed
+
     copied = copy_modules(model)
     for module in model.modules():
         module_copy = copied.modules[id(module)]

@@ -7,8 +7,6 @@ order, and their bytes are stored without a copy. Results that a hook computes o
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankless.engine.plan.split_tensors import SplitLayout, split_tiles
-from rankless.state.model.element_origins import OriginTracker, StridedElements, make_splits, whole_tensor
+from rankless.engine.plan.split_tensors import SplitLayout
 from rankless.state.model.model_view import is_extra
 
 
@@ -51,9 +48,10 @@ def state_dict_names(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def hooked_state_dict(module: nn.Module) -> HookedStateDict:
     """Return a model's ``state_dict`` without a copy, with its hooks run on tensors without data if possible."""
-    tensors = state_dict_names(module)
     if has_hooks(module):
-        stand_ins = _StandIns(tensors)
+        from rankless.state.model.stand_ins import StandIns  # noqa: PLC0415 - few models have hooks
+
+        stand_ins = StandIns(state_dict_names(module))
         with suppress(Exception), torch.no_grad(), stand_ins.origins:  # a hook that needs data gets it below
             return stand_ins.to_result(module.state_dict(destination=stand_ins, keep_vars=True))
     with torch.no_grad():
@@ -66,55 +64,3 @@ def hooked_state_dict(module: nn.Module) -> HookedStateDict:
 
 def _is_unknown(name: str, value: object, model_ids: set[int]) -> bool:
     return isinstance(value, torch.Tensor) and id(value) not in model_ids and not is_extra(name)
-
-
-class _StandIns(OrderedDict[str, Any]):
-    """A state dict to be filled, in which tensors without data stand for those of the model."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._metadata: OrderedDict[str, Any] = OrderedDict()
-        self.origins = OriginTracker()
-        self._names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-        self._tensors = tensors
-        self._stand_ins: dict[str, torch.Tensor] = {}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        name = self._names.get(id(value)) if isinstance(value, torch.Tensor) else None
-        super().__setitem__(key, value if name is None else self._get_stand_in(name))
-
-    def _get_stand_in(self, name: str) -> torch.Tensor:
-        if name not in self._stand_ins:
-            tensor = self._tensors[name]
-            stand_in = self._stand_ins[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            self.origins.record(stand_in, [whole_tensor(name, stand_in)])
-        return self._stand_ins[name]
-
-    def to_result(self, state: Mapping[str, Any]) -> HookedStateDict:
-        """Return the result of ``state_dict``, with the model's tensors in place of their stand-ins."""
-        result = HookedStateDict({})
-        splits_of: dict[str, list[SplitLayout]] = {}
-        for name, value in state.items():
-            origins = self.origins.find_origins(value) if isinstance(value, torch.Tensor) else None
-            if not isinstance(value, torch.Tensor) or is_extra(name):
-                result.values[name] = value
-            elif origins is None or len({elements.name for elements in origins}) > 1:
-                result.computed.append(name)
-            elif self._is_unchanged(value, origins):
-                result.values[name] = self._tensors[origins[0].name]
-            else:
-                for origin, split in make_splits(name, tuple(value.shape), origins):
-                    splits_of.setdefault(origin, []).append(split)
-        for name, splits in splits_of.items():
-            # A part under the tensor's own name would be taken for the whole tensor.
-            is_stored_whole = name in state or any(value is self._tensors[name] for value in result.values.values())
-            if is_stored_whole or not split_tiles(self._stand_ins[name].numel(), tuple(splits)):
-                result.computed.extend(dict.fromkeys(split.name for split in splits))
-            else:
-                result.values[name], result.splits[name] = self._tensors[name], tuple(splits)
-        return result
-
-    def _is_unchanged(self, value: torch.Tensor, origins: Sequence[StridedElements]) -> bool:
-        """Return whether the value is a whole tensor of the model, perhaps detached or copied."""
-        stand_in = self._stand_ins[origins[0].name]
-        return value.shape == stand_in.shape and list(origins) == [whole_tensor(origins[0].name, stand_in)]
