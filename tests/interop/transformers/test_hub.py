@@ -265,3 +265,20 @@ def test_a_folder_of_diffusers_may_have_an_index(tmp_path: Path) -> None:
     (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     rankless.load_model(other, tmp_path)
     assert torch.equal(model.weight, other.weight)
+
+
+def test_a_flipped_bit_in_any_part_of_a_joined_tensor_is_found(tmp_path: Path) -> None:
+    """The files of NomicBERT have queries, keys and values as one tensor."""
+    config = transformers.NomicBertConfig(**TINY)
+    model = transformers.NomicBertModel(config)
+    rankless.save_model(model, tmp_path, shard=True)
+    file = tmp_path / "model.safetensors"
+    intact = file.read_bytes()
+    start = 8 + int.from_bytes(intact[:8], "little")
+    begin, end = json.loads(intact[8:start])["encoder.layers.0.attn.Wqkv.weight"]["data_offsets"]
+    for part in range(3):
+        damaged = bytearray(intact)
+        damaged[start + begin + (end - begin) * part // 3] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(rankless.CorruptCheckpointError, match="Wqkv"):
+            rankless.load_model(transformers.NomicBertModel(config), tmp_path)
