@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from campaigns.families.catalogue import Family
@@ -66,4 +67,4 @@ def _run_layouts(reference: Reference, layouts: Sequence[str], ranks: Any, folde
 
 def _describe(error: BaseException) -> str:
     """Return an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return shorten(f"{type(error).__name__}: {error}", 160, placeholder=" …")

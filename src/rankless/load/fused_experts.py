@@ -101,7 +101,7 @@ def _fused_refs(model: object, infos: _Infos) -> dict[str, ParamRef]:
 
 
 def _refs_of_own_tensors(refs: Mapping[str, ParamRef]) -> dict[str, ParamRef]:
-    """Return the tensors that share no stored tensor with another one, whose optimizer states can be told apart."""
+    """Return the tensors that share no stored tensor with another one: its optimizer states are theirs alone."""
     uses = Counter(name for ref in refs.values() for name in stored_names(ref))
     return {name: ref for name, ref in refs.items() if all(uses[stored] == 1 for stored in stored_names(ref))}
 

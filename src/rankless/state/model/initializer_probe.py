@@ -35,7 +35,7 @@ _EMPTY = {
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Why tensors would get no value, by name, and the tensors that only initializers of modules around theirs set."""
+    """The reasons why tensors would get no value, by name, and the tensors that only modules around theirs set."""
 
     reasons: dict[str, str]
     set_outside: list[MetaTensor]
