@@ -252,7 +252,7 @@ class Conversion:
         """Create the files, and divide the work."""
 
         def create_files(_: list[bytes]) -> bytes:
-            self._pending.create(source.nbytes)
+            self._pending.create_new(source.nbytes)
             target.create_files()
             if len({*host_of}) > 1:
                 # Pages that rank 0 has written must not be written back after other hosts have written next to them.
