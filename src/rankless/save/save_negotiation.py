@@ -146,7 +146,7 @@ def negotiate_save(
         host = digest_bytes(host_id().encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
         name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
-        digests_of_values = digest_values(captured.compared, save) if session.size > 1 else {}
+        digests_of_values = digest_values(captured.compared) if session.size > 1 else {}
         fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values), len(name))
         return fixed + name + encode_digests(digests_of_values)
 
