@@ -17,7 +17,7 @@ from rankless.errors import MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
-from rankless.ondisk.value_files import BY_NUMBER
+from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
 from rankless.state import scheduler as schedulers
 from rankless.state import stateful
 from rankless.state.array_decoder import ArrayDecoder
@@ -32,7 +32,6 @@ from rankless.state.model.peft_adapters import check_unmerged, explain_config_di
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
-from rankless.state.optimizer.own_state import OWN_STATE
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState

@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_leaves
 from rankless.engine.plan.spec import digest_bytes
 from rankless.observe.warning import warn_caller
 from rankless.state.arrays import INLINE_BYTES
+from rankless.state.optimizer.left_out_values import warn_left_out
 from rankless.state.tensor_views import local_tensor
-
-#: The key of these values besides the groups of an optimizer in a checkpoint.
-OWN_STATE = "own"
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -252,6 +250,23 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
         for parameter, states in zip(parameters, exact, strict=True)
         for name, value in states.items()
     )
+
+
+def add_own_values(
+    state_dict: dict[str, Any], saved: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the state dict of a file with the values that :func:`own_entry` stored for parameters of these ``names``.
+
+    Warn of values that no state dict has a place for: those of several optimizers that are one now, or the reverse, and
+    entries of ``state`` that belong to no parameter.
+    """
+    entry = find_entry(saved, names, len(state_dict[_GROUPS]))
+    if (entry is None and find_related(saved, names)) or (entry is not None and entry.get("entries")):
+        warn_left_out("a file of torch.save")
+    if entry is None:
+        return state_dict
+    states = [state_dict[_STATE].get(number, {}) for number in range(len(names))]
+    return _add_values(state_dict, _resolve(dict(entry.get("values", {})), states))
 
 
 def _version_of(value: Any) -> int:
