@@ -272,22 +272,16 @@ def _last(tensor: Any) -> torch.Tensor:
 
 def change(training: Training, case: Case) -> None:
     """Change one element of one value on this rank."""
-    parts = [part for part in training.whole.children() if isinstance(part, Part)]
-    targets: list[Any] = []
-    if case.change == "parameter":
-        targets = [training.whole.weight]
-    if case.change == "buffer":
-        targets = [buffer for _, buffer in training.whole.named_buffers()]
-    if case.change == "extra":
-        targets = [part.scales for part in parts]
-    if case.change == "stateful":
-        targets = [training.holder.values]
-    if case.change == "user_content":
-        targets = [training.content["values"]]
-    if case.change == "moment":
-        targets = [v for s in training.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    if case.change == "own" and isinstance(training.optimizer, Averaging):
-        targets = [training.optimizer.average]
+    whole, optimizer = training.whole, training.optimizer
+    targets: list[Any] = {
+        "parameter": [whole.weight],
+        "buffer": [buffer for _, buffer in whole.named_buffers()],
+        "extra": [part.scales for part in whole.children() if isinstance(part, Part)],
+        "stateful": [training.holder.values],
+        "user_content": [training.content["values"]],
+        "moment": [v for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor)],
+        "own": [optimizer.average] if isinstance(optimizer, Averaging) else [],
+    }.get(case.change, [])
     for target in targets[case.seed % max(1, len(targets)) :][:1]:
         _last(target).add_(1)
     if case.change == "setting":

@@ -143,7 +143,7 @@ def test_one_of_the_ranks_converts_and_another_that_wants_the_same_output_is_ref
 def test_a_path_of_a_merge_is_held_too(tmp_path: Path) -> None:
     with (
         hold_output(tmp_path / "out"),
-        pytest.raises(TagExistsError, match="is writing .*out now: choose another path, or wait"),
+        pytest.raises(TagExistsError, match=r"is writing .*out now: choose another path, or wait"),
     ):
         rankless.merge_adapters(tmp_path / "run", tmp_path / "out")
     assert not any(tmp_path.iterdir())

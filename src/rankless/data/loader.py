@@ -107,8 +107,10 @@ class ResumableLoader:
             return "", ""
         return (
             self._sharing_ranks,
-            f"batch_size={self._batch_size}, {schedule.length} samples, shuffle={schedule.shuffle}, "
-            f"seed={schedule.seed}, drop_last={schedule.drop_last}",
+            (
+                f"batch_size={self._batch_size}, {schedule.length} samples, shuffle={schedule.shuffle}, "
+                f"seed={schedule.seed}, drop_last={schedule.drop_last}"
+            ),
         )
 
     def __len__(self) -> int:

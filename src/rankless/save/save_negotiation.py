@@ -122,14 +122,12 @@ def negotiate_save(
     global_ranks: Sequence[int],
     cached_key: bytes,
     *,
-    save: int = 0,
     differing: bytes = b"",
 ) -> SaveAgreement:
     """Capture the training state and negotiate the save.
 
-    ``cached_key`` is the key of the plan in this rank's cache. Ranks compare all bytes of large values at ``save`` 0,
-    and a sample at later ones. ``differing`` are the encoded names of values that were found to differ between ranks
-    and are stored for each rank.
+    ``cached_key`` is the key of the plan in this rank's cache. ``differing`` are the encoded names of values
+    that were found to differ between ranks and are stored for each rank.
     """
     captured = Capture()
     host_names: Mapping[int, str] = {}

@@ -105,7 +105,11 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     problems = _find_split_groups(groups, group_of)
     problems |= {i: problem for i, problem in _find_merged_groups(groups, saved_groups).items() if i not in problems}
     if problems and not tolerance.is_partial:
-        raise OptimizerMismatchError(f"{next(iter(problems.values()))}; group parameters as when it was saved")
+        raise OptimizerMismatchError(
+            f"{next(iter(problems.values()))}; group parameters as when it was saved, or "
+            "pass strict=False: groups that were divided in another way keep their settings here, and a scheduler of "
+            "them must be left out and made anew"
+        )
     settings = [
         candidates[0] if candidates and i not in problems else None for i, candidates in enumerate(saved_groups)
     ]
