@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
@@ -28,7 +28,7 @@ from tests.helpers.pool import Ranks
 #: More elements than a value may have that is stored inline: 64 KiB of float32.
 LARGE = 20_000
 
-LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "tensor", "reversed")
+LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "tensor", "reversed", "grid")
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "own")
 SCHEDULERS = ("none", "step", "lambda", "cosine", "plateau")
 MODULES = ("linear", "embedding", "norm", "batchnorm", "scalar", "frozen", "tied", "buffer", "extra", "named")
@@ -201,25 +201,32 @@ def _lay_out(whole: Whole, layout: str) -> nn.Module:
         return whole
     if layout == "ddp":
         return DistributedDataParallel(whole)
-    if layout in {"tensor", "reversed"}:
-        order = list(range(world))[:: -1 if layout == "reversed" else 1]
-        mesh = DeviceMesh("cpu", order)
-        for module in whole.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                place = [Shard(0)] if parameter.ndim and name != "bias" else [Replicate()]
-                spread = distribute_tensor(parameter.detach(), mesh, place)
-                new = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-                setattr(module, name, new)
-        for module in whole.modules():
-            if isinstance(module, Part) and module.kind == "tied":
-                module.head.weight = module.inner.weight
-        return whole
+    if layout in {"tensor", "reversed", "grid"}:
+        return _distribute(whole, layout, list(range(world)))
     rows = 2 if layout == "hsdp" and world == 4 else 1
     mesh = DeviceMesh("cpu", list(range(world)))
     if rows > 1:
         mesh = DeviceMesh("cpu", torch.arange(world).reshape(rows, -1), mesh_dim_names=("replicate", "shard"))
     scalars = {p for p in whole.parameters() if p.ndim == 0}
     return fully_shard(whole, mesh=mesh, ignored_params=scalars)
+
+
+def _distribute(whole: Whole, layout: str, ranks: list[int]) -> Whole:
+    """Divide parameters over a mesh of one dimension or two, as tensor parallelism may."""
+    mesh = DeviceMesh("cpu", ranks[:: -1 if layout == "reversed" else 1])
+    if layout == "grid":
+        mesh = DeviceMesh("cpu", torch.tensor(ranks).reshape(2 if len(ranks) == 4 else 1, -1))
+    for module in whole.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            places: list[Placement] = [Replicate()] * mesh.ndim
+            if parameter.ndim and name != "bias":
+                places = [Shard(min(dim, parameter.ndim - 1)) for dim in range(mesh.ndim)]
+            spread = distribute_tensor(parameter.detach(), mesh, places)
+            setattr(module, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+    for module in whole.modules():
+        if isinstance(module, Part) and module.kind == "tied":
+            module.head.weight = module.inner.weight
+    return whole
 
 
 def _make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

@@ -23,7 +23,6 @@ from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import SHARD_SIZE, is_adapter_group
 from rankless.run.local_output import hold_output
 from rankless.run.lookup import open_latest
-from rankless.run.pending_dir import check_destination
 from rankless.state.model.peft_adapters import BASE
 from rankless.state.tensor_views import DTYPES
 from rankless.state.training import TrainingObjects
@@ -60,9 +59,8 @@ def merge_adapters(
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
     final = parse_location(output)
-    check_destination(final)
-    _check_packages()
     with hold_output(final):
+        _check_packages()
         return _merge(open_latest(parse_location(path)), final, max_shard_size)
 
 

@@ -20,7 +20,7 @@ from rankless.errors import InvalidArgumentError, RanklessError, StorageError, T
 from rankless.ondisk import manifest
 from rankless.ondisk.block_crcs import crc64
 from rankless.run.cleanup import clean_up
-from rankless.run.pending_dir import PendingDirectory, claim_output
+from rankless.run.pending_dir import PendingDirectory, check_destination, claim_output
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import is_directory, make_durable_directory, make_private_directory, walk_files
 from rankless.storage.store import map_requests
@@ -173,13 +173,16 @@ def pending_directory(final: Path) -> Iterator[Path]:
 def hold_output(final: Path) -> Iterator[None]:
     """Hold a new path while another function, which would replace what is there, writes it.
 
-    Raises ``TagExistsError`` if another process holds it. In an object store a path cannot be held.
+    Raises ``TagExistsError`` if another process holds it, and the errors of :func:`check_destination`. In an object
+    store a path cannot be held.
     """
+    check_destination(final)
     if isinstance(final, ObjectPath):
         yield
         return
     make_durable_directory(final.parent)
     with closing(claim_output(final)):
+        check_destination(final)  # another process may just have written it
         yield
 
 
