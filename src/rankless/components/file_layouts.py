@@ -14,6 +14,7 @@ import torch
 from rankless.components.component_files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.components.content import MODEL, ComponentContent
 from rankless.conversion.fake_tensors import FakeTensors
+from rankless.conversion.own_values import add_own_values
 from rankless.conversion.state_dict_schemas import optimizer_state_dict
 from rankless.errors import InvalidArgumentError
 from rankless.formats.huggingface import VALUES_KEY
@@ -31,7 +32,6 @@ from rankless.ondisk.data_files import (
 )
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import OWN_STATE
-from rankless.state.optimizer.own_state import add_own_values
 
 #: Lays a component out in files.
 Layout = Callable[[ComponentContent], FileSet]

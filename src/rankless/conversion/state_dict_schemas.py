@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from rankless.conversion.fake_tensors import Groups
+from rankless.conversion.own_values import add_own_values
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
-from rankless.state.optimizer.own_state import add_own_values
 
 #: The entries that Lightning requires in every checkpoint.
 _LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}

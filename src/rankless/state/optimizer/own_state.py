@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from rankless.engine.plan.spec import digest_bytes
 from rankless.observe.warning import warn_caller
 from rankless.state.arrays import INLINE_BYTES
-from rankless.state.optimizer.left_out_values import warn_left_out
 from rankless.state.tensor_views import local_tensor
 
 _HOOKS = (
@@ -107,15 +106,15 @@ def _refer(tree: Any, references: Mapping[int, _Place]) -> Any:
     return tree
 
 
-def _resolve(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
+def resolve_references(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
     """Return a tree with live states in place of the references of :func:`_refer`."""
     if type(tree) is dict and tree.keys() == {_REFERENCE}:
         number, name = tree[_REFERENCE]
         return states[number][name]
     if type(tree) is dict:
-        return {key: _resolve(value, states) for key, value in tree.items()}
+        return {key: resolve_references(value, states) for key, value in tree.items()}
     if type(tree) is list:
-        return [_resolve(value, states) for value in tree]
+        return [resolve_references(value, states) for value in tree]
     return tree
 
 
@@ -239,7 +238,7 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     state = getattr(optimizer, "state", {})
     exact = [dict(state.get(parameter, {})) for parameter in parameters]
     versions = [_version_of(value) for states in exact for value in states.values()]
-    optimizer.load_state_dict(_add_values(optimizer.state_dict(), _resolve(dict(further), exact)))
+    optimizer.load_state_dict(add_values(optimizer.state_dict(), resolve_references(dict(further), exact)))
     state = getattr(optimizer, "state", {})
     for parameter, states in zip(parameters, exact, strict=True):
         loaded = state.get(parameter, {})
@@ -252,23 +251,6 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     )
 
 
-def add_own_values(
-    state_dict: dict[str, Any], saved: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, Any]:
-    """Return the state dict of a file with the values that :func:`own_entry` stored for parameters of these ``names``.
-
-    Warn of values that no state dict has a place for: those of several optimizers that are one now, or the reverse, and
-    entries of ``state`` that belong to no parameter.
-    """
-    entry = find_entry(saved, names, len(state_dict[_GROUPS]))
-    if (entry is None and find_related(saved, names)) or (entry is not None and entry.get("entries")):
-        warn_left_out("a file of torch.save")
-    if entry is None:
-        return state_dict
-    states = [state_dict[_STATE].get(number, {}) for number in range(len(names))]
-    return _add_values(state_dict, _resolve(dict(entry.get("values", {})), states))
-
-
 def _version_of(value: Any) -> int:
     """Return the number of times that torch changed a tensor; 0 for other values, and for those it does not count."""
     if not isinstance(value, torch.Tensor) or value.is_inference():
@@ -276,7 +258,7 @@ def _version_of(value: Any) -> int:
     return local_tensor(value)._version  # noqa: SLF001
 
 
-def _add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
+def add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state dict with the further saved values at the top, in its groups and in its states."""
     states = dict(given.get(_STATE, {}))  # those of torch's state_dict() are the live ones
     for number, added in further.get(_STATE, {}).items():
