@@ -108,7 +108,12 @@ class Checkpoint:
         return self._reader.manifest if isinstance(self._reader, NativeReader) else None
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors of models and optimizers. A tied tensor is listed under one name only."""
+        """Return the names of the tensors of models and optimizers. A tied tensor is listed under one name only.
+
+        Raises ``FormatError`` or ``CorruptCheckpointError`` if there are tensors, and none of them can be read.
+        """
+        if not self._stored:
+            check_read(self._reader, lambda note: not note.is_value)
         return [f"{group}/{name}" for group, name in self._stored if group not in _VALUE_GROUPS]
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -341,3 +341,17 @@ def test_ranks_with_different_batch_sizes_are_refused(ranks: Ranks, tmp_path: Pa
         assert isinstance(error, RankMismatchError)
         assert re.search("settings of the data loader: rank 0 has batch_size=4.*, rank 1 has batch_size=2", str(error))
     ranks(2, save_with_batch_sizes, tmp_path, [4, 4])
+
+
+def save_with_batch_sizes_of_groups(path: Path, batch_sizes: list[int]) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group: Any = groups[dist.get_rank() % 2]
+    ours = rankless.ResumableLoader(Numbers(23), batch_sizes[dist.get_rank()], process_group=group)
+    rankless.save_checkpoint(path, "a", {"w": torch.zeros(1)}, dataloader=ours)
+
+
+def test_the_ranks_of_each_group_that_shares_data_are_compared(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.outcomes(4, save_with_batch_sizes_of_groups, tmp_path, [4, 2, 4, 3]):
+        assert isinstance(error, RankMismatchError)
+        assert re.search("settings of the data loader: rank 1 has batch_size=2.*, rank 3 has batch_size=3", str(error))
+    ranks(4, save_with_batch_sizes_of_groups, tmp_path, [4, 2, 4, 2])  # groups may read other data

@@ -212,3 +212,19 @@ def _save_of_rank_0(run: str) -> Any:
 
 def test_content_that_only_rank_0_passes_is_exact(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _save_of_rank_0, str(tmp_path)) == [({"loss": 0.5}, ("user_content",))] * 2
+
+
+def _save_large_twice(run: Path) -> list[float]:
+    """Save values of more bytes than replicas are sampled of, which begin to differ in one element after a save."""
+    content = {"values": torch.zeros(2**24 + 4096)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rankless.save_checkpoint(run, "a", user_content=content, rng=False)
+        content["values"][2**23] = dist.get_rank()
+        rankless.save_checkpoint(run, "b", user_content=content, rng=False)
+    loaded = rankless.restore(run, "b", rng=False).user_content["values"]
+    return [loaded[2**23].item()]
+
+
+def test_one_element_of_large_values_that_differs_at_a_later_save_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _save_large_twice, tmp_path) == [[0.0], [1.0]]

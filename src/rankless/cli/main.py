@@ -5,6 +5,7 @@ The exit codes are in the help and in docs/guides/command-line.md.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from typing import Annotated, Any
@@ -122,8 +123,14 @@ def _define_options(
     """Inspect, verify, compare, convert and remove checkpoints of distributed PyTorch training."""
 
 
+#: Objects between two passes of the garbage collector. With Python's 700, half of the time of a command that lists
+#: 300,000 tensors is in passes that find nothing (measured).
+_GC_THRESHOLD = 200_000
+
+
 def main() -> None:
     """Run the command of the arguments, and end the process with its exit code."""
+    gc.set_threshold(_GC_THRESHOLD)
     open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may have characters that the terminal's encoding lacks

@@ -14,6 +14,7 @@ import torch
 from rankless.components.component_files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.components.content import MODEL, ComponentContent
 from rankless.conversion.fake_tensors import FakeTensors
+from rankless.conversion.own_values import add_own_values
 from rankless.conversion.state_dict_schemas import optimizer_state_dict
 from rankless.errors import InvalidArgumentError
 from rankless.formats.huggingface import VALUES_KEY
@@ -30,6 +31,7 @@ from rankless.ondisk.data_files import (
     split_by_size,
 )
 from rankless.ondisk.validation import split_state_key
+from rankless.ondisk.value_files import OWN_STATE
 
 #: Lays a component out in files.
 Layout = Callable[[ComponentContent], FileSet]
@@ -136,12 +138,15 @@ def is_by_number(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 def _optimizer_tree(content: ComponentContent, fakes: FakeTensors) -> dict[str, Any]:
     """Return a state dict that also has the names of parameters and the optimizer's class."""
-    groups = values.decode_value(dict(content.values), fakes, "the optimizer's values")["groups"]
+    decoded = values.decode_value(dict(content.values), fakes, "the optimizer's values")
+    groups = decoded["groups"]
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for key in content.tensors:
         fqn, state = split_state_key(key)
         tensors.setdefault(fqn, {})[state] = fakes.make_tensor((content.kind, key))
     state_dict = optimizer_state_dict(groups, tensors, named=not is_by_number(groups))
+    names = [name for group in groups for name in group["params"]]
+    state_dict = add_own_values(state_dict, decoded.get(OWN_STATE, ()), names)
     kinds = {group["class"] for group in groups}
     return {**state_dict, "class": kinds.pop()} if len(kinds) == 1 else state_dict
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from rankless.components.component_calls import load_component, save_model
 from rankless.components.component_view import ComponentView
 from rankless.components.content import MODEL
+from rankless.engine.comm.process_groups import SELF
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import SHARD_SIZE, is_adapter_group
+from rankless.run.local_output import hold_output
 from rankless.run.lookup import open_latest
-from rankless.run.pending_dir import check_destination
 from rankless.state.model.peft_adapters import BASE
 from rankless.state.tensor_views import DTYPES
 from rankless.state.training import TrainingObjects
@@ -58,9 +59,13 @@ def merge_adapters(
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise InvalidArgumentError("adapters are merged by one process: call it without a process group of several")
     final = parse_location(output)
-    check_destination(final)
-    _check_packages()
-    reader, group = _find_adapter(open_latest(parse_location(path)))
+    with hold_output(final):
+        _check_packages()
+        return _merge(open_latest(parse_location(path)), final, max_shard_size)
+
+
+def _merge(checkpoint: Reader, final: Path, max_shard_size: int | str) -> Path:
+    reader, group = _find_adapter(checkpoint)
     base, adapter = _build_model(reader, group)
     model = _load_model(base, adapter, reader, group)
     if adapter.peft_type.value != "LORA":
@@ -70,7 +75,7 @@ def merge_adapters(
         merged = model.merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError) as error:
         raise InvalidArgumentError(f"PEFT cannot merge the adapter of {reader.path} into its model: {error}") from error
-    save_model(merged, final, shard=True, max_shard_size=max_shard_size)
+    save_model(merged, final, shard=True, max_shard_size=max_shard_size, process_group=SELF)
     return final
 
 
@@ -145,7 +150,7 @@ def _load_model(base: Any, adapter: Any, reader: Any, group: str) -> Any:
 
     model = peft.get_peft_model(base, copy.deepcopy(adapter), group.partition("/")[2] or "default")
     _set_dtypes(model, reader)
-    load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (None, _TIMEOUT), strict=True)
+    load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (SELF, _TIMEOUT), strict=True)
     return model
 
 

@@ -15,6 +15,7 @@ from rankless.formats.training_step import find_step
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_of_array
+from rankless.ondisk.value_files import OWN_STATE
 from rankless.state.array_decoder import encode_scalar
 
 
@@ -95,8 +96,21 @@ def _filter_value(name: str, value: Any, tensor_filter: TensorFilter) -> Any:
             tensor_filter.rename_parameter(key): item for key, item in value.items() if tensor_filter.is_selected(key)
         }
     if kind == "optimizer":
-        return {**value, "groups": [_filter_group(group, tensor_filter) for group in value["groups"]]}
+        groups = [_filter_group(group, tensor_filter) for group in value["groups"]]
+        own = [
+            _rename_own(entry, tensor_filter) for entry in value.get(OWN_STATE, ()) if _is_whole(entry, tensor_filter)
+        ]
+        return {**value, "groups": groups, **({OWN_STATE: own} if own else {})}
     return value
+
+
+def _is_whole(entry: Mapping[str, Any], tensor_filter: TensorFilter) -> bool:
+    """Return whether all parameters are selected of an optimizer that keeps values besides their states."""
+    return all(map(tensor_filter.is_selected, entry["params"]))
+
+
+def _rename_own(entry: Mapping[str, Any], tensor_filter: TensorFilter) -> dict[str, Any]:
+    return {**entry, "params": [tensor_filter.rename_parameter(name) for name in entry["params"]]}
 
 
 def _filter_group(group: Mapping[str, Any], tensor_filter: TensorFilter) -> dict[str, Any]:

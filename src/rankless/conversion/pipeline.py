@@ -56,6 +56,7 @@ from rankless.run.cleanup import clean_up
 from rankless.run.local_output import check_hosts, make_output
 from rankless.run.lookup import open_latest
 from rankless.run.pending_dir import check_destination
+from rankless.state.optimizer.left_out_values import warn_if_left_out
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.object_path import ObjectPath
@@ -85,6 +86,9 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     DCP: lambda source, pending, _: load_target(DCP)(source, pending, load_attribute(_SCHEMAS + "dcp_schema")),
     MEGATRON: lambda source, pending, _: load_target(MEGATRON)(source, pending),
 }
+
+#: The formats that keep whatever an optimizer has in its state dict.
+KEEP_OWN_VALUES = frozenset({"native", "torch", "lightning", "colossalai"})
 
 #: Functions that change a source to what a format needs: ``"module:function"``.
 ADAPTERS = {MEGATRON: "rankless.megatron.writer.megatron_source:adapt_source"}
@@ -195,6 +199,8 @@ class Conversion:
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
         source, pending, host_of = self._open_source()
+        if self._session.rank == 0 and self._request.to not in KEEP_OWN_VALUES:
+            warn_if_left_out(source.carried.shared, f"the format {self._request.to!r}")
         checksums = self._session.run_on_all("reading the source's checksums", lambda: _find_checksums(source))
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, pending, self._request.final))
@@ -252,7 +258,7 @@ class Conversion:
         """Create the files, and divide the work."""
 
         def create_files(_: list[bytes]) -> bytes:
-            self._pending.create(source.nbytes)
+            self._pending.create_new(source.nbytes)
             target.create_files()
             if len({*host_of}) > 1:
                 # Pages that rank 0 has written must not be written back after other hosts have written next to them.

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from rankless.conversion.fake_tensors import Groups
+from rankless.conversion.own_values import add_own_values
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import split_state_key
-from rankless.ondisk.value_files import BY_NUMBER, ORDERED
+from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
 
 #: The entries that Lightning requires in every checkpoint.
 _LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
@@ -173,11 +174,16 @@ def _model_state_dict(slot: str, groups: Groups, values: Mapping[str, Any]) -> d
 
 def _optimizer_state_dicts(slot: str, groups: Groups, values: Mapping[str, Any]) -> Any:
     tensors, named = _tensors_by_parameter(slot, groups), not values[slot].get(BY_NUMBER)
+    own = values[slot].get(OWN_STATE, ())
     state_dicts = [
-        optimizer_state_dict(param_groups, tensors, named=named)
+        add_own_values(optimizer_state_dict(param_groups, tensors, named=named), own, _list_params(param_groups))
         for param_groups in _split_optimizers(values[slot]["groups"])
     ]
     return state_dicts[0] if len(state_dicts) == 1 else state_dicts
+
+
+def _list_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group["params"]]
 
 
 def _split_optimizers(groups: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

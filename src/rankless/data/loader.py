@@ -74,7 +74,7 @@ class ResumableLoader:
     ) -> None:
         ranks = RankGroup(process_group)
         self._rank, self._batch_size = ranks.rank, batch_size
-        self._is_of_all_ranks = process_group is None
+        self._sharing_ranks = _describe_members(ranks, process_group)
         _check_loader(batch_size, seed, options)
         self._schedule = BatchSchedule(_length_of(dataset), batch_size * ranks.size, shuffle, seed, drop_last)
         if not self._schedule.count_batches():
@@ -97,17 +97,20 @@ class ResumableLoader:
         return self._position.epoch
 
     @property
-    def common_settings(self) -> str:
-        """The settings that must be equal on all ranks that share the data, as text; empty for a group of its own.
+    def common_settings(self) -> tuple[str, str]:
+        """The ranks that share the data, and the settings that must be equal on all of them, as text.
 
         Saves and loads compare it: with other settings on a rank, samples would be used twice, or not at all.
         """
         schedule = self._schedule
-        if not self._is_of_all_ranks:
-            return ""
+        if not self._sharing_ranks:  # this rank has the data for itself
+            return "", ""
         return (
-            f"batch_size={self._batch_size}, {schedule.length} samples, shuffle={schedule.shuffle}, "
-            f"seed={schedule.seed}, drop_last={schedule.drop_last}"
+            self._sharing_ranks,
+            (
+                f"batch_size={self._batch_size}, {schedule.length} samples, shuffle={schedule.shuffle}, "
+                f"seed={schedule.seed}, drop_last={schedule.drop_last}"
+            ),
         )
 
     def __len__(self) -> int:
@@ -174,6 +177,13 @@ class ResumableLoader:
                 f"the data loader was saved with {states[0]['length']} samples, and the dataset has "
                 f"{self._schedule.length} now: its position is not valid; load without dataloader= to start over"
             )
+
+
+def _describe_members(ranks: RankGroup, given: ProcessGroupArgument) -> str:
+    """Return the ranks that share the data as text, by which ranks of one group know each other."""
+    if given is None:
+        return "all ranks"
+    return f"ranks {', '.join(map(str, ranks.global_ranks()))}" if ranks.size > 1 else ""
 
 
 class _BatchRequests(Sampler[Any]):

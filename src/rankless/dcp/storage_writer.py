@@ -31,6 +31,7 @@ from rankless.dcp.write_results import (
     metadata_indices,
 )
 from rankless.dcp_versions import DCP_VERSION, SerializationFormat
+from rankless.engine.comm.process_groups import check_ranks_are_joined
 from rankless.engine.comm.vote import RankFailure
 from rankless.engine.io.device_streams import synchronize_devices
 from rankless.errors import InvalidArgumentError, StorageError
@@ -111,11 +112,13 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise ``InvalidArgumentError`` if ranks do not use collectives.
+        """Raise ``InvalidArgumentError`` if ranks do not use collectives, or have no process group and may overwrite.
 
         See torch's ``StorageWriter`` for this method and the next ones.
         """
         del is_coordinator, args
+        if self.overwrite:
+            check_ranks_are_joined(None, "pass overwrite=False to the writer")
         check_same_on_all_ranks(use_collectives=kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

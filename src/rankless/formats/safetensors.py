@@ -14,6 +14,7 @@ from rankless.ondisk import block_crcs, header
 from rankless.ondisk.data_files import CRC_KEY, TIED_KEY, TensorInfo, intern_info
 from rankless.ondisk.header import SafetensorsHeader, parse_json_object
 from rankless.ondisk.manifest import FileRecord
+from rankless.process.gc_pause import gc_paused
 from rankless.storage.store import store_of
 
 
@@ -26,6 +27,21 @@ def is_safetensors(path: Path) -> bool:
             return False
         reader.read(0, memoryview(start))
     return int.from_bytes(start[:-1], "little") <= size - header.LENGTH_BYTES and start[-1:] == b"{"
+
+
+def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes, int]:
+    """Return the bytes of a file before its data, and the size of the file. A ``record``'s size is checked."""
+    with store_of(path).open_reader(path) as reader:
+        size = reader.size
+        if record is not None and size != record.size:
+            raise CorruptCheckpointError(
+                f"{path} has {size} bytes, the manifest says {record.size}: the file is corrupt or truncated"
+            )
+        prefix = bytearray(min(header.LENGTH_BYTES, size))
+        reader.read(0, memoryview(prefix))
+        raw = bytearray(header.header_length(bytes(prefix), size, str(path)))
+        reader.read(0, memoryview(raw))
+    return bytes(raw), size
 
 
 @dataclass(frozen=True)
@@ -41,21 +57,13 @@ class SafetensorsFile:
 
         With a ``record`` from a manifest, its sizes and CRC are checked. Raises ``CorruptCheckpointError``.
         """
-        with store_of(path).open_reader(path) as reader:
-            size = reader.size
-            if record is not None and size != record.size:
-                raise CorruptCheckpointError(
-                    f"{path} has {size} bytes, the manifest says {record.size}: the file is corrupt or truncated"
-                )
-            prefix = bytearray(min(header.LENGTH_BYTES, size))
-            reader.read(0, memoryview(prefix))
-            raw = bytearray(header.header_length(bytes(prefix), size, str(path)))
-            reader.read(0, memoryview(raw))
+        raw, size = read_raw_header(path, record)
         if record is not None and (
             len(raw) != record.header_size or f"{block_crcs.crc64(raw):016x}" != record.header_crc64nvme
         ):
             raise CorruptCheckpointError(f"the header of {path} does not match the manifest: the file is corrupt")
-        file = cls(path, header.decode_header(bytes(raw), size, str(path)))
+        with gc_paused():
+            file = cls(path, header.decode_header(raw, size, str(path)))
         if record is not None and CRC_KEY not in file.header.metadata:
             raise CorruptCheckpointError(f"the header of {path} has no {CRC_KEY}: the file is corrupt")
         return file

@@ -57,12 +57,12 @@ class InspectedCheckpoint:
     @property
     def tensor_count(self) -> int:
         """The number of tensors."""
-        return sum(1 for _ in self.iterate_tensors())
+        return sum(map(len, self.reader.groups.values()))
 
     @property
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
-        return sum(info.nbytes for _, _, info in self.iterate_tensors())
+        return sum(info.nbytes for infos in self.reader.groups.values() for info in infos.values())
 
     @property
     def metrics(self) -> dict[str, float | None]:

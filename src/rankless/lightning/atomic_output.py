@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rankless.engine.comm.process_groups import check_ranks_are_joined
 from rankless.engine.comm.session import RankGroup
 from rankless.run.cleanup import clean_up
 from rankless.run.pending_dir import PendingDirectory
@@ -20,8 +21,9 @@ def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
     """Yield a path in a pending directory to write to, on all ranks; then make it durable and rename it to ``path``.
 
     Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the pending directory is
-    removed, and a previous ``path`` is unchanged.
+    removed, and a previous ``path`` is unchanged. Raises ``InvalidArgumentError`` for ranks without a process group.
     """
+    check_ranks_are_joined(None, "let only this one save")
     session, pending = RankGroup().open_session(timeout), PendingDirectory(path)
 
     def create_pending(_: list[bytes]) -> bytes:

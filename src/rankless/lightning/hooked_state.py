@@ -20,7 +20,7 @@ from rankless.formats.tree.tree_reader import TreeReader
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import ArrayCodec
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+from rankless.ondisk.wrapper_prefixes import wrapper_cleaner
 from rankless.state.model.model_view import EXTRA
 from rankless.state.tensor_views import NAMES
 
@@ -33,7 +33,8 @@ class HookedModel:
 
     def __init__(self, reader: Reader, entries: Mapping[str, Any]) -> None:
         self._reader = reader
-        named = {strip_wrapper_prefixes(name): value for name, value in entries.items()}
+        clean = wrapper_cleaner(entries)
+        named = {clean(name): value for name, value in entries.items()}
         tensors = {name: value for name, value in named.items() if _is_tensor(name, value)}
         self._sources = {name: InMemorySource(raw_bytes(_full_tensor(tensor))) for name, tensor in tensors.items()}
         self._values = {name: value for name, value in named.items() if name not in tensors}

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
 from rankless.state.model.model_view import EXTRA
+from rankless.state.model.wrapper_modules import NameCleaner
 
 
 def order_state(entries: Mapping[str, Any], module: nn.Module | None) -> OrderedDict[str, Any]:
@@ -21,8 +21,9 @@ def order_state(entries: Mapping[str, Any], module: nn.Module | None) -> Ordered
         return OrderedDict(entries)
     ordered = OrderedDict((name, entries[name]) for name in _list_names(module) if name in entries)
     ordered.update((name, value) for name, value in entries.items() if name not in ordered)
+    clean = NameCleaner(module)
     metadata = OrderedDict(
-        (strip_wrapper_prefixes(f"{prefix}.")[:-1], {"version": child._version})  # noqa: SLF001
+        (clean(prefix), {"version": child._version})  # noqa: SLF001
         for prefix, child in module.named_modules(remove_duplicate=False)
     )
     ordered._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001 - where torch has it
@@ -31,6 +32,7 @@ def order_state(entries: Mapping[str, Any], module: nn.Module | None) -> Ordered
 
 def _list_names(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's state dict in its order, without creating it: FSDP1 would gather all tensors."""
+    clean = NameCleaner(module)
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name in (*child._parameters, *child._buffers, EXTRA):  # noqa: SLF001
-            yield strip_wrapper_prefixes(f"{prefix}.{name}" if prefix else name)
+            yield clean(f"{prefix}.{name}" if prefix else name)

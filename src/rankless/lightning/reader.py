@@ -55,5 +55,6 @@ class LightningReader(TreeReader):
             )
         schema = _folder_schema(saved.root) if LIGHTNING_VERSION in meta.root else None
         contents = classify_tree({**meta.root, **saved.root}, keys, saved.budget, str(path), schema)
+        contents.add_user_content({key: value for key, value in meta.root.items() if key in saved.root})
         fingerprint = f"{saved.fingerprint}-{meta.digest:016x}"
         super().__init__(path, "lightning", [*saved.files, path / META], fingerprint, contents)

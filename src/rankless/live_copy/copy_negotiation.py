@@ -236,7 +236,7 @@ def _make_contribution(captured: Capture, directory: _Directory, rank: int, *, i
             for (group, name), shard in captured.tensors.items()
             if group == PER_RANK
         },
-        digest_values(captured.compared, 0) if is_compared else {},
+        digest_values(captured.compared) if is_compared else {},
     )
 
 

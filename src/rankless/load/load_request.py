@@ -50,7 +50,6 @@ class LoadRequest:
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
             "what is loaded": ", ".join(self.training.component_names()) or "nothing",
-            "the settings of the data loader": self.training.loader_settings(),
             "share_reads": self.share_reads,
             "on_corruption": self.on_corruption,
             "keys": repr(sorted(self.keys.items())),
@@ -59,7 +58,8 @@ class LoadRequest:
             "the local tier": self.local,
             "the adapter of the checkpoint's reader": self.reader_adapter_text,
         }
-        return CallDescription("load", arguments)
+        shared = {"the settings of the data loader": self.training.loader_settings()}
+        return CallDescription("load", arguments, shared)
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid."""

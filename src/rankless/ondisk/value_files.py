@@ -18,6 +18,9 @@ _OPTIMIZER = "optimizer"
 #: The prefix of the slots of schedulers.
 _SCHEDULER = "scheduler"
 
+#: The key of what an optimizer keeps besides the states of parameters and the settings of groups.
+OWN_STATE = "own"
+
 #: Key of a flag: the group lists its parameters in the order of the optimizer, not by name.
 ORDERED = "ordered"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 
 #: Name components that wrappers add to the model's own: FSDP1, activation checkpointing and torch.compile.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -11,6 +12,39 @@ WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 def strip_wrapper_prefixes(name: str) -> str:
     """Return a name without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+#: Those that a module of the user may have, too: FSDP1's name is used by nothing else.
+_AMBIGUOUS = WRAPPERS - {"_fsdp_wrapped_module"}
+
+
+#: Components of a name below which no module is looked for: names of a hostile file may have very many.
+_DEEPEST = 100
+
+
+def wrapper_cleaner(names: Collection[str]) -> Callable[[str], str]:
+    """Return the function that removes the components which wrappers added to the ``names`` of one state dict.
+
+    A file does not say of which class a module was. A wrapper has one child and nothing else, so a component is that of
+    a wrapper unless its module has tensors in other children, or of its own. In memory a wrapper is known by its class.
+    """
+    if not any(part in name for name in names for part in _AMBIGUOUS):
+        return strip_wrapper_prefixes
+    members: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    for name in names:
+        parts = tuple(name.split("."))
+        for depth, part in enumerate(parts[:_DEEPEST]):
+            members[parts[:depth]].add(part)
+
+    def clean(name: str) -> str:
+        parts = tuple(name.split("."))
+        return ".".join(
+            part
+            for depth, part in enumerate(parts)
+            if part not in WRAPPERS or (part in _AMBIGUOUS and len(members.get(parts[:depth], ())) > 1)
+        )
+
+    return clean
 
 
 def has_adapters(names: Iterable[str]) -> bool:

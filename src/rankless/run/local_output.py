@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -18,10 +18,11 @@ from typing import Protocol
 from rankless.engine.io.upload_files import upload_file
 from rankless.errors import InvalidArgumentError, RanklessError, StorageError, TagExistsError
 from rankless.ondisk import manifest
+from rankless.ondisk.block_crcs import crc64
 from rankless.run.cleanup import clean_up
-from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_dir import PendingDirectory, check_destination, claim_output
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import is_directory, make_private_directory, walk_files
+from rankless.storage.posix import is_directory, make_durable_directory, make_private_directory, walk_files
 from rankless.storage.store import map_requests
 
 #: The ends of the names of files that name other files, in the order in which they are uploaded.
@@ -44,6 +45,9 @@ class PendingOutput(Protocol):
 
     def create(self, nbytes: int = 0) -> None:
         """Create the directory, in which ``nbytes`` bytes will be written. A failure leaves nothing behind."""
+
+    def create_new(self, nbytes: int = 0) -> None:
+        """Create the directory, and hold the final path. Raises ``TagExistsError`` if another process holds it."""
 
     def publish(self, entry: str = "") -> None:
         """Give the directory, or one entry of it, its final path. Raises ``TagExistsError`` if that exists."""
@@ -70,7 +74,7 @@ class LocalOutput:
             folder = Path(tempfile.gettempdir()) / f"rankless-{os.getuid()}"
         except FileNotFoundError as error:
             raise StorageError(errno.ENOENT, f"there is no directory for temporary files: {error.strerror}") from error
-        return PendingDirectory(folder / self._final.name[:100])
+        return PendingDirectory(folder / f"{self._final.name[:100]}-{crc64(str(self._final).encode()):016x}")
 
     @property
     def path(self) -> Path:
@@ -84,10 +88,18 @@ class LocalOutput:
 
     def create(self, nbytes: int = 0) -> None:
         """See :class:`PendingOutput`. What dead processes have left on this host is removed first."""
+        self._prepare_folder()
+        self._local.create(nbytes)
+
+    def create_new(self, nbytes: int = 0) -> None:
+        """See :class:`PendingOutput`. Only processes of this host learn that the path is held."""
+        self._prepare_folder()
+        self._local.create_new(nbytes)
+
+    def _prepare_folder(self) -> None:
         folder = self._local.final.parent
         make_private_directory(folder)
         clean_up(folder)
-        self._local.create(nbytes)
 
     def publish(self, entry: str = "") -> None:
         """See :class:`PendingOutput`. If it fails, nothing is left of it."""
@@ -148,13 +160,30 @@ def pending_directory(final: Path) -> Iterator[Path]:
     if not isinstance(final, ObjectPath):
         clean_up(final.parent, tag=final.name)
     pending = make_output(final)
-    pending.create()
+    pending.create_new()
     try:
         yield pending.path
         pending.publish()
     except BaseException:
         pending.discard()
         raise
+
+
+@contextmanager
+def hold_output(final: Path) -> Iterator[None]:
+    """Hold a new path while another function, which would replace what is there, writes it.
+
+    Raises ``TagExistsError`` if another process holds it, and the errors of :func:`check_destination`. In an object
+    store a path cannot be held.
+    """
+    check_destination(final)
+    if isinstance(final, ObjectPath):
+        yield
+        return
+    make_durable_directory(final.parent)
+    with closing(claim_output(final)):
+        check_destination(final)  # another process may just have written it
+        yield
 
 
 def check_hosts(final: Path, host_of: Sequence[int]) -> None:

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from rankless.engine.comm.process_groups import describe_unjoined_ranks
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.formats.native import is_native
+from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import restore_displaced
@@ -54,6 +56,7 @@ class PendingDirectory:
         """Describe the directory; nothing is created. ``name``: its hidden name, by default a random one."""
         self.final, self.name = final, name or hidden_name(final)
         self._lock: PendingLock | None = None
+        self._claim: PendingLock | None = None
 
     @property
     def path(self) -> Path:
@@ -86,6 +89,17 @@ class PendingDirectory:
         weakref.finalize(self, lock.close)
         try:
             posix.make_empty_directory(self.path)
+        except BaseException:
+            self.release()
+            raise
+
+    def create_new(self, nbytes: int = 0) -> None:
+        """Create the directory as :meth:`create` does, and hold the final path, at which there must be nothing."""
+        posix.make_durable_directory(self.final.parent)
+        claim = self._claim = claim_output(self.final)
+        weakref.finalize(self, claim.close)
+        try:
+            self.create(nbytes)
         except BaseException:
             self.release()
             raise
@@ -166,10 +180,11 @@ class PendingDirectory:
                 directory_trees.remove_tree(path)
 
     def release(self) -> None:
-        """Release the lock. Later calls do nothing."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Release the lock and the claim. Later calls do nothing."""
+        for lock in (self._lock, self._claim):
+            if lock is not None:
+                lock.close()
+        self._lock = self._claim = None
 
     def discard(self) -> None:
         """Remove the directory and release the lock, after a failure. What cannot be removed stays hidden.
@@ -180,6 +195,29 @@ class PendingDirectory:
             if restore_displaced(self.final.parent, self.name):
                 directory_trees.remove_tree(self.path)
         self.release()
+
+
+def claim_output(final: Path) -> PendingLock:
+    """Hold a new path while this process writes what will be there; :meth:`PendingLock.close` lets it go.
+
+    Conversions, exports and merges call it, so that several processes do not do the same work for one path. A process
+    need not be in a process group for that: one of several ranks may convert. Raises ``TagExistsError`` if another
+    process holds the path.
+    """
+    digest = f"{crc64(final.name.encode()):016x}"
+    try:
+        return acquire_lock(final.parent, HiddenName(final.name, f"{0:016x}", digest, "partial"))
+    except StorageError as error:
+        if error.errno != errno.EBUSY:
+            raise
+    ranks = describe_unjoined_ranks()
+    hint = "choose another path, or wait for it"
+    if ranks:
+        hint = (
+            f"{ranks}. Let one rank make this call, or call torch.distributed.init_process_group() before it, so that "
+            "the ranks share the work"
+        )
+    raise TagExistsError(f"another process is writing {final} now: {hint}")
 
 
 def check_destination(final: Path) -> None:

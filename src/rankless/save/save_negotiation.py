@@ -122,14 +122,12 @@ def negotiate_save(
     global_ranks: Sequence[int],
     cached_key: bytes,
     *,
-    save: int = 0,
     differing: bytes = b"",
 ) -> SaveAgreement:
     """Capture the training state and negotiate the save.
 
-    ``cached_key`` is the key of the plan in this rank's cache. Ranks compare all bytes of large values at ``save`` 0,
-    and a sample at later ones. ``differing`` are the encoded names of values that were found to differ between ranks
-    and are stored for each rank.
+    ``cached_key`` is the key of the plan in this rank's cache. ``differing`` are the encoded names of values
+    that were found to differ between ranks and are stored for each rank.
     """
     captured = Capture()
     host_names: Mapping[int, str] = {}
@@ -146,7 +144,7 @@ def negotiate_save(
         host = digest_bytes(host_id().encode(), _HOST_BYTES)
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
         name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
-        digests_of_values = digest_values(captured.compared, save) if session.size > 1 else {}
+        digests_of_values = digest_values(captured.compared) if session.size > 1 else {}
         fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values), len(name))
         return fixed + name + encode_digests(digests_of_values)
 

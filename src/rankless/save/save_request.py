@@ -66,7 +66,6 @@ class SaveRequest:
             "the path": repr(str(self.path)),
             "the tag": repr(self.tag),
             "what is saved": ", ".join(self.training.component_names()) or "nothing",
-            "the settings of the data loader": self.training.loader_settings(),
             "max_shard_size": str(options.max_shard_size),
             "overwrite": str(self.overwrite),
             "state_dict_hooks": str(self.training.state_dict_hooks),
@@ -80,7 +79,8 @@ class SaveRequest:
             "the local tier": self.local,
             "files": ", ".join(sorted(map(repr, self.training.files))),
         }
-        return CallDescription("save", arguments)
+        shared = {"the settings of the data loader": self.training.loader_settings()}
+        return CallDescription("save", arguments, shared)
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid."""

@@ -100,9 +100,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def _negotiate(self, differing: bytes) -> SaveAgreement:
         ranks = self._ranks.global_ranks()
-        return negotiate_save(
-            self._request, self._session, ranks, self._cache.key, save=self._compared_save, differing=differing
-        )
+        return negotiate_save(self._request, self._session, ranks, self._cache.key, differing=differing)
 
     @abstractmethod
     def _plan_and_open(self, agreement: SaveAgreement) -> None:

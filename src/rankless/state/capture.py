@@ -17,7 +17,7 @@ from rankless.observe.spans import traced
 from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
 from rankless.ondisk.validation import check_utf8
-from rankless.ondisk.value_files import build_state_file
+from rankless.ondisk.value_files import OWN_STATE, build_state_file
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
 from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
@@ -34,7 +34,7 @@ from rankless.state.model.peft_adapters import (
 )
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
-from rankless.state.optimizer.own_state import OWN_STATE, add_blank_entries, merge_own
+from rankless.state.optimizer.own_state import add_blank_entries, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
 from rankless.state.scheduler_stages import merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state

@@ -128,9 +128,9 @@ class MismatchReport:
 
 
 def _suggest_arguments(refused: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return the arguments that let the rest be loaded; the narrower one if no names of tensors are concerned."""
+    """Return the arguments that let the rest be loaded; the narrower one if no names in a model are concerned."""
     not_strict = "strict=False to load what matches"
-    if unexpected or {component.partition("/")[0] for component in refused} & {"model", "optimizer"}:
+    if unexpected or {component.partition("/")[0] for component in refused} & {"model"}:
         return not_strict
     return f"allow_missing={tuple(refused)!r} to load the rest without, or {not_strict}"
 

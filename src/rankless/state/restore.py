@@ -17,7 +17,7 @@ from rankless.errors import MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
-from rankless.ondisk.value_files import BY_NUMBER
+from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
 from rankless.state import scheduler as schedulers
 from rankless.state import stateful
 from rankless.state.array_decoder import ArrayDecoder
@@ -32,9 +32,14 @@ from rankless.state.model.peft_adapters import check_unmerged, explain_config_di
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
-from rankless.state.optimizer.own_state import OWN_STATE
 from rankless.state.optimizer.param_groups import MatchTolerance
-from rankless.state.optimizer.param_index import check_order, has_names, match_by_number, match_by_position
+from rankless.state.optimizer.param_index import (
+    check_order,
+    has_names,
+    has_only_numbers,
+    match_by_number,
+    match_by_position,
+)
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
@@ -461,7 +466,7 @@ class LoadTargets:
         refs = optimizers.refs_for(slot, self._views or self._view_naming_models(slot))
         groups = optimizers.view_groups(parts, refs)
         self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
-        if self._values[slot].get(BY_NUMBER):
+        if self._values[slot].get(BY_NUMBER) or has_only_numbers(groups, self._values[slot]["groups"]):
             groups = match_by_number(groups, self._values[slot]["groups"])
             check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
             self.matched_by[slot] = "places"
@@ -473,7 +478,8 @@ class LoadTargets:
         with self._note_mismatch():
             infos = {} if self._has_mismatches() else self._groups.get(slot, {})
             by_name = self.matched_by[slot] != "places"
-            tolerance = MatchTolerance(is_partial=by_name and self._policy.may_be_missing(slot), by_name=by_name)
+            tied = {alias: name for names in self._tied.values() for alias, name in names.items()}
+            tolerance = MatchTolerance(by_name and self._policy.may_be_missing(slot), by_name, tied)
             optimizer_restore = self._optimizer_restores[slot] = OptimizerRestore(
                 groups,
                 self._values[slot]["groups"],

@@ -36,9 +36,10 @@ class TrainingObjects:
     adapters: str = NO_ADAPTERS
     files: Mapping[str, bytes] = field(default_factory=dict)
 
-    def loader_settings(self) -> str:
-        """Return the settings of the data loader that must be equal on all ranks; empty if it has none."""
-        return str(getattr(self.dataloader, "common_settings", ""))
+    def loader_settings(self) -> tuple[str, str]:
+        """Return the ranks that share the data of the loader, and its settings that must be equal on them, as text."""
+        members, settings = getattr(self.dataloader, "common_settings", ("", ""))
+        return str(members), str(settings)
 
     def stateful_names(self) -> list[str]:
         """Return the slots of the objects that were passed as ``stateful``."""

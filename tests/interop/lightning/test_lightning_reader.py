@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import rankless
 from rankless.errors import CorruptCheckpointError, MismatchError, OptimizerMismatchError, UnsafePickleError
@@ -208,3 +210,20 @@ def test_a_file_without_state_dict_has_no_model(tmp_path: Path) -> None:
         rankless.load_checkpoint(tmp_path / "a.ckpt", model=nn.Linear(2, 3))
     module = nn.Linear(2, 3)
     rankless.load_checkpoint(tmp_path / "a.ckpt", model=module, keys={"model": "ema"})
+
+
+def test_a_key_of_a_hook_that_is_named_as_an_optimizer_of_the_folder_is_user_content(tmp_path: Path) -> None:
+    net, folder = nn.Linear(2, 2), tmp_path / "a.ckpt"
+    optimizer = torch.optim.SGD(net.named_parameters(), momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": net.state_dict(), "optimizer_0": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder)
+    hooked = {"optimizer_0": {"mine": 5, "values": torch.arange(3)}, "model": "of the hook"}
+    torch.save({"epoch": 1, "pytorch-lightning_version": "2.6.6", **hooked}, folder / "meta.pt")
+    resumed = nn.Linear(2, 2)
+    other = torch.optim.SGD(resumed.named_parameters(), momentum=0.9)
+    content = rankless.restore(folder, model=resumed, optimizer=other, rng=False).user_content
+    assert equal_bits(resumed.weight, net.weight)
+    assert equal_bits(other.state[resumed.bias]["momentum_buffer"], optimizer.state[net.bias]["momentum_buffer"])
+    assert (content["epoch"], content["model"], content["optimizer_0"]["mine"]) == (1, "of the hook", 5)
+    assert content["optimizer_0"]["values"].tolist() == [0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import rankless
+from rankless.formats import safetensors
 from rankless.observe.units import format_size
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.file_contents import size_on_disk, stored
@@ -157,3 +159,18 @@ class TestShow:
     def test_a_damaged_checkpoint_is_exit_1(self, run: Path) -> None:
         (run / "step_3/model/model.safetensors").unlink()
         assert "model.safetensors is missing" in invoke("show", run, code=1).stderr
+
+
+def test_the_header_of_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing is what takes time if a file has very many tensors."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    parsed: list[str] = []
+    decode = safetensors.header.decode_header
+
+    def decode_and_count(raw: bytes, size: int, file: str) -> Any:
+        parsed.append(file)
+        return decode(raw, size, file)
+
+    monkeypatch.setattr(safetensors.header, "decode_header", decode_and_count)
+    invoke("show", str(tmp_path / "model.safetensors"))
+    assert parsed == [str(tmp_path / "model.safetensors")]

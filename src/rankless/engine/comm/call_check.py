@@ -17,10 +17,20 @@ _SAME, _DIFFERENT = b"=", b"!"
 
 
 class CallDescription(msgspec.Struct, frozen=True):
-    """A call and its arguments, as text by the name of each argument."""
+    """A call and its arguments, as text by the name of each argument.
+
+    ``shared`` are arguments that are compared only between ranks which name the same members: members and value.
+    """
 
     call: str
     arguments: dict[str, str]
+    shared: dict[str, tuple[str, str]] = {}
+
+    def digest(self) -> bytes:
+        """Return digests of what all ranks compare, of the members, and of what these compare."""
+        members = {name: value[0] for name, value in self.shared.items()}
+        parts = (self.call, self.arguments), members, self.shared
+        return b"".join(digest_bytes(msgspec.msgpack.encode(part), _DIGEST_BYTES) for part in parts)
 
 
 def vote_same_call(
@@ -34,19 +44,24 @@ def vote_same_call(
 
     Raises ``RankMismatchError`` if the ranks' calls differ.
     """
-    encoded = msgspec.msgpack.encode(call)
+    encoded, digest = msgspec.msgpack.encode(call), call.digest()
 
     def compare_and_decide(posted: list[bytes]) -> bytes:
-        if len({post[:_DIGEST_BYTES] for post in posted}) > 1:
+        if _are_different([post[: len(digest)] for post in posted]):
             return _DIFFERENT
-        return _SAME + decide([post[_DIGEST_BYTES:] for post in posted])
+        return _SAME + decide([post[len(digest) :] for post in posted])
 
-    _, decision = session.vote(
-        phase, lambda: digest_bytes(encoded, _DIGEST_BYTES) + work(), lambda result: result, compare_and_decide
-    )
+    _, decision = session.vote(phase, lambda: digest + work(), lambda result: result, compare_and_decide)
     if decision == _DIFFERENT:
         session.vote("comparing the arguments of the call", lambda: encoded, lambda result: result, _raise_difference)
     return decision[1:]
+
+
+def _are_different(digests: Sequence[bytes]) -> bool:
+    """Return whether calls differ, or what the same members share."""
+    shared = {digest[_DIGEST_BYTES:] for digest in digests}
+    members = {digest[:_DIGEST_BYTES] for digest in shared}
+    return len({digest[:_DIGEST_BYTES] for digest in digests}) > 1 or len(shared) > len(members)
 
 
 def _raise_difference(posted: Sequence[bytes]) -> bytes:
@@ -55,4 +70,17 @@ def _raise_difference(posted: Sequence[bytes]) -> bytes:
     require_equal("the call", [description.call for description in descriptions])
     for argument in descriptions[0].arguments:
         require_equal(argument, [description.arguments.get(argument, "nothing") for description in descriptions])
+    for name in sorted({name for description in descriptions for name in description.shared}):
+        _require_equal_among_members(name, [description.shared.get(name, ("", "")) for description in descriptions])
     raise RankMismatchError("ranks were called with different arguments")
+
+
+def _require_equal_among_members(name: str, posted: Sequence[tuple[str, str]]) -> None:
+    """Raise ``RankMismatchError`` if ranks that name the same members have other values."""
+    first: dict[str, int] = {}
+    for rank, (members, value) in enumerate(posted):
+        other = first.setdefault(members, rank)
+        if value != posted[other][1]:
+            raise RankMismatchError(
+                f"ranks disagree about {name}: rank {other} has {posted[other][1]}, rank {rank} has {value}"
+            )

@@ -48,20 +48,28 @@ def check_process_group(given: Any) -> ProcessGroupArgument:
     raise InvalidArgumentError(f'process_group must be a ProcessGroup of torch, "self" or None; got {given!r:.80}')
 
 
-def check_ranks_are_joined(given: ProcessGroupArgument) -> None:
+def check_ranks_are_joined(given: ProcessGroupArgument, alone: str = 'pass process_group="self"') -> None:
     """Raise ``InvalidArgumentError`` if a launcher started several ranks, each of which would save by itself.
 
-    Called at the start of each save: without a process group all ranks would write the same checkpoint, and each would
-    replace that of the others.
+    Called at the start of each save that may replace what is there: without a process group all ranks would write the
+    same files, and each would replace those of the others. ``alone`` says what to do if one rank is to save by itself.
+    What writes new paths only is claimed instead: see :func:`rankless.run.pending_dir.claim_output`.
     """
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if given is None and not _has_default_group() and world_size.isdecimal() and int(world_size) > 1:
+    text = describe_unjoined_ranks() if given is None else ""
+    if text:
         raise InvalidArgumentError(
-            f"this process is one of {world_size} ranks (WORLD_SIZE, set by torchrun), and there is no process group: "
-            "each rank would save by itself over the checkpoints of the others. Call "
-            "torch.distributed.init_process_group() before the save; if this process is to save by itself, pass "
-            'process_group="self"'
+            f"{text}: each rank would save by itself over the checkpoints of the others. Call "
+            "torch.distributed.init_process_group() before the save; if this process is to save by itself, "
+            f"{alone}, or unset WORLD_SIZE"
         )
+
+
+def describe_unjoined_ranks() -> str:
+    """Return a text if a launcher started several ranks and this process has no process group; else an empty one."""
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if _has_default_group() or not world_size.isdecimal() or int(world_size) <= 1:
+        return ""
+    return f"this process is one of {world_size} ranks (WORLD_SIZE, set by torchrun), and there is no process group"
 
 
 def _has_default_group() -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankless.errors import CorruptCheckpointError, FormatError
-from rankless.formats.safetensors import SafetensorsFile, is_safetensors
+from rankless.formats.safetensors import SafetensorsFile, is_safetensors, read_raw_header
 from rankless.formats.sharded.model_files import (
     CONTENT,
     MODEL,
@@ -45,6 +45,8 @@ def is_sharded_checkpoint(path: Path) -> bool:
 def is_flat_optimizer(path: Path) -> bool:
     """Return whether a file is a whole optimizer as ColossalAI's asynchronous saves write it."""
     if path.suffix != ".safetensors" or not is_safetensors(path):
+        return False
+    if PICKLED.encode() not in read_raw_header(path)[0]:  # the headers of large models are slow to parse
         return False
     file = SafetensorsFile.open(path)
     return PICKLED in file.header.metadata and _GROUPS in file.tensors

@@ -246,6 +246,8 @@ def _list_tensors(node: Any, path: Path) -> list[Path]:
 
 def without_paths(tree: Mapping[Any, Any], removed: set[Path], path: Path = ()) -> Iterator[tuple[Any, Any]]:
     """Yield the entries of a dict without the values at the paths ``removed``. ``path`` is the path of the dict."""
+    if path in removed:  # the whole tree is one component
+        return
     prefixes = {removed_path[: len(path) + 1] for removed_path in removed if removed_path[: len(path)] == path}
     for key, value in tree.items():
         here = (*path, key)

@@ -16,13 +16,16 @@ from rankless.formats.tree.tree_traversal import check_keys
 from rankless.formats.tree.unique_names import collision_error, index_by_name, index_by_text
 from rankless.ondisk.hash_limits import has_safe_hash
 from rankless.ondisk.read_budget import ReadBudget
-from rankless.ondisk.value_files import BY_NUMBER, ORDERED
+from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 STATE, GROUPS = "state", "param_groups"
 
 #: The keys of a group that list its parameters; all other keys are settings.
 _PARAMS, _NAMES = "params", "param_names"
+
+#: The key of the name of the class in files of rankless.
+_CLASS = "class"
 
 #: Units of work for a parameter, or for a state or setting of one.
 _PARAMETER = 4
@@ -45,13 +48,15 @@ class ParsedOptimizer:
     """An optimizer: its parameter groups, and the states of its parameters by name.
 
     With ``by_number`` the parameters have no names, but are identified by their number, counted over all groups.
-    ``kind`` is the name of its class, if that was saved.
+    ``kind`` is the name of its class, if that was saved. ``own`` is what it keeps besides states and settings, in the
+    form of ``state.json``; only files that name the class have it, which rankless wrote.
     """
 
     groups: Sequence[OptimizerGroup]
     states: Mapping[str, Mapping[str, Any]]
     by_number: bool = False
     kind: str | None = None
+    own: Sequence[Mapping[str, Any]] = ()
 
     @property
     def params(self) -> list[str]:
@@ -80,13 +85,21 @@ class ParsedOptimizer:
             }
             for group in self.groups
         ]
-        return {"groups": groups, BY_NUMBER: True} if self.by_number else {"groups": groups}
+        own = {OWN_STATE: list(self.own)} if self.own else {}
+        return {"groups": groups, **own, **({BY_NUMBER: True} if self.by_number else {})}
 
 
 def is_flattened(node: Mapping[Any, Any]) -> bool:
     """Return whether a dict has the keys of a flattened optimizer state dict."""
     prefixes = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
     return GROUPS in prefixes and prefixes <= {STATE, GROUPS}
+
+
+def list_names(node: Mapping[Any, Any]) -> list[str]:
+    """Return the names of parameters in a state dict of an optimizer that is not flattened."""
+    groups = node.get(GROUPS, [])
+    listed = [name for group in groups for key in (_PARAMS, _NAMES) for name in _get_list(group, key)]
+    return [name for name in listed if isinstance(name, str)]
 
 
 def parse_optimizer(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> ParsedOptimizer:
@@ -127,8 +140,12 @@ def _parse_groups(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> 
         if name in states:
             raise collision_error(name, (STATE, keys[name]), (STATE, key))
         keys[name], states[name] = key, index_by_text(param_states, (STATE, key))
-    kind = node.get("class")
-    return ParsedOptimizer(groups, states, by_number, kind if isinstance(kind, str) else None)
+    kind = node.get(_CLASS)
+    if not isinstance(kind, str):
+        return ParsedOptimizer(groups, states, by_number)
+    further = {key: value for key, value in node.items() if key not in {STATE, GROUPS, _CLASS}}
+    own = [{_PARAMS: [name for group in groups for name in group.params], "values": further}] if further else []
+    return ParsedOptimizer(groups, states, by_number, kind, own)
 
 
 def _group_settings(group: Mapping[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
@@ -213,10 +230,12 @@ def merge_optimizers(optimizers: Sequence[ParsedOptimizer]) -> ParsedOptimizer |
         return None
     groups = [group for optimizer in optimizers for group in optimizer.groups]
     states = {name: states for optimizer in optimizers for name, states in optimizer.states.items()}
-    return ParsedOptimizer(groups, states, by_number)
+    own = [entry for optimizer in optimizers for entry in optimizer.own]
+    return ParsedOptimizer(groups, states, by_number, own=own)
 
 
 def _prefix_names(optimizer: ParsedOptimizer, prefix: str) -> ParsedOptimizer:
     groups = [replace(group, params=[prefix + name for name in group.params]) for group in optimizer.groups]
     states = {prefix + name: states for name, states in optimizer.states.items()}
-    return ParsedOptimizer(groups, states, by_number=True)
+    own = [{**entry, _PARAMS: [prefix + name for name in entry[_PARAMS]]} for entry in optimizer.own]
+    return ParsedOptimizer(groups, states, by_number=True, own=own)

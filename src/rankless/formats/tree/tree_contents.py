@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from rankless.formats.stored_tensor import StoredTensor, UnreadableTensor, Unrea
 from rankless.formats.tree import detect_components
 from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.live_tensors import LeafDecoder
-from rankless.formats.tree.optimizer_states import ParsedOptimizer, merge_optimizers, parse_optimizer
+from rankless.formats.tree.optimizer_states import ParsedOptimizer, list_names, merge_optimizers, parse_optimizer
 from rankless.formats.tree.tree_traversal import (
     LONGEST,
     Path,
@@ -29,8 +29,9 @@ from rankless.formats.tree.tree_traversal import (
 from rankless.formats.tree.unique_names import index_by_name
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.validation import state_key
+from rankless.ondisk.value_files import OWN_STATE
 from rankless.ondisk.values import ArrayCodec
-from rankless.ondisk.wrapper_prefixes import strip_wrapper_prefixes
+from rankless.ondisk.wrapper_prefixes import wrapper_cleaner
 
 #: The group of the tensors inside of values.
 STATE = "state"
@@ -85,6 +86,13 @@ class TreeContents:
             name = self._unique_name(path)
             self.names_in_state[value.identity] = name
             self.groups.setdefault(STATE, {})[name] = value
+
+    def add_user_content(self, added: Mapping[Any, Any]) -> None:
+        """Add values to a dict of user content: those that a key of a component hides."""
+        content = self.tree.get("user_content", {})
+        if added and isinstance(content, dict):
+            self.tree["user_content"] = {**content, **added}
+            visit_tree({"user_content": dict(added)}, self.add_state_tensor)
 
     def _unique_name(self, path: Path) -> str:
         """Return a name that no other tensor inside of values has."""
@@ -172,11 +180,16 @@ def _collect_components(
     for slot, paths in components.list_kind("model"):
         cleaners[slot] = _add_model(contents, slot, tree, paths)
     for slot, paths in components.list_kind("optimizer"):
-        clean = cleaners.get("model" + slot.removeprefix("optimizer"), strip_wrapper_prefixes)
+        nodes = {path: detect_components.value_at(tree, path) for path in paths}
+        model = "model" + slot.removeprefix("optimizer")
+        known = {*contents.groups.get(model, ()), *contents.tied.get(model, ())}
         _add_optimizers(
             contents,
             slot,
-            {path: parse_optimizer(detect_components.value_at(tree, path), clean, contents.budget) for path in paths},
+            {
+                path: parse_optimizer(node, _choose_names(node, cleaners.get(model), known), contents.budget)
+                for path, node in nodes.items()
+            },
         )
     for slot, paths in components.list_kind("scheduler"):
         value = detect_components.value_at(tree, paths[0])
@@ -216,7 +229,7 @@ def _add_model(contents: TreeContents, slot: str, tree: Any, paths: list[Path]) 
     if is_tensor(node):
         node = {paths[0][-1]: node}
     named = index_by_name(iterate_leaves(node, contents.budget), lambda path: join_path(path, contents.budget))
-    clean = _choose_cleaner(name for name in named if is_tensor(named[name]))
+    clean = _choose_cleaner(named, [name for name in named if is_tensor(named[name])])
     if len({clean(name) for name in named}) < len(named):
         clean = str
     tensors = contents.groups.setdefault(slot, {})
@@ -236,10 +249,24 @@ def _add_model(contents: TreeContents, slot: str, tree: Any, paths: list[Path]) 
     return clean
 
 
-def _choose_cleaner(names: Iterable[str]) -> Callable[[str], str]:
-    if all(strip_wrapper_prefixes(name).startswith(_DDP) for name in names):
-        return lambda name: strip_wrapper_prefixes(name).removeprefix(_DDP)
-    return strip_wrapper_prefixes
+def _choose_cleaner(names: Collection[str], tensor_names: Iterable[str]) -> Callable[[str], str]:
+    clean = wrapper_cleaner(names)
+    if all(clean(name).startswith(_DDP) for name in tensor_names):
+        return lambda name: clean(name).removeprefix(_DDP)
+    return clean
+
+
+def _choose_names(
+    node: Mapping[Any, Any], of_model: Callable[[str], str] | None, known: Collection[str]
+) -> Callable[[str], str]:
+    """Return the function that strips wrapper prefixes from the names of an optimizer's parameters.
+
+    An optimizer may have been made before its model was wrapped, so its names tell more than those of the model, if
+    they become ``known`` ones. With the parameters that are not trained they may tell less.
+    """
+    names = list_names(node)
+    own = wrapper_cleaner(names)
+    return own if of_model is None or (names and all(own(name) in known for name in names)) else of_model
 
 
 def _add_optimizers(contents: TreeContents, slot: str, optimizers: Mapping[Path, ParsedOptimizer]) -> None:
@@ -252,6 +279,7 @@ def _add_optimizers(contents: TreeContents, slot: str, optimizers: Mapping[Path,
             else:
                 tensors[key] = value
         contents.tree[name] = optimizer.to_values()
+        visit_tree({name: {OWN_STATE: list(optimizer.own)}}, contents.add_state_tensor)
 
 
 def _optimizers_by_slot(slot: str, optimizers: Mapping[Path, ParsedOptimizer]) -> Mapping[str, ParsedOptimizer]:

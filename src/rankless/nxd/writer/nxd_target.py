@@ -15,6 +15,7 @@ from rankless.formats.registry import LAYOUT, NXD
 from rankless.nxd.writer.nxd_files import NxdWriter
 from rankless.nxd.writer.nxd_options import NxdOptions
 from rankless.run.local_output import pending_directory
+from rankless.state.optimizer.left_out_values import warn_if_left_out
 
 
 def convert_to_nxd(request: ConversionRequest, session: Session, options: Mapping[str, Any]) -> Path:
@@ -29,6 +30,7 @@ def convert_to_nxd(request: ConversionRequest, session: Session, options: Mappin
         request.check_arguments()
         nxd_options.check_values()
         source = request.open_source()
+        warn_if_left_out(source.carried.shared, f"the format {NXD!r}")
         with detect_replacement(source.reader):
             writer = NxdWriter(source, nxd_options)
             with pending_directory(request.final) as pending:

@@ -18,9 +18,6 @@ from rankless.observe.warning import warn_caller
 from rankless.state.arrays import INLINE_BYTES
 from rankless.state.tensor_views import local_tensor
 
-#: The key of these values besides the groups of an optimizer in a checkpoint.
-OWN_STATE = "own"
-
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -109,15 +106,15 @@ def _refer(tree: Any, references: Mapping[int, _Place]) -> Any:
     return tree
 
 
-def _resolve(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
+def resolve_references(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
     """Return a tree with live states in place of the references of :func:`_refer`."""
     if type(tree) is dict and tree.keys() == {_REFERENCE}:
         number, name = tree[_REFERENCE]
         return states[number][name]
     if type(tree) is dict:
-        return {key: _resolve(value, states) for key, value in tree.items()}
+        return {key: resolve_references(value, states) for key, value in tree.items()}
     if type(tree) is list:
-        return [_resolve(value, states) for value in tree]
+        return [resolve_references(value, states) for value in tree]
     return tree
 
 
@@ -241,7 +238,7 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     state = getattr(optimizer, "state", {})
     exact = [dict(state.get(parameter, {})) for parameter in parameters]
     versions = [_version_of(value) for states in exact for value in states.values()]
-    optimizer.load_state_dict(_add_values(optimizer.state_dict(), _resolve(dict(further), exact)))
+    optimizer.load_state_dict(add_values(optimizer.state_dict(), resolve_references(dict(further), exact)))
     state = getattr(optimizer, "state", {})
     for parameter, states in zip(parameters, exact, strict=True):
         loaded = state.get(parameter, {})
@@ -261,7 +258,7 @@ def _version_of(value: Any) -> int:
     return local_tensor(value)._version  # noqa: SLF001
 
 
-def _add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
+def add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state dict with the further saved values at the top, in its groups and in its states."""
     states = dict(given.get(_STATE, {}))  # those of torch's state_dict() are the live ones
     for number, added in further.get(_STATE, {}).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rankless.errors import OptimizerMismatchError, StateError
@@ -58,11 +58,18 @@ class MatchTolerance:
     """The tolerated differences between an optimizer and the saved one.
 
     ``is_partial``: parameters may have no saved state, saved ones need not be trained, and groups may differ.
-    ``by_name``: parameters are matched by name; if by position, it is unknown which of them have no state.
+    ``by_name``: parameters are matched by name; if by position, it is unknown which of them have no state. ``tied``:
+    further names of parameters in the checkpoint, with the names under which their states are.
     """
 
     is_partial: bool = False
     by_name: bool = True
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def explain_missing(self, names: Sequence[str]) -> str:
+        """Return a clause about a parameter without a state that was tied to another one."""
+        name = next((name for name in names if name in self.tied), None)
+        return f" ({name!r} was one tensor with {self.tied[name]!r} when it was saved: tie them)" if name else ""
 
     def suggest_remedy(self) -> str:
         """Return advice for parameters that are only in the checkpoint, or only in the optimizer."""
@@ -98,14 +105,18 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     missing = sorted({*parameter_names(groups)} - group_of.keys() - _find_empty(groups))
     if missing and not tolerance.is_partial:
         raise OptimizerMismatchError(
-            f"the optimizer trains {_format_few(missing)}, of which the checkpoint has no optimizer state; "
-            + tolerance.suggest_remedy()
+            f"the optimizer trains {_format_few(missing)}, of which the checkpoint has no optimizer state"
+            f"{tolerance.explain_missing(missing)}; " + tolerance.suggest_remedy()
         )
     saved_groups = [_find_saved_groups(group, group_of, saved) for group in groups]
     problems = _find_split_groups(groups, group_of)
     problems |= {i: problem for i, problem in _find_merged_groups(groups, saved_groups).items() if i not in problems}
     if problems and not tolerance.is_partial:
-        raise OptimizerMismatchError(f"{next(iter(problems.values()))}; group parameters as when it was saved")
+        raise OptimizerMismatchError(
+            f"{next(iter(problems.values()))}; group parameters as when it was saved, or "
+            "pass strict=False: groups that were divided in another way keep their settings here, and a scheduler of "
+            "them must be left out and made anew"
+        )
     settings = [
         candidates[0] if candidates and i not in problems else None for i, candidates in enumerate(saved_groups)
     ]

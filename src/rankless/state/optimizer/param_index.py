@@ -13,7 +13,7 @@ from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import ORDERED
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.native_states import probe_member
-from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup
+from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, parameter_names
 from rankless.state.optimizer.param_groups import EncodedGroups
 from rankless.state.tensor_subclasses import is_description
 
@@ -44,6 +44,12 @@ def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[
             counts[identity] += len(member.refs)
         numbered_groups.append(replace(group, members=members))
     return numbered_groups
+
+
+def has_only_numbers(groups: Sequence[ParamGroup], saved: EncodedGroups) -> bool:
+    """Return whether an ``Optimizer.state_dict()`` was saved as a dict, and parameters here have other names."""
+    names = {name for group in saved for name in group["params"]}
+    return names == {str(number) for number in range(len(names))} and names.isdisjoint(parameter_names(groups))
 
 
 def has_names(groups: Sequence[ParamGroup]) -> bool:

@@ -1,0 +1,81 @@
+"""What people tried, and was refused, or accepted without a use: they can go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import rankless
+from rankless.errors import FormatError, MismatchError, OptimizerMismatchError
+
+
+class Pair(nn.Module):
+    """Two layers, which may share their weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def train(model: nn.Module) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_weight_that_was_tied_when_it_was_saved_is_named(tmp_path: Path) -> None:
+    model = Pair(tied=True)
+    rankless.save_checkpoint(tmp_path, "a", model, train(model))
+    other = Pair(tied=False)
+    with pytest.raises(OptimizerMismatchError, match=r"'b\.weight' was one tensor with 'a\.weight' when it was saved"):
+        rankless.restore(tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+
+
+def test_the_state_dict_of_an_optimizer_next_to_its_model_is_loaded_by_number(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    optimizer = train(model)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter]["exp_avg"].fill_(number)
+    rankless.save_checkpoint(tmp_path, "a", model=model, optimizer=optimizer.state_dict())
+    other = torch.optim.AdamW(model.parameters())
+    restored = rankless.restore(tmp_path, model=model, optimizer=other)
+    assert "optimizer" in restored.exact
+    assert [other.state[p]["exp_avg"].unique().item() for p in model.parameters()] == list(range(12))
+
+
+def test_a_missing_optimizer_may_be_allowed_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    rankless.save_checkpoint(tmp_path, "a", model)
+    with pytest.raises(MismatchError, match=r"allow_missing=\('optimizer',\)"):
+        rankless.restore(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    rankless.restore(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()), allow_missing=("optimizer",))
+
+
+def test_groups_that_differ_name_the_way_on(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    rankless.save_checkpoint(tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.5))
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    with pytest.raises(OptimizerMismatchError, match="pass strict=False: groups that were divided in another way"):
+        rankless.restore(tmp_path, model=model, optimizer=torch.optim.SGD(groups, lr=0.25))
+
+
+def test_the_names_of_a_file_of_which_no_tensor_can_be_read_are_an_error(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        torch.save({"w": tensor}, tmp_path / "x.pt")
+    finally:
+        dist.destroy_process_group()
+    checkpoint = rankless.open(tmp_path / "x.pt")
+    with pytest.raises(FormatError, match="DTensor"):
+        checkpoint.keys()
