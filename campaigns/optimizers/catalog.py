@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from torch import nn, optim
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,15 @@ def _split(model: nn.Module, matrices: dict[str, Any], others: dict[str, Any]) -
 def _of_parameters(
     kind: Callable[..., Any], select: Callable[[nn.Module], Any] = _all_parameters, **settings: Any
 ) -> Callable[[nn.Module], Any]:
-    return lambda model: kind(select(model), **settings)
+    return lambda model: kind(select(model), **settings, **_foreach_off(kind, model))
+
+
+def _foreach_off(kind: Callable[..., Any], model: nn.Module) -> dict[str, bool]:
+    """Return the setting without which most optimizers of pytorch_optimizer cannot step a ``DTensor``."""
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_torch = getattr(kind, "__module__", "").startswith("torch.")
+    has_setting = "foreach" in inspect.signature(kind).parameters
+    return {"foreach": False} if is_sharded and has_setting and not is_torch else {}
 
 
 def _of_classes(
@@ -152,7 +162,7 @@ def _list_pytorch_optimizer(module: Any) -> Iterator[tuple[str, Recipe]]:
 
 
 def _make_default(kind: Callable[..., Any], model: nn.Module) -> Any:
-    return kind(model.parameters(), lr=0.01)
+    return kind(model.parameters(), lr=0.01, **_foreach_off(kind, model))
 
 
 def _special_recipes(module: Any) -> Iterator[tuple[str, Recipe]]:

@@ -81,26 +81,35 @@ def save_run(folder: str, package: str, name: str) -> Verdict:
         return Verdict.of_error(REFUSED, error).at("save")
     except Exception as error:  # noqa: BLE001
         return Verdict.of_error(WRONG, error).at("save")
-    state_dicts = copy.deepcopy([part.state_dict() for part in run])
-    take_steps(recipe, run, SAVED, LAST)
-    undisturbed = saved, take_snapshot(run)
-    by_itself = _describe_own_restore(recipe, state_dicts, undisturbed, is_sharded=is_sharded)
+    restored = _restore_by_itself(recipe, run, is_sharded=is_sharded)
+    try:
+        take_steps(recipe, run, SAVED, LAST)
+        undisturbed = saved, take_snapshot(run)
+    except Exception as error:  # noqa: BLE001 - of a step that nothing has disturbed
+        return Verdict.of_error(FAILS_BY_ITSELF, error)
+    by_itself = restored if isinstance(restored, str) else _describe_own_restore(recipe, restored, undisturbed)
     torch.save((undisturbed, by_itself), f"{folder}/rank{dist.get_rank()}.pt")
     return Verdict(EXACT)
 
 
-def _describe_own_restore(
-    recipe: Recipe, state_dicts: Sequence[Any], undisturbed: _Undisturbed, *, is_sharded: bool
-) -> str:
-    """Return what is wrong if torch's state dicts alone restore the run; empty if its steps are those of the other."""
+def _restore_by_itself(recipe: Recipe, run: Run, *, is_sharded: bool) -> Run | str:
+    """Return another run that has loaded copies of a run's state dicts, or why there is none."""
     try:
-        run = start_run(recipe, is_sharded=is_sharded, seed=1)
-        for part, state_dict in zip(run, state_dicts, strict=True):
-            part.load_state_dict(state_dict)
-        take_steps(recipe, run, SAVED, LAST)
+        restored = start_run(recipe, is_sharded=is_sharded, seed=1)
+        for part, target in zip(run, restored, strict=True):
+            target.load_state_dict(copy.deepcopy(part.state_dict()))
     except Exception as error:  # noqa: BLE001 - nothing of rankless was called
         return Verdict.of_error(FAILS_BY_ITSELF, error).text
-    differences = find_differences(undisturbed[1], take_snapshot(run))
+    return restored
+
+
+def _describe_own_restore(recipe: Recipe, restored: Run, undisturbed: _Undisturbed) -> str:
+    """Return what is wrong if state dicts alone restore a run; empty if its steps are those of the undisturbed one."""
+    try:
+        take_steps(recipe, restored, SAVED, LAST)
+    except Exception as error:  # noqa: BLE001 - nothing of rankless was called
+        return Verdict.of_error(FAILS_BY_ITSELF, error).text
+    differences = find_differences(undisturbed[1], take_snapshot(restored))
     return f"its own state_dict() loses {differences[0]}" if differences else ""
 
 

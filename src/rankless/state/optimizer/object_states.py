@@ -1,9 +1,13 @@
-"""States that are objects of the optimizer's own package, such as GaLore's projector: stored by their attributes."""
+"""States that are no tensors: objects of the optimizer's own package, such as GaLore's projector, and collections.
+
+An object is stored by its attributes.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -19,13 +23,9 @@ def describe_objects(state: Any, optimizer: object) -> Any:
 
     Anything else is left as it is, for the encoder to store or to refuse.
     """
-    if type(state) is dict:
-        return {key: describe_objects(value, optimizer) for key, value in state.items()}
-    if type(state) in {list, tuple}:
-        return type(state)(describe_objects(value, optimizer) for value in state)
     kind = type(state)
     if not _is_own_class(kind, optimizer) or not hasattr(state, "__dict__"):
-        return state
+        return _map_elements(state, lambda element: describe_objects(element, optimizer))
     if isinstance(state, Enum):
         return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: state.value}
     attributes = {name: describe_objects(value, optimizer) for name, value in vars(state).items()}
@@ -33,18 +33,14 @@ def describe_objects(state: Any, optimizer: object) -> Any:
 
 
 def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
-    """Return a state with the objects that :func:`describe_objects` described. Tensors in them are on ``device``.
+    """Return a state with what :func:`describe_objects` described. Tensors in it are on ``device``, as torch loads them.
 
     No code of a class is run. Raises ``OptimizerMismatchError`` if the optimizer's package has no such class.
     """
     if isinstance(state, torch.Tensor):
         return state.to(device)
-    if type(state) in {list, tuple}:
-        return type(state)(build_objects(value, optimizer, device) for value in state)
-    if type(state) is not dict:
-        return state
-    if not is_object(state):
-        return {key: build_objects(value, optimizer, device) for key, value in state.items()}
+    if not _is_object(state):
+        return _map_elements(state, lambda element: build_objects(element, optimizer, device))
     module, _, name = str(state[_OBJECT]).partition(":")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if not isinstance(kind, type) or not _is_own_class(kind, optimizer):
@@ -59,7 +55,16 @@ def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
     return built
 
 
-def is_object(state: Any) -> bool:
+def _map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a collection of the same type with the results of a function of its elements; other values unchanged."""
+    if type(state) is dict:
+        return {key: function(value) for key, value in state.items()}
+    if type(state) in {list, tuple}:
+        return type(state)(map(function, state))
+    return deque(map(function, state), state.maxlen) if type(state) is deque else state
+
+
+def _is_object(state: Any) -> bool:
     """Return whether a stored value describes an object."""
     return isinstance(state, Mapping) and state.keys() == {_OBJECT, _ATTRIBUTES}
 
