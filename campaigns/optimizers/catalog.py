@@ -60,27 +60,31 @@ def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.ndim == 2]  # noqa: PLR2004
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
 
 def _split(model: nn.Module, matrices: dict[str, Any], others: dict[str, Any]) -> list[dict[str, Any]]:
     """Return two groups: the matrices and the other parameters, with settings of their own."""
-    rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]  # noqa: PLR2004
+    rest = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     return [{"params": _matrices(model), **matrices}, {"params": rest, **others}]
 
 
 def _of_parameters(
     kind: Callable[..., Any], select: Callable[[nn.Module], Any] = _all_parameters, **settings: Any
 ) -> Callable[[nn.Module], Any]:
-    return lambda model: kind(select(model), **settings, **_foreach_off(kind, model))
+    return lambda model: kind(select(model), **_foreach_off(kind, model) | settings)
+
+
+#: The setting without which BSAM cannot take a step, and most optimizers of pytorch_optimizer none with a ``DTensor``.
+_PER_TENSOR = {"foreach": False}
 
 
 def _foreach_off(kind: Callable[..., Any], model: nn.Module) -> dict[str, bool]:
-    """Return the setting without which most optimizers of pytorch_optimizer cannot step a ``DTensor``."""
+    """Return :data:`_PER_TENSOR` for a package's optimizer of a sharded model, if it has the setting."""
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     is_torch = getattr(kind, "__module__", "").startswith("torch.")
     has_setting = "foreach" in inspect.signature(kind).parameters
-    return {"foreach": False} if is_sharded and has_setting and not is_torch else {}
+    return _PER_TENSOR if is_sharded and has_setting and not is_torch else {}
 
 
 def _of_classes(
@@ -180,7 +184,7 @@ def _special_recipes(module: Any) -> Iterator[tuple[str, Recipe]]:
         yield name, Recipe(functools.partial(load(name), lr=0.01), "fused")
     yield "adammini", Recipe(functools.partial(load("adammini"), lr=0.01))
     yield "alig", Recipe(_of_parameters(load("alig"), max_lr=0.01), "value")
-    yield "bsam", Recipe(_of_parameters(load("bsam"), num_data=12, lr=0.01), "closure")
+    yield "bsam", Recipe(_of_parameters(load("bsam"), num_data=12, lr=0.01, **_PER_TENSOR), "closure")
     yield "lbfgs", Recipe(_of_parameters(load("lbfgs"), max_iter=2, history_size=3), "closure")
     yield "ranger21", Recipe(_of_parameters(load("ranger21"), num_iterations=20, lr=0.01))
     yield "spectralsphere", Recipe(_of_parameters(load("spectralsphere"), _matrices, lr=0.01))

@@ -37,21 +37,29 @@ LAYOUTS = {"plain": (1, (1,)), "fsdp2": (2, (2, 1, 3))}
 _Undisturbed = tuple[Snapshot, Snapshot]
 
 
-def try_optimizers(
-    ranks: Ranks, folder: Path, package: str, names: Sequence[str], layout: str
-) -> dict[str, Verdict]:
+def try_optimizers(ranks: Ranks, folder: Path, package: str, names: Sequence[str], layout: str) -> dict[str, Verdict]:
     """Return the verdict on each optimizer in a layout. The jobs that load are processes that have not saved."""
     saver, loaders = LAYOUTS[layout]
-    verdicts = {name: [_call(ranks, saver, save_run, str(folder / name), package, name)] for name in names}
+    verdicts = {name: [_try_save(ranks, folder / name, package, name, saver)] for name in names}
     ranks.close()
     for loader in loaders:
         for name, of_name in verdicts.items():
             if of_name[0].kind == EXACT:
-                place = f"on {loader} rank{'s' * (loader > 1)}"
                 verdict = _call(ranks, loader, resume_run, str(folder / name), package, name, saver)
-                of_name.append(verdict.at(place) if layout != "plain" else verdict)
+                of_name.append(verdict.at(f"on {loader} rank{'s' * (loader > 1)}") if len(loaders) > 1 else verdict)
     ranks.close()
     return {name: find_worst(of_name) for name, of_name in verdicts.items()}
+
+
+def _try_save(ranks: Ranks, folder: Path, package: str, name: str, saver: int) -> Verdict:
+    folder.mkdir()
+    verdict = _call(ranks, saver, save_run, str(folder), package, name)
+    has_ended = verdict.kind == WRONG and not (folder / _TRAINED).exists()
+    return Verdict(FAILS_BY_ITSELF, f"a process ends or hangs: {verdict.text}") if has_ended else verdict
+
+
+#: The file that rank 0 leaves before the first call of rankless.
+_TRAINED = "trained"
 
 
 def _call(ranks: Ranks, count: int, *call: Any) -> Verdict:
@@ -68,13 +76,14 @@ def save_run(folder: str, package: str, name: str) -> Verdict:
     """Train and save, and keep the snapshots of the undisturbed run for :func:`resume_run`. Every rank calls it."""
     warnings.simplefilter("ignore")
     recipe, is_sharded = list_recipes(package)[name], dist.get_world_size() > 1
-    Path(folder).mkdir(exist_ok=True)
     try:
         run = start_run(recipe, is_sharded=is_sharded, seed=0)
         take_steps(recipe, run, 0, SAVED)
         saved = take_snapshot(run)
     except Exception as error:  # noqa: BLE001 - nothing of rankless was called
         return Verdict.of_error(FAILS_BY_ITSELF, error)
+    if dist.get_rank() == 0:
+        (Path(folder) / _TRAINED).touch()
     try:
         rankless.save_checkpoint(f"{folder}/run", "saved", *run, timeout=60)
     except rankless.RanklessError as error:
@@ -134,16 +143,23 @@ def resume_run(folder: str, package: str, name: str, saver: int) -> Verdict:
     differences = find_differences(saved, take_snapshot(run))
     if differences:
         return Verdict(kind, f"differs after the load: {', '.join(differences[:3])}")
+    depends_on_ranks = bool(find_differences(saved, here[0]) or find_differences(last, here[1]))
+    verdict = _compare_steps(recipe, run, None if depends_on_ranks else last)
+    if verdict.kind == SILENT:
+        return Verdict(FAILS_BY_ITSELF, by_itself) if by_itself else Verdict(kind, verdict.text)
+    return Verdict(REPORTED, "all is equal") if (verdict.kind, kind) == (EXACT, REPORTED) else verdict
+
+
+def _compare_steps(recipe: Recipe, run: Run, last: Snapshot | None) -> Verdict:
+    """Take the steps after a load, and compare what a run then holds with the undisturbed one, if it is comparable."""
     try:
         take_steps(recipe, run, SAVED, LAST)
     except Exception as error:  # noqa: BLE001
         return Verdict.of_error(WRONG, error).at("the step after the load")
-    depends_on_ranks = bool(find_differences(saved, here[0]) or find_differences(last, here[1]))
-    differences = [] if depends_on_ranks else find_differences(last, take_snapshot(run))
-    if differences:
-        kind = FAILS_BY_ITSELF if by_itself else kind
-        return Verdict(kind, by_itself or f"differs {LAST - SAVED} steps after the load: {', '.join(differences[:3])}")
-    return Verdict(EXACT if kind == SILENT else REPORTED)
+    differences = [] if last is None else find_differences(last, take_snapshot(run))
+    if not differences:
+        return Verdict(EXACT)
+    return Verdict(SILENT, f"differs {LAST - SAVED} steps after the load: {', '.join(differences[:3])}")
 
 
 def _run_undisturbed(recipe: Recipe) -> _Undisturbed:

@@ -30,9 +30,9 @@ class Verdict:
 
     @classmethod
     def of_error(cls, kind: str, error: BaseException) -> Verdict:
-        """Return a verdict with the first line of an error."""
-        line = (str(error).strip() or repr(error)).splitlines()[0]
-        return cls(kind, f"{type(error).__name__}: {line}"[:160])
+        """Return a verdict with the first lines of an error."""
+        lines = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
+        return cls(kind, f"{type(error).__name__}: {lines}"[:240])
 
     def at(self, place: str) -> Verdict:
         """Return it with the place in its text."""

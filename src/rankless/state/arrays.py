@@ -67,7 +67,9 @@ class ArrayEncoder:
             return (
                 {"$inline": [*_encode_inline(tensor), *([order] if order else [])]}
                 if tensor.nbytes <= INLINE_BYTES
-                else {"$tensor": self._store_tensor(tensor, key, "-".join([ORDER_SUFFIX, *map(str, order)]) * bool(order))}
+                else {
+                    "$tensor": self._store_tensor(tensor, key, "-".join([ORDER_SUFFIX, *map(str, order)]) * bool(order))
+                }
             )
         is_parameter = type(tensor) is torch.nn.Parameter
         return {

@@ -1,7 +1,7 @@
 """Tests of optimizers that keep more than the states of their parameters and the settings of their groups."""
 
-from enum import IntEnum
 from collections import deque
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,9 @@ class Columns(optim.SGD):
             tensors = state["factors"][0], state["factors"][1]["large"], recent, projector.basis
             assert [tensor.stride() for tensor in tensors] == [(1, 7), (1, 9000), (1, 12, 4), (1, 3)]
             assert state["recent"].maxlen == 2
-            parameter.grad.add_(tensors[0][0, 1]).add_(tensors[1].sum()).add_(recent[3, 1, 2]).add_(projector.basis[0, 1])
+            parameter.grad.add_(tensors[0][0, 1]).add_(tensors[1].sum()).add_(recent[3, 1, 2]).add_(
+                projector.basis[0, 1]
+            )
         return super().step(closure)
 
 

@@ -33,7 +33,7 @@ def describe_objects(state: Any, optimizer: object) -> Any:
 
 
 def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
-    """Return a state with what :func:`describe_objects` described. Tensors in it are on ``device``, as torch loads them.
+    """Return a state with what :func:`describe_objects` described. Tensors in it are on ``device``.
 
     No code of a class is run. Raises ``OptimizerMismatchError`` if the optimizer's package has no such class.
     """

@@ -59,7 +59,9 @@ class OptimizerRestore:
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
         #: The parameters of which another system saved the states.
-        self._unclassed = {name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]}
+        self._unclassed = {
+            name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]
+        }
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
         self._own = [
             (adapter, find_entry(own, names, len(adapter.optimizer.param_groups)), bool(find_related(own, names)))
