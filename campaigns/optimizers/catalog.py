@@ -162,7 +162,7 @@ def _list_pytorch_optimizer(module: Any) -> Iterator[tuple[str, Recipe]]:
     yield "Lookahead", Recipe(functools.partial(_wrap, module.Lookahead, adamw, k=2))
     yield "OrthoGrad", Recipe(functools.partial(_wrap, module.OrthoGrad, adamw))
     yield "TRAC", Recipe(functools.partial(_wrap, module.TRAC, adamw))
-    yield "SAM", Recipe(_of_parameters(module.SAM, base_optimizer=adamw, lr=0.01), "closure")
+    yield "SAM", Recipe(_of_parameters(module.SAM, base_optimizer=adamw, lr=0.01), "twice")
 
 
 def _make_default(kind: Callable[..., Any], model: nn.Module) -> Any:
@@ -184,7 +184,7 @@ def _special_recipes(module: Any) -> Iterator[tuple[str, Recipe]]:
         yield name, Recipe(functools.partial(load(name), lr=0.01), "fused")
     yield "adammini", Recipe(functools.partial(load("adammini"), lr=0.01))
     yield "alig", Recipe(_of_parameters(load("alig"), max_lr=0.01), "value")
-    yield "bsam", Recipe(_of_parameters(load("bsam"), num_data=12, lr=0.01, **_PER_TENSOR), "closure")
+    yield "bsam", Recipe(_of_parameters(load("bsam"), num_data=12, lr=0.01, **_PER_TENSOR), "twice")
     yield "lbfgs", Recipe(_of_parameters(load("lbfgs"), max_iter=2, history_size=3), "closure")
     yield "ranger21", Recipe(_of_parameters(load("ranger21"), num_iterations=20, lr=0.01))
     yield "spectralsphere", Recipe(_of_parameters(load("spectralsphere"), _matrices, lr=0.01))

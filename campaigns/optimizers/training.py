@@ -62,13 +62,20 @@ def _step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 def _step_with_closure(model: nn.Module, optimizer: Any, number: int) -> None:
     def compute() -> Any:
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = _loss_of(model, number)
         loss.backward()
         return loss
 
     with torch.enable_grad():
         optimizer.step(compute)
+
+
+def _step_twice(model: nn.Module, optimizer: Any, number: int) -> None:
+    """Compute gradients, and let the optimizer compute others, at parameters that it moves before."""
+    model.zero_grad()
+    _loss_of(model, number).backward()
+    _step_with_closure(model, optimizer, number)
 
 
 def _step_with_value(model: nn.Module, optimizer: Any, number: int) -> None:
@@ -99,6 +106,7 @@ def _step_sparse(model: nn.Module, optimizer: Any, number: int) -> None:
 _STEPPINGS = {
     "step": _step,
     "closure": _step_with_closure,
+    "twice": _step_twice,
     "value": _step_with_value,
     "graph": _step_with_graph,
     "fused": _step_inside_backward,
