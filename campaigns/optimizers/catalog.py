@@ -76,10 +76,10 @@ def _of_parameters(
 
 
 #: The setting without which BSAM cannot take a step, and most optimizers of pytorch_optimizer none with a ``DTensor``.
-_PER_TENSOR = {"foreach": False}
+_PER_TENSOR: dict[str, Any] = {"foreach": False}
 
 
-def _foreach_off(kind: Callable[..., Any], model: nn.Module) -> dict[str, bool]:
+def _foreach_off(kind: Callable[..., Any], model: nn.Module) -> dict[str, Any]:
     """Return :data:`_PER_TENSOR` for a package's optimizer of a sharded model, if it has the setting."""
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     is_torch = getattr(kind, "__module__", "").startswith("torch.")
@@ -128,16 +128,16 @@ def _list_bitsandbytes(module: Any) -> Iterator[tuple[str, Recipe]]:
 
 
 def _list_schedulefree(module: Any) -> Iterator[tuple[str, Recipe]]:
-    names = ("AdamWScheduleFree", "AdamWScheduleFreeReference", "RAdamScheduleFree", "SGDScheduleFree")
-    names = tuple(name for name in (*names, "SGDScheduleFreeReference") if hasattr(module, name))
-    yield from _of_classes(module, names, {}, lr=0.01)
-    closures = [name for name in dir(module) if name.endswith("ScheduleFreeClosure")]
-    for name in closures:
-        yield name, Recipe(_of_parameters(getattr(module, name), lr=0.01), "closure")
+    for name in ("AdamW", "RAdam", "SGD"):
+        for end, stepping in (
+            ("ScheduleFree", "step"),
+            ("ScheduleFreeReference", "step"),
+            ("ScheduleFreeClosure", "closure"),
+        ):
+            if kind := getattr(module, name + end, None):
+                yield name + end, Recipe(_of_parameters(kind, lr=0.01), stepping)
     for name in ("ScheduleFreeWrapper", "ScheduleFreeWrapperReference"):
-        if hasattr(module, name):
-            kind = getattr(module, name)
-            yield name, Recipe(functools.partial(_wrap, kind, optim.SGD, momentum=0.9))
+        yield name, Recipe(functools.partial(_wrap, getattr(module, name), optim.SGD, momentum=0.9))
 
 
 def _wrap(wrapper: Callable[..., Any], inner: Callable[..., Any], model: nn.Module, **settings: Any) -> Any:
@@ -145,7 +145,7 @@ def _wrap(wrapper: Callable[..., Any], inner: Callable[..., Any], model: nn.Modu
 
 
 def _list_transformers(module: Any) -> Iterator[tuple[str, Recipe]]:
-    fixed = {"lr": 0.01, "relative_step": False, "scale_parameter": False}
+    fixed: dict[str, Any] = {"lr": 0.01, "relative_step": False, "scale_parameter": False}
     yield "Adafactor", Recipe(_of_parameters(module.Adafactor, **fixed))
     yield "Adafactor(relative_step)", Recipe(_of_parameters(module.Adafactor, warmup_init=True, relative_step=True))
 

@@ -13,6 +13,9 @@ def test_no_optimizer_is_restored_wrongly() -> None:
     results = read_results()
     assert results
     kinds = {
-        kind for of_package in results.values() for layout in ("plain", "fsdp2") for kind, _ in of_package[layout].values()
+        kind
+        for of_package in results.values()
+        for layout in ("plain", "fsdp2")
+        for kind, _ in of_package[layout].values()
     }
     assert not kinds & {SILENT, WRONG}

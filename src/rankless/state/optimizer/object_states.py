@@ -18,6 +18,19 @@ from rankless.errors import OptimizerMismatchError
 _OBJECT, _ATTRIBUTES = "rankless.object", "attributes"
 
 
+#: The types of the collections whose elements may be objects or tensors.
+COLLECTIONS = frozenset({dict, list, tuple, deque})
+
+
+def map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a collection of the same type with the results of a function of its elements; other values unchanged."""
+    if type(state) is dict:
+        return {key: function(value) for key, value in state.items()}
+    if type(state) in {list, tuple}:
+        return type(state)(map(function, state))
+    return deque(map(function, state), state.maxlen) if type(state) is deque else state
+
+
 def describe_objects(state: Any, optimizer: object) -> Any:
     """Return a state with a table of the class and the attributes in place of each object of the optimizer's package.
 
@@ -25,7 +38,7 @@ def describe_objects(state: Any, optimizer: object) -> Any:
     """
     kind = type(state)
     if not _is_own_class(kind, optimizer) or not hasattr(state, "__dict__"):
-        return _map_elements(state, lambda element: describe_objects(element, optimizer))
+        return map_elements(state, lambda element: describe_objects(element, optimizer))
     if isinstance(state, Enum):
         return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: state.value}
     attributes = {name: describe_objects(value, optimizer) for name, value in vars(state).items()}
@@ -40,7 +53,7 @@ def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
     if isinstance(state, torch.Tensor):
         return state.to(device)
     if not _is_object(state):
-        return _map_elements(state, lambda element: build_objects(element, optimizer, device))
+        return map_elements(state, lambda element: build_objects(element, optimizer, device))
     module, _, name = str(state[_OBJECT]).partition(":")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if not isinstance(kind, type) or not _is_own_class(kind, optimizer):
@@ -53,15 +66,6 @@ def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
     built: Any = object.__new__(kind)
     vars(built).update(build_objects(state[_ATTRIBUTES], optimizer, device))
     return built
-
-
-def _map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a collection of the same type with the results of a function of its elements; other values unchanged."""
-    if type(state) is dict:
-        return {key: function(value) for key, value in state.items()}
-    if type(state) in {list, tuple}:
-        return type(state)(map(function, state))
-    return deque(map(function, state), state.maxlen) if type(state) is deque else state
 
 
 def _is_object(state: Any) -> bool:

@@ -16,6 +16,7 @@ from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
+from rankless.state.optimizer.nested_states import join_states
 from rankless.state.optimizer.object_states import build_objects
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own
@@ -203,7 +204,7 @@ class OptimizerRestore:
             if isinstance(group.adapter, TorchOptimizer) and isinstance(member.key, torch.Tensor):
                 optimizer, device = group.adapter.optimizer, member.key.device
                 plain = {name: build_objects(value, optimizer, device) for name, value in plain.items()}
-            group.adapter.set_states(member.key, {**plain, **tensors} or None)
+            group.adapter.set_states(member.key, join_states({**plain, **tensors}) or None)
         for adapter, entry, _ in self._own:
             if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
                 self.has_changed_states |= put_own(adapter.optimizer, entry or {})

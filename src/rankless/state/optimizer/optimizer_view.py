@@ -20,6 +20,7 @@ from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
+from rankless.state.optimizer.nested_states import split_states
 from rankless.state.optimizer.object_states import describe_objects
 from rankless.state.optimizer.own_state import own_entry
 from rankless.state.optimizer.state_strides import describe_order
@@ -191,7 +192,7 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
     for group in groups:
         for member in group.members:
             if group.adapter.owns_state(member.key):
-                yield member, group.adapter.get_states(member.key)
+                yield member, split_states(group.adapter.get_states(member.key), member.key)
 
 
 def _inner_state(ref: ParamRef, state: str, inner: str, states: Mapping[str, Any]) -> str:
