@@ -22,6 +22,7 @@ from rankless.state import scheduler as schedulers
 from rankless.state import stateful
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
+from rankless.state.loading_code import loading_code
 from rankless.state.meta_models import MetaModels
 from rankless.state.mismatches import MismatchReport, RestorePolicy
 from rankless.state.model import fsdp1
@@ -547,8 +548,10 @@ class LoadTargets:
                 schedulers.load_scheduler(parts, self._scheduler_entries[slot], loaded_groups)
         for name, stateful_object in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
-                stateful_object.load_state_dict(self._values["stateful"][name])
-        self._rank_state.apply(self._training.dataloader)
+                with loading_code(stateful_object, f"object {name!r}"):
+                    stateful_object.load_state_dict(self._values["stateful"][name])
+        with loading_code(self._training.dataloader, "data loader"):
+            self._rank_state.apply(self._training.dataloader)
 
     def _apply_model(self, slot: str, view: ModelView) -> None:
         """Give a model its values, then run its own load hooks."""

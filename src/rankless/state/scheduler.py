@@ -10,6 +10,7 @@ import torch
 from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
+from rankless.state.loading_code import loading_code
 from rankless.state.scheduler_stages import scheduled_params
 
 
@@ -82,7 +83,8 @@ def load_scheduler(parts: Sequence[Any], saved: Any, loaded_groups: Collection[i
             scheduler.clear()
             scheduler.update(entry["state"])
         else:
-            scheduler.load_state_dict(_restore_integer_keys(scheduler.state_dict(), entry["state"]))
+            with loading_code(scheduler, "scheduler"):
+                scheduler.load_state_dict(_restore_integer_keys(scheduler.state_dict(), entry["state"]))
             _set_rates(scheduler, loaded_groups)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import StateError
+from rankless.state.loading_code import loading_code
 from rankless.state.model.flat_shards import FlatShard
 from rankless.state.model.load_hooks import HookedLoader
 from rankless.state.tensor_views import TensorView
@@ -76,7 +77,9 @@ class ModelView:
         if not isinstance(owner, nn.Module):
             owner[inner_name] = value
         elif is_extra(inner_name):
-            owner.get_submodule(inner_name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
+            module = owner.get_submodule(inner_name.removesuffix(EXTRA).removesuffix("."))
+            with loading_code(module, "model"):
+                module.set_extra_state(value)
 
 
 def merge_views(merged: ModelView, view: ModelView) -> None:

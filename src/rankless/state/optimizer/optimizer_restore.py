@@ -13,6 +13,7 @@ import torch
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
+from rankless.state.loading_code import loading_code
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
@@ -206,8 +207,9 @@ class OptimizerRestore:
                 plain = {name: build_objects(value, optimizer, device) for name, value in plain.items()}
             group.adapter.set_states(member.key, join_states({**plain, **tensors}) or None)
         for adapter, entry, _ in self._own:
-            if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
-                self.has_changed_states |= put_own(adapter.optimizer, entry or {})
+            with loading_code(adapter.optimizer, "optimizer"):
+                if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
+                    self.has_changed_states |= put_own(adapter.optimizer, entry or {})
         for group in self._groups:
             group.adapter.on_replaced()
 
