@@ -22,7 +22,6 @@ from rankless.state import scheduler as schedulers
 from rankless.state import stateful
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
-from rankless.state.loading_code import loading_code
 from rankless.state.meta_models import MetaModels
 from rankless.state.mismatches import MismatchReport, RestorePolicy
 from rankless.state.model import fsdp1
@@ -39,6 +38,7 @@ from rankless.state.optimizer.param_index import check_order, has_names, match_b
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
+from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_description
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects

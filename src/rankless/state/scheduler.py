@@ -10,8 +10,8 @@ import torch
 from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
-from rankless.state.loading_code import loading_code
 from rankless.state.scheduler_stages import scheduled_params
+from rankless.state.stateful import loading_code
 
 
 def scheduler_components(scheduler: object) -> dict[str, list[Any]]:

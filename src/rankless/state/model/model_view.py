@@ -12,9 +12,9 @@ from torch import nn
 
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import StateError
-from rankless.state.loading_code import loading_code
 from rankless.state.model.flat_shards import FlatShard
 from rankless.state.model.load_hooks import HookedLoader
+from rankless.state.stateful import loading_code
 from rankless.state.tensor_views import TensorView
 
 #: The name under which ``state_dict`` returns the result of ``get_extra_state``.

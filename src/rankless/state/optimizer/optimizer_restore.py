@@ -13,18 +13,17 @@ import torch
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
-from rankless.state.loading_code import loading_code
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
-from rankless.state.optimizer.nested_states import join_states
-from rankless.state.optimizer.object_states import build_objects
+from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
+from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
 

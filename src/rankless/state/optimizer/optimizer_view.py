@@ -20,8 +20,7 @@ from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
-from rankless.state.optimizer.nested_states import split_states
-from rankless.state.optimizer.object_states import describe_objects
+from rankless.state.optimizer.object_states import describe_objects, split_states
 from rankless.state.optimizer.own_state import own_entry
 from rankless.state.optimizer.state_strides import describe_order
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
