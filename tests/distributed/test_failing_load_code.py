@@ -56,7 +56,8 @@ def make_state(place: str) -> dict[str, Any]:
         optimizer.register_load_state_dict_post_hook(fail)
     scheduler = (FailingScheduler if place == "scheduler" else optim.lr_scheduler.ConstantLR)(optimizer)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return state | ({"stateful": {"counter": Failing()}} if place == "stateful" else {})
+    more = {"stateful": {"stateful": {"counter": Failing()}}, "dataloader": {"dataloader": Failing()}}
+    return state | more.get(place, {})
 
 
 CASES = [
@@ -64,6 +65,7 @@ CASES = [
     ("hook", "SGD .*the optimizer may be partly loaded"),
     ("scheduler", "FailingScheduler .*the scheduler may be partly loaded"),
     ("stateful", "Failing .*the object 'counter' may be partly loaded"),
+    ("dataloader", "Failing .*the data loader may be partly loaded"),
     ("model", "FailingModel .*the model may be partly loaded"),
 ]
 

@@ -550,8 +550,7 @@ class LoadTargets:
             if name in self._values.get("stateful", {}):
                 with loading_code(stateful_object, f"object {name!r}"):
                     stateful_object.load_state_dict(self._values["stateful"][name])
-        with loading_code(self._training.dataloader, "data loader"):
-            self._rank_state.apply(self._training.dataloader)
+        self._rank_state.apply(self._training.dataloader)
 
     def _apply_model(self, slot: str, view: ModelView) -> None:
         """Give a model its values, then run its own load hooks."""

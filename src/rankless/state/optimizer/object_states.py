@@ -89,8 +89,6 @@ def split_states(states: Mapping[str, Any], parameter: Any) -> Mapping[str, Any]
 
     A table with the name of such a state takes the tensor's place.
     """
-    if not any(type(value) in COLLECTIONS for value in states.values()):
-        return states
     parts: dict[str, torch.Tensor] = {}
     kept = {name: _split(value, str(name), parameter, parts) for name, value in states.items()}
     return {**kept, **parts} if parts.keys().isdisjoint(kept) else states

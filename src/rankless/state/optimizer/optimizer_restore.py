@@ -204,11 +204,13 @@ class OptimizerRestore:
             if isinstance(group.adapter, TorchOptimizer) and isinstance(member.key, torch.Tensor):
                 optimizer, device = group.adapter.optimizer, member.key.device
                 plain = {name: build_objects(value, optimizer, device) for name, value in plain.items()}
-            group.adapter.set_states(member.key, join_states({**plain, **tensors}) or None)
+            states = {**plain, **tensors}
+            group.adapter.set_states(member.key, (join_states(states) if plain else states) or None)
         for adapter, entry, _ in self._own:
-            with loading_code(adapter.optimizer, "optimizer"):
-                if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
-                    self.has_changed_states |= put_own(adapter.optimizer, entry or {})
+            if entry is not None or has_own_form(adapter.optimizer):
+                with loading_code(adapter.optimizer, "optimizer"):
+                    if entry is not None or not own_values(adapter.optimizer):
+                        self.has_changed_states |= put_own(adapter.optimizer, entry or {})
         for group in self._groups:
             group.adapter.on_replaced()
 
