@@ -186,6 +186,8 @@ def _special_recipes(module: Any) -> Iterator[tuple[str, Recipe]]:
     yield "alig", Recipe(_of_parameters(load("alig"), max_lr=0.01), "value")
     yield "bsam", Recipe(_of_parameters(load("bsam"), num_data=12, lr=0.01, **_PER_TENSOR), "twice")
     yield "lbfgs", Recipe(_of_parameters(load("lbfgs"), max_iter=2, history_size=3), "closure")
+    # Whole factors of the large matrix would take minutes.
+    yield "kron", Recipe(_of_parameters(load("kron"), lr=0.01, max_size_triangular=16))
     yield "ranger21", Recipe(_of_parameters(load("ranger21"), num_iterations=20, lr=0.01))
     yield "spectralsphere", Recipe(_of_parameters(load("spectralsphere"), _matrices, lr=0.01))
 
