@@ -6,11 +6,13 @@ It reads torch's objects alone, and nothing of rankless.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -38,7 +40,7 @@ def _flatten(tree: Any, path: str, gathered: dict[int, torch.Tensor]) -> Iterato
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _flatten(value, f"{path}/{key}", gathered)
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, list | tuple | deque):
         yield path, type(tree).__name__
         for number, value in enumerate(tree):
             yield from _flatten(value, f"{path}/{number}", gathered)
@@ -57,6 +59,8 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flatten_wrapper(tensor: torch.Tensor, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the plain tensors that a tensor consists of."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()  # gathered wrappers have inner tensors that may not have arrived
     if not is_traceable_wrapper_subclass(tensor):
         yield path, tensor.clone()
         return
