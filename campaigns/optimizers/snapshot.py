@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -33,7 +33,9 @@ def take_snapshot(run: Run) -> Snapshot:
 
 
 def _flatten(tree: Any, path: str, gathered: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, DTensor) and is_traceable_wrapper_subclass(tree.to_local()):
+        yield from _gather_wrapper(tree.to_local(), path)
+    elif isinstance(tree, torch.Tensor):
         if id(tree) not in gathered:
             gathered[id(tree)] = _gather(tree.detach())
         yield from _flatten_wrapper(gathered[id(tree)], path)
@@ -57,10 +59,16 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _gather_wrapper(local: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the inner tensors of a sharded wrapper, joined by rows. torchao itself gathers those of 8 bits only."""
+    for name in local.__tensor_flatten__()[0]:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, getattr(local, name))
+        yield f"{path}.{name}", parts[0] if name == "qmap" else torch.cat(parts)
+
+
 def _flatten_wrapper(tensor: torch.Tensor, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the plain tensors that a tensor consists of."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()  # gathered wrappers have inner tensors that may not have arrived
     if not is_traceable_wrapper_subclass(tensor):
         yield path, tensor.clone()
         return
