@@ -14,9 +14,7 @@ from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 
-@first_of(
-    1, ("package", "layout"), [("torch", "plain"), ("torch", "fsdp2"), ("torchao", "plain"), ("torchao", "fsdp2")]
-)
+@first_of(1, ("package", "layout"), [("torch", "plain"), ("torch", "fsdp2"), ("torchao", "plain")])
 def test_the_optimizers_of_a_package_are_restored_as_the_table_says(
     ranks: Ranks, tmp_path: Path, package: str, layout: str
 ) -> None:
