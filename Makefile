@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all test-near near durations interop dist frameworks peers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -74,6 +74,14 @@ peers: .peers/installed
 
 .peers/installed: requirements-peers.txt .venv/installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers --requirement requirements-peers.txt
+	touch $@
+
+## optimizers: try the optimizers of many packages, which are installed into .optimizers (0.3 GB) once, by name; write the table of the docs
+optimizers: .optimizers/installed
+	PYTHONPATH=.optimizers $(BIN)/python -m campaigns.optimizers packages --write
+
+.optimizers/installed: requirements-optimizers.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .optimizers --requirement requirements-optimizers.txt
 	touch $@
 
 ## accelerator: the tests on the accelerator of this machine, and figures, in 8 minutes; PYTHON has torch and needs no network

@@ -5,7 +5,8 @@ Each campaign proves a promise of ``docs/failure-model.md``. ``crash``: "Crash a
 "Jobs side by side".
 
 The others prove promises of other pages. ``fuzz``: corrupt or hostile files are refused with a typed error. ``resume``:
-training continues exactly. ``matrix`` and ``optimizers``: any layout loads any other. ``large``: models larger than the
+training continues exactly. ``matrix`` and ``optimizers``: any layout loads any other, and
+every optimizer continues as if nothing had happened. ``large``: models larger than the
 memory of a rank, tensors larger than 2 GiB. ``versions``: the tests pass with every supported Python and torch.
 ``mutate``: the tests fail if the source is changed at random. ``near`` selects the tests that can reach a change.
 """

@@ -1,12 +1,16 @@
 """Tests of what optimizers keep beside states and settings, on several ranks."""
 
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import rankless
 from rankless.errors import MismatchError
@@ -95,3 +99,63 @@ def test_different_values_of_stages_are_refused_by_an_optimizer_of_all(ranks: Ra
     model = nn.ModuleDict({f"stage{number}": nn.Linear(2, 2) for number in range(2)})
     with pytest.raises(MismatchError, match="keeps values"):
         rankless.restore(str(tmp_path), None, model, Lazy(model.parameters(), lr=0.1))
+
+
+class Delayed(optim.SGD):
+    """Keeps gradients of the last steps in collections, and numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["queue"] = deque([torch.zeros_like(parameter)] * 2, maxlen=2)
+                state["averages"] = {0.5: torch.zeros_like(parameter), 0.9: [torch.zeros_like(parameter), 0]}
+                state["weight"] = torch.zeros(1)
+            parameter.sub_(state["queue"][0], alpha=0.1)
+            state["queue"].append(parameter.grad.clone())
+            state["averages"][0.5].lerp_(parameter.grad, 0.5)
+            state["averages"][0.9][0].lerp_(parameter.grad, 0.1)
+            state["averages"][0.9][1] += 1
+            state["weight"] += 1
+
+
+def whole(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return (tree.full_tensor() if isinstance(tree, DTensor) else tree).tolist()
+    if isinstance(tree, dict):
+        return {key: whole(value) for key, value in tree.items()}
+    return [type(tree).__name__, *map(whole, tree)] if isinstance(tree, list | tuple | deque) else tree
+
+
+def delay(path: str, has_checkpoint: bool) -> Any:
+    """Train and save on several ranks, or load on any number. Return the states after it, and those a step later."""
+    model: Any = nn.Linear(4, 6)
+    if dist.get_world_size() > 1:
+        model = fully_shard(model)
+    optimizer = Delayed(model.parameters())
+    for number in range(3 if not has_checkpoint else 0):
+        step_by_numbers(model, optimizer, number)
+    if has_checkpoint:
+        assert "optimizer" in rankless.restore(path, None, model, optimizer).exact
+    else:
+        rankless.save_checkpoint(path, "a", model, optimizer)
+    states = [whole(optimizer.state[parameter]) for parameter in model.parameters()]
+    step_by_numbers(model, optimizer, 3)
+    return states, [whole(parameter) for parameter in model.parameters()]
+
+
+def step_by_numbers(model: nn.Module, optimizer: optim.Optimizer, number: int) -> None:
+    for parameter in model.parameters():
+        grad = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape) + number
+        is_sharded = isinstance(parameter, DTensor)
+        parameter.grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements) if is_sharded else grad
+    optimizer.step()
+
+
+@pytest.mark.parametrize("saver", [1, 2])
+def test_tensors_in_collections_are_divided_like_their_parameter(ranks: Ranks, tmp_path: Path, saver: int) -> None:
+    expected = ranks(saver, delay, str(tmp_path), False)[0]
+    for loader in (1, 3):
+        assert ranks(loader, delay, str(tmp_path), True) == [expected] * loader

@@ -326,7 +326,8 @@ def _decode_plain(tag: str, payload: Any, arrays: dict[str, Tensor]) -> Any:
     if tag in {"$tensor", "$array"}:
         return arrays[payload]
     if tag == "$inline":
-        dtype, shape, text = payload
+        dtype, shape, text, *order = payload
+        check(not order or sorted(order[0]) == list(range(len(shape))), "an order of other dimensions")
         data = _bytes(text)
         check(len(data) == math.prod(shape) * WIDTHS[dtype], "an inline tensor of another size")
         return Tensor(dtype, tuple(shape), data)

@@ -59,7 +59,7 @@ class PlaceholderCodec:
                 )
             return TensorPlaceholder(tag[1:], self._infos[payload], key=payload)
         if tag == "$inline":
-            dtype, shape, data = payload
+            dtype, shape, data = payload[:3]
             return TensorPlaceholder("tensor", TensorInfo(dtype, tuple(shape)), inline=data)
         if tag == "$numpy":
             return _unpack_number(*payload)

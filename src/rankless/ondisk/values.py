@@ -46,6 +46,10 @@ _INT_BITS = 10_000
 #: them.
 PARAMETER_SUFFIXES = {True: "@parameter", False: "@frozen-parameter"}
 
+#: What begins the suffix of the name of a tensor whose dimensions have another order in memory, from the outermost to
+#: the innermost, than a contiguous one's: ``@order-1-0``.
+ORDER_SUFFIX = "@order"
+
 
 class ArrayCodec(Protocol):
     """The encoding of tensors and arrays, which this module leaves to its callers."""

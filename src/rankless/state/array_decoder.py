@@ -6,6 +6,7 @@ torch is imported when a tree has the first of them, so that plain values are re
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from rankless.engine.io.byte_sinks import ByteSink
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import NUMPY_NAMES
-from rankless.ondisk.values import PARAMETER_SUFFIXES
+from rankless.ondisk.values import ORDER_SUFFIX, PARAMETER_SUFFIXES
 from rankless.torch_import import import_torch
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ArrayDecoder:
     def _allocate_tensor(self, key: object) -> torch.Tensor:
         info = self._find_info(key)
         if key not in self.tensors:
-            self.tensors[str(key)] = allocate_tensor(info)
+            self.tensors[str(key)] = allocate_tensor(info, _order_in_name(str(key), len(info.shape)))
         return self.tensors[str(key)]
 
 
@@ -69,10 +70,18 @@ def encode_scalar(value: np.generic) -> Any:
     return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
 
 
-def allocate_tensor(info: TensorInfo) -> torch.Tensor:
-    """Return a tensor in the memory of the host that has any values."""
-    tensor: torch.Tensor = _torch().empty(info.shape, dtype=_dtypes()[info.dtype], device="cpu")
+def allocate_tensor(info: TensorInfo, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a tensor in the memory of the host that has any values, with its dimensions in ``order`` if given."""
+    order = tuple(range(len(info.shape))) if order is None else order
+    tensor: torch.Tensor = _torch().empty_permuted(info.shape, order, dtype=_dtypes()[info.dtype], device="cpu")
     return tensor
+
+
+def _order_in_name(name: str, ndim: int) -> list[int] | None:
+    """Return the order of dimensions in the suffix of a tensor's name, if it has one of this number of them."""
+    order = re.search(rf"{ORDER_SUFFIX}((?:-\d{{1,9}})+)$", name)
+    dimensions = [int(digits) for digits in order[1].split("-")[1:]] if order else None
+    return dimensions if dimensions is not None and sorted(dimensions) == list(range(ndim)) else None
 
 
 def tensor_sink(tensor: torch.Tensor) -> ByteSink:
@@ -123,12 +132,12 @@ class ArrayComparer(ArrayDecoder):
 
 
 def _decode_inline(payload: Any) -> torch.Tensor:
-    name, shape, text = payload
+    name, shape, text, *orders = payload
     raw = bytearray(base64.b64decode(text, validate=True))
     if not raw:
         return allocate_tensor(TensorInfo(name, shape))
     tensor: torch.Tensor = _torch().frombuffer(raw, dtype=_dtypes()[name]).reshape(shape)
-    return tensor
+    return allocate_tensor(TensorInfo(name, tuple(shape)), orders[0]).copy_(tensor) if orders else tensor
 
 
 def _decode_scalar(payload: Any) -> np.generic:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.dtypes import dtype_of_array
-from rankless.ondisk.values import PARAMETER_SUFFIXES, name_tensor
+from rankless.ondisk.values import ORDER_SUFFIX, PARAMETER_SUFFIXES, name_tensor
 from rankless.state.array_decoder import encode_scalar
-from rankless.state.tensor_views import NAMES, check_present, view_of
+from rankless.state.tensor_views import NAMES, check_present, dimension_order, view_of
 
 #: Tensors of at most this many bytes are stored inline in values that are merged from several ranks.
 INLINE_BYTES = 64 * 2**10
@@ -63,10 +63,13 @@ class ArrayEncoder:
             )
         check_present(view_of(tensor, "a tensor"), "a tensor")
         if key.startswith(self._inline):
+            order = _find_order(tensor)
             return (
-                {"$inline": _encode_inline(tensor)}
+                {"$inline": [*_encode_inline(tensor), *([order] if order else [])]}
                 if tensor.nbytes <= INLINE_BYTES
-                else {"$tensor": self._store_tensor(tensor, key)}
+                else {
+                    "$tensor": self._store_tensor(tensor, key, "-".join([ORDER_SUFFIX, *map(str, order)]) * bool(order))
+                }
             )
         is_parameter = type(tensor) is torch.nn.Parameter
         return {
@@ -77,6 +80,12 @@ class ArrayEncoder:
         name = name_tensor(self.tensors, key, suffix)
         self.tensors[name] = tensor.detach()
         return name
+
+
+def _find_order(tensor: torch.Tensor) -> list[int]:
+    """Return the order of a tensor's dimensions in memory; empty if it is that of a contiguous one."""
+    order = dimension_order(tensor)
+    return [] if order == dimension_order(torch.empty(tensor.shape, device="meta")) else order
 
 
 def _encode_inline(tensor: torch.Tensor) -> list[Any]:

@@ -15,6 +15,7 @@ from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.values import decode_value
 from rankless.state import rng, stateful
 from rankless.state.array_decoder import ArrayComparer, ArrayDecoder
+from rankless.state.stateful import loading_code
 from rankless.state.values_by_rank import DIFFERING, LAYOUT, list_differing
 
 #: Keys of its components in files; the last one has another name in the API.
@@ -84,10 +85,12 @@ class RankState:
 
     def apply(self, dataloader: Any) -> None:
         """Restore the data loader and the generators, once all tensors are filled."""
-        if self.split and self.loader:
-            dataloader.load_state_dicts(list(self.loader))
-        elif self.loader:
-            dataloader.load_state_dict(self.loader[0])
+        if self.loader:
+            with loading_code(dataloader, "data loader"):
+                if self.split:
+                    dataloader.load_state_dicts(list(self.loader))
+                else:
+                    dataloader.load_state_dict(self.loader[0])
         rng.restore_generators(self.generators)
         for name, text in self.seeds.items():
             rng.seed_generators(name, text)

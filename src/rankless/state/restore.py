@@ -43,6 +43,7 @@ from rankless.state.optimizer.param_index import (
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
+from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_description
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
@@ -553,7 +554,8 @@ class LoadTargets:
                 schedulers.load_scheduler(parts, self._scheduler_entries[slot], loaded_groups)
         for name, stateful_object in (self._training.stateful or {}).items():
             if name in self._values.get("stateful", {}):
-                stateful_object.load_state_dict(self._values["stateful"][name])
+                with loading_code(stateful_object, f"object {name!r}"):
+                    stateful_object.load_state_dict(self._values["stateful"][name])
         self._rank_state.apply(self._training.dataloader)
 
     def _apply_model(self, slot: str, view: ModelView) -> None:

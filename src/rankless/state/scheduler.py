@@ -11,6 +11,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
 from rankless.state.scheduler_stages import scheduled_params
+from rankless.state.stateful import loading_code
 
 
 def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
@@ -82,7 +83,8 @@ def load_scheduler(parts: Sequence[Any], saved: Any, loaded_groups: Collection[i
             scheduler.clear()
             scheduler.update(entry["state"])
         else:
-            scheduler.load_state_dict(_restore_integer_keys(scheduler.state_dict(), entry["state"]))
+            with loading_code(scheduler, "scheduler"):
+                scheduler.load_state_dict(_restore_integer_keys(scheduler.state_dict(), entry["state"]))
             _set_rates(scheduler, loaded_groups)
 
 

@@ -297,3 +297,12 @@ def _form_of(view: TensorView) -> tuple[object, ...]:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the shard of a tensor that is on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+
+
+def dimension_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of more than one element from the outermost to the innermost, then the others.
+
+    Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
+    """
+    strides, sizes = tensor.stride(), tensor.shape
+    return sorted(range(tensor.ndim), key=lambda dim: (sizes[dim] <= 1, -strides[dim] if sizes[dim] > 1 else 0, dim))

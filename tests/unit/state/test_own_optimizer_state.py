@@ -1,5 +1,6 @@
 """Tests of optimizers that keep more than the states of their parameters and the settings of their groups."""
 
+from collections import deque
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,38 @@ class Projected(optim.SGD):
         return super().step(closure)
 
 
-KINDS = [Projected, Overrides, Hooked, Entries, Inner, Wrapper, Transposed]
+class Columns(optim.SGD):
+    """Keeps tensors in column-major order inside collections and an object, small and large ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["factors"] = [torch.rand(5, 7).T, {"large": torch.rand(3, 9000).T}]
+                state["recent"] = deque([torch.rand(2, 3, 4).permute(2, 0, 1), Projector(2)], maxlen=2)
+                state["recent"][1].basis = torch.rand(2, 3).T
+            recent, projector = state["recent"]
+            tensors = state["factors"][0], state["factors"][1]["large"], recent, projector.basis
+            assert [tensor.stride() for tensor in tensors] == [(1, 7), (1, 9000), (1, 12, 4), (1, 3)]
+            assert state["recent"].maxlen == 2
+            parameter.grad.add_(tensors[0][0, 1]).add_(tensors[1].sum()).add_(recent[3, 1, 2]).add_(
+                projector.basis[0, 1]
+            )
+        return super().step(closure)
+
+
+class Scaled(optim.SGD):
+    """Keeps a tensor of each parameter, but a number if a parameter is zero, as Nero does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            scale = self.state[parameter].setdefault("scale", 0.25 if number else parameter.detach().norm())
+            assert isinstance(scale, float) == (number == 1)
+            parameter.grad.add_(scale)
+        return super().step(closure)
+
+
+KINDS = [Projected, Columns, Scaled, Overrides, Hooked, Entries, Inner, Wrapper, Transposed]
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:

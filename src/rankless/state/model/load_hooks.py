@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankless.errors import StateError
 from rankless.state.model.wrapper_modules import NameCleaner
+from rankless.state.stateful import loading_code
 
 #: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
 #: which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.
@@ -94,17 +94,11 @@ class HookedLoader:
         replaced = {self.names[name]: value for name, value in values.items() if name in self.names}
         if not self.code and not replaced:
             return
-        class_name = type(self.module).__qualname__
-        try:
+        with loading_code(self.module, "model"):
             with torch.no_grad():
                 state = self.module.state_dict(keep_vars=True)
             state.update(replaced)
             self.module.load_state_dict(state, **_load_options(self.module))
-        except Exception as error:
-            raise StateError(
-                f"code of {class_name} that runs in load_state_dict failed after its tensors were filled, and the "
-                f"model may be partly loaded: {error}"
-            ) from error
 
 
 def _defining_module(cls: type, method: str) -> str:

@@ -14,6 +14,7 @@ from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import StateError
 from rankless.state.model.flat_shards import FlatShard
 from rankless.state.model.load_hooks import HookedLoader
+from rankless.state.stateful import loading_code
 from rankless.state.tensor_views import TensorView
 
 #: The name under which ``state_dict`` returns the result of ``get_extra_state``.
@@ -76,7 +77,9 @@ class ModelView:
         if not isinstance(owner, nn.Module):
             owner[inner_name] = value
         elif is_extra(inner_name):
-            owner.get_submodule(inner_name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(value)
+            module = owner.get_submodule(inner_name.removesuffix(EXTRA).removesuffix("."))
+            with loading_code(module, "model"):
+                module.set_extra_state(value)
 
 
 def merge_views(merged: ModelView, view: ModelView) -> None:

@@ -1,17 +1,39 @@
-"""States that are objects of the optimizer's own package, such as GaLore's projector: stored by their attributes."""
+"""States that are no tensors: objects of the optimizer's own package, such as GaLore's projector, and collections.
+
+An object is stored by its attributes. Tensors like a parameter in its collections, such as a queue of its gradients,
+are stored as states of their own, so that they are divided like the parameter in any layout.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rankless.errors import OptimizerMismatchError
 
 _OBJECT, _ATTRIBUTES = "rankless.object", "attributes"
+
+#: The key of the table that takes the place of a tensor that is a state of its own.
+_PART = "rankless.part"
+
+
+#: The types of the collections whose elements may be objects or tensors.
+COLLECTIONS = frozenset({dict, list, tuple, deque})
+
+
+def map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a collection of the same type with the results of a function of its elements; other values unchanged."""
+    if type(state) is dict:
+        return {key: function(value) for key, value in state.items()}
+    if type(state) in {list, tuple}:
+        return type(state)(map(function, state))
+    return deque(map(function, state), state.maxlen) if type(state) is deque else state
 
 
 def describe_objects(state: Any, optimizer: object) -> Any:
@@ -19,13 +41,9 @@ def describe_objects(state: Any, optimizer: object) -> Any:
 
     Anything else is left as it is, for the encoder to store or to refuse.
     """
-    if type(state) is dict:
-        return {key: describe_objects(value, optimizer) for key, value in state.items()}
-    if type(state) in {list, tuple}:
-        return type(state)(describe_objects(value, optimizer) for value in state)
     kind = type(state)
     if not _is_own_class(kind, optimizer) or not hasattr(state, "__dict__"):
-        return state
+        return map_elements(state, lambda element: describe_objects(element, optimizer))
     if isinstance(state, Enum):
         return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: state.value}
     attributes = {name: describe_objects(value, optimizer) for name, value in vars(state).items()}
@@ -33,18 +51,14 @@ def describe_objects(state: Any, optimizer: object) -> Any:
 
 
 def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
-    """Return a state with the objects that :func:`describe_objects` described. Tensors in them are on ``device``.
+    """Return a state with what :func:`describe_objects` described. Tensors in it are on ``device``.
 
     No code of a class is run. Raises ``OptimizerMismatchError`` if the optimizer's package has no such class.
     """
     if isinstance(state, torch.Tensor):
         return state.to(device)
-    if type(state) in {list, tuple}:
-        return type(state)(build_objects(value, optimizer, device) for value in state)
-    if type(state) is not dict:
-        return state
-    if not is_object(state):
-        return {key: build_objects(value, optimizer, device) for key, value in state.items()}
+    if not _is_object(state):
+        return map_elements(state, lambda element: build_objects(element, optimizer, device))
     module, _, name = str(state[_OBJECT]).partition(":")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if not isinstance(kind, type) or not _is_own_class(kind, optimizer):
@@ -59,7 +73,7 @@ def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
     return built
 
 
-def is_object(state: Any) -> bool:
+def _is_object(state: Any) -> bool:
     """Return whether a stored value describes an object."""
     return isinstance(state, Mapping) and state.keys() == {_OBJECT, _ATTRIBUTES}
 
@@ -68,3 +82,41 @@ def _is_own_class(kind: type, optimizer: object) -> bool:
     """Return whether a class is of the package that the optimizer's class is of, and not one of torch or Python."""
     package = type(optimizer).__module__.partition(".")[0]
     return kind.__module__.partition(".")[0] == package and package != "torch"
+
+
+def split_states(states: Mapping[str, Any], parameter: Any) -> Mapping[str, Any]:
+    """Return states with the tensors in collections that are sharded, or have the parameter's shape, next to them.
+
+    A table with the name of such a state takes the tensor's place.
+    """
+    parts: dict[str, torch.Tensor] = {}
+    kept = {name: _split(value, str(name), parameter, parts) for name, value in states.items()}
+    return {**kept, **parts} if parts.keys().isdisjoint(kept) else states
+
+
+def _split(value: Any, name: str, parameter: Any, parts: dict[str, torch.Tensor]) -> Any:
+    def replace(element: Any) -> Any:
+        if not isinstance(element, torch.Tensor):
+            return _split(element, name, parameter, parts)
+        is_like = isinstance(parameter, torch.Tensor) and element.ndim > 0 and element.shape == parameter.shape
+        if not is_like and not isinstance(element, DTensor):
+            return element
+        place = f"{name}.{sum(part.startswith(f'{name}.') for part in parts)}"
+        parts[place] = element
+        return {_PART: place}
+
+    return map_elements(value, replace)
+
+
+def join_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states that :func:`split_states` split."""
+    used: set[str] = set()
+
+    def replace(value: Any) -> Any:
+        if type(value) is not dict or value.keys() != {_PART} or value[_PART] not in states:
+            return map_elements(value, replace)
+        used.add(value[_PART])
+        return states[value[_PART]]
+
+    joined = {name: replace(value) for name, value in states.items()}
+    return {name: value for name, value in joined.items() if name not in used}

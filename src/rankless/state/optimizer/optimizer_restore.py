@@ -16,13 +16,14 @@ from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
-from rankless.state.optimizer.object_states import build_objects, is_object
+from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
+from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
 
@@ -58,6 +59,10 @@ class OptimizerRestore:
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
+        #: The parameters of which another system saved the states.
+        self._unclassed = {
+            name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]
+        }
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
         self._own = [
             (adapter, find_entry(own, names, len(adapter.optimizer.param_groups)), bool(find_related(own, names)))
@@ -194,17 +199,18 @@ class OptimizerRestore:
         for group, member, tensors in self._states:
             plain = {name: value for ref in member.refs for name, value in self._saved_states.get(ref.name, {}).items()}
             plain = {name: value for name, value in plain.items() if not is_order(value)}
-            plain = as_native_states(group, member, plain)
+            if not self._unclassed.isdisjoint(ref.name for ref in member.refs):
+                plain = as_native_states(group, member, plain)
             if isinstance(group.adapter, TorchOptimizer) and isinstance(member.key, torch.Tensor):
                 optimizer, device = group.adapter.optimizer, member.key.device
-                plain = {
-                    name: build_objects(value, optimizer, device) if is_object(value) else value
-                    for name, value in plain.items()
-                }
-            group.adapter.set_states(member.key, {**plain, **tensors} or None)
+                plain = {name: build_objects(value, optimizer, device) for name, value in plain.items()}
+            states = {**plain, **tensors}
+            group.adapter.set_states(member.key, (join_states(states) if plain else states) or None)
         for adapter, entry, _ in self._own:
-            if entry is not None or (has_own_form(adapter.optimizer) and not own_values(adapter.optimizer)):
-                self.has_changed_states |= put_own(adapter.optimizer, entry or {})
+            if entry is not None or has_own_form(adapter.optimizer):
+                with loading_code(adapter.optimizer, "optimizer"):
+                    if entry is not None or not own_values(adapter.optimizer):
+                        self.has_changed_states |= put_own(adapter.optimizer, entry or {})
         for group in self._groups:
             group.adapter.on_replaced()
 

@@ -20,7 +20,7 @@ from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
 from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
-from rankless.state.optimizer.object_states import describe_objects
+from rankless.state.optimizer.object_states import COLLECTIONS, describe_objects, split_states
 from rankless.state.optimizer.own_state import own_entry
 from rankless.state.optimizer.state_strides import describe_order
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
@@ -191,7 +191,9 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
     for group in groups:
         for member in group.members:
             if group.adapter.owns_state(member.key):
-                yield member, group.adapter.get_states(member.key)
+                states = group.adapter.get_states(member.key)
+                has_collection = any(type(value) in COLLECTIONS for value in states.values())
+                yield member, split_states(states, member.key) if has_collection else states
 
 
 def _inner_state(ref: ParamRef, state: str, inner: str, states: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ communicate. Values that the step reads are invented.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,10 @@ class ProbedState:
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
     wrapper: ProbedWrapper | None = None
+
+    def numel(self) -> int:
+        """Return the number of its elements, on all ranks."""
+        return math.prod(self.shape)
 
     def make_empty(self) -> torch.Tensor:
         """Return a new tensor like it, with uninitialized values."""

@@ -71,7 +71,7 @@ def _probe_buffer(group: ParamGroup, member: GroupMember, ref: ParamRef, state: 
         probed = probe_states(group.adapter.optimizer, member.key).get(state)
     except OptimizerMismatchError as error:
         raise OptimizerMismatchError(f"optimizer state {state_key(ref.name, state)!r}: {error}") from error
-    if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.shape):
+    if probed is None or probed.shape != info.shape or (probed.mesh is None and probed.numel() > 1):
         raise _unknown_layout(ref, state, info)
     return probed.make_empty().to(DTYPES[info.dtype])
 

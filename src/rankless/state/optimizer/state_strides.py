@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankless.state.tensor_subclasses import is_wrapper
+from rankless.state.tensor_views import dimension_order
 
 _ORDER = "dimension_order"
 
@@ -22,18 +23,9 @@ def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] 
     """
     if not isinstance(parameter, torch.Tensor) or is_wrapper(state):
         return None
-    order = _dimension_order(state)
+    order = dimension_order(state)
     usual = parameter if state.shape == parameter.shape else torch.empty(state.shape, device="meta")
-    return None if order == _dimension_order(usual) else {_ORDER: order}
-
-
-def _dimension_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of more than one element from the outermost to the innermost, then the others.
-
-    Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
-    """
-    strides, sizes = tensor.stride(), tensor.shape
-    return sorted(range(tensor.ndim), key=lambda dim: (sizes[dim] <= 1, -strides[dim] if sizes[dim] > 1 else 0, dim))
+    return None if order == dimension_order(usual) else {_ORDER: order}
 
 
 def saved_order(described: Any, ndim: int) -> list[int] | None:

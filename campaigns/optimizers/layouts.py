@@ -1,14 +1,12 @@
-"""``python -m campaigns.optimizers``: restores states of every kind of optimizer between all pairs of layouts.
+"""Restores states of every kind of optimizer between all pairs of layouts.
 
 A run of two steps saves. Another run, in any layout in which torch steps the optimizer, loads before its first step.
-Its states must equal those of the first, bit for bit, and its next losses must be the same. It exits with 1 if they are
-not.
+Its states must equal those of the first, bit for bit, and its next losses must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import product
@@ -18,11 +16,13 @@ from tests.helpers.optimizer_runs import KINDS, check_optimizer, layouts_of
 from tests.helpers.pool import Ranks
 
 
-def main() -> int:
-    """Run all or some kinds. Return 1 if a pair failed."""
-    parser = argparse.ArgumentParser(prog="python -m campaigns.optimizers", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--kind", action="append", choices=KINDS, help="(default: all)")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run all or some kinds. Return 1 if a pair failed."""
     failed = done = 0
     ranks = Ranks()
     with tempfile.TemporaryDirectory(prefix="rankless-") as folder:
@@ -46,7 +46,3 @@ def _check_pairs(ranks: Ranks, folder: Path, kind: str) -> Iterator[tuple[str, E
             yield name, error
         else:
             yield name, None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

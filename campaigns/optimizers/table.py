@@ -1,0 +1,88 @@
+"""The results of the campaign: a file, and the section of ``docs/compatibility.md`` that is made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from campaigns.common.case_runner import format_table
+from campaigns.optimizers.verdict import EXACT, FAILS_BY_ITSELF, KINDS, Verdict
+
+RESULTS = Path(__file__).parent / "results.json"
+PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
+
+_BEGIN = "<!-- written by python -m campaigns.optimizers packages --write -->\n"
+_END = "<!-- end of what it writes -->\n"
+
+#: The titles of the layouts in tables.
+_TITLES = {"plain": "one process", "fsdp2": "FSDP2"}
+
+#: By package its version, and by layout and name the verdict as a pair of texts.
+Results = dict[str, dict[str, Any]]
+
+
+def read_results() -> Results:
+    """Return the results that the repository has."""
+    results: Results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return results
+
+
+def add_results(results: Results, package: str, version: str, layout: str, verdicts: Mapping[str, Verdict]) -> None:
+    """Replace the results of a package in a layout."""
+    of_package = results.setdefault(package, {})
+    of_package["version"] = version
+    of_package[layout] = {name: [verdict.kind, verdict.text] for name, verdict in verdicts.items()}
+
+
+def write_results(results: Results) -> None:
+    """Write the file and the section of the page."""
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(replace_section(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def replace_section(page: str, results: Results) -> str:
+    """Return the page with the section of these results."""
+    before, _, rest = page.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n{format_results(results)}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+def format_results(results: Results) -> str:
+    """Return the numbers by package, the names by verdict, and the reason of each verdict that is not torch's fault."""
+    kinds = [kind for kind in KINDS if any(of_kind == kind for *_, of_kind, _ in _iterate(results))]
+    head = ("package", "layout", *kinds)
+    numbers = [
+        (f"{package} {results[package]['version']}", _TITLES[layout], *(len(names.get(kind, ())) for kind in kinds))
+        for package, layout, names in _group(results)
+    ]
+    rows = [
+        (package, _TITLES[layout], kind, ", ".join(names[kind]))
+        for package, layout, names in _group(results)
+        for kind in kinds
+        if kind in names
+    ]
+    reasons = [
+        f"- {name} of {package}, {_TITLES[layout]}, {kind}: `{text.replace('`', '')}`"
+        for package, layout, name, kind, text in _iterate(results)
+        if kind not in {EXACT, FAILS_BY_ITSELF}
+    ]
+    tables = format_table(head, numbers), format_table(("package", "layout", "verdict", "names"), rows)
+    return "\n\n".join([*tables, "\n".join(reasons)] if reasons else tables)
+
+
+def _iterate(results: Results) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield package, layout, name, verdict and text."""
+    for package, of_package in results.items():
+        for layout in _TITLES:
+            for name, (kind, text) in of_package.get(layout, {}).items():
+                yield package, layout, name, kind, text
+
+
+def _group(results: Results) -> Iterator[tuple[str, str, dict[str, list[str]]]]:
+    """Yield package, layout, and the names by verdict."""
+    grouped: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for package, layout, name, kind, _ in _iterate(results):
+        grouped.setdefault((package, layout), {}).setdefault(kind, []).append(name)
+    for (package, layout), names in grouped.items():
+        yield package, layout, names
