@@ -19,9 +19,9 @@ from benchmarks.peers import OURS
 from benchmarks.process_timer import ProcessTimer, build_memory_table
 from benchmarks.setting import Setting
 from rankless.conversion.torch_names_hash import names_hash
-from rankless.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
-from rankless.engine.plan.ranges import IndexBox
-from rankless.formats.tensor_slices import JoinedTensor
+from rankless.engine.io.tensor_sources import SourceChunk, StridedLocation, row_major_strides
+from rankless.engine.plan.element_ranges import IndexBox
+from rankless.formats.chunked_tensor_slices import JoinedTensor
 from rankless.nxd.reader import zero_states
 from rankless.nxd.writer.rank_file_plan import plan_rank_files
 from rankless.nxd.writer.torch_files import write_torch_files

@@ -15,7 +15,7 @@ from rankless.engine.io.upload_target import PART_BYTES
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, Sharded
 from rankless.engine.plan.save_plan import SavePlan, plan_save
-from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.tensor_specs import LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.ondisk.data_files import parse_size
 
 

@@ -11,7 +11,7 @@ from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, diges
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, Sharded
 from rankless.engine.plan.save_plan import plan_save
-from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.tensor_specs import LayoutSpec, Meshes, Spec, TensorSpec
 
 #: The number of parameters, each with two moments and a step count.
 PARAMETERS = 2000

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rankless.storage.memory import aligned_buffer
+from rankless.storage.aligned_memory import aligned_buffer
 
 CHUNK = 4 * 2**20
 

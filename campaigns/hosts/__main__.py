@@ -37,7 +37,7 @@ def _run_of(scene: str) -> Callable[[Testbed, list[str], int, Callable[[str], No
 
 
 #: The modules that the ranks of a job import.
-_OF_JOBS = ("campaigns.hosts.scenes.saves", "rankless.run_session", "rankless.view")
+_OF_JOBS = ("campaigns.hosts.scenes.saves", "rankless.run_directory", "rankless.view")
 
 SCENES = {
     "pages": Scene(pages.run, 3, (pages.__name__,)),

@@ -24,7 +24,7 @@ from rankless.conversion.hub_export import export_model as export_model
 from rankless.data.loader import ResumableLoader as ResumableLoader
 from rankless.liveness.preemption import Preemption as Preemption
 from rankless.liveness.preemption import preemption as preemption
-from rankless.data.workers import shield_worker as shield_worker
+from rankless.data.worker_signals import shield_worker as shield_worker
 from rankless.errors import CheckpointReplacedError as CheckpointReplacedError
 from rankless.errors import CorruptCheckpointError as CorruptCheckpointError
 from rankless.errors import DeviceError as DeviceError
@@ -83,9 +83,9 @@ from rankless.run.retention import KeepLast as KeepLast
 from rankless.run.retention import KeepNewerThan as KeepNewerThan
 from rankless.run.retention import KeepTags as KeepTags
 from rankless.run.scan import CheckpointInfo as CheckpointInfo
-from rankless.run.tags import LATEST as LATEST
-from rankless.run.tags import best as best
-from rankless.run_session import RunDirectory as RunDirectory
+from rankless.run.tag_arguments import LATEST as LATEST
+from rankless.run.tag_arguments import best as best
+from rankless.run_directory import RunDirectory as RunDirectory
 from rankless.save.handle import SaveHandle as SaveHandle
 from rankless.save.offline_drain import DrainResult as DrainResult
 from rankless.save.offline_drain import drain as drain

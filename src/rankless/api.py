@@ -13,8 +13,8 @@ from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOption
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import TagArgument, check_tag_argument, give_metrics
-from rankless.run_session import RunDirectory
+from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_metrics
+from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics

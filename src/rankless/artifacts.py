@@ -16,7 +16,7 @@ from typing import Any
 from rankless import view
 from rankless.errors import CheckpointReplacedError, FormatError, InvalidArgumentError, NoCheckpointError
 from rankless.loggers import current_wandb_run, find_mlflow_run, is_first_rank
-from rankless.run.tags import TagArgument
+from rankless.run.tag_arguments import TagArgument
 from rankless.storage.object_path import RUN_PREFIX, ObjectPath
 from rankless.view import Checkpoint
 

@@ -1,6 +1,6 @@
 """The ``Checkpointer``: it is given the objects of a training once, and decides when to save them and when to stop.
 
-A :class:`~rankless.run_session.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
+A :class:`~rankless.run_directory.RunDirectory` does the work. The ``Checkpointer`` knows the training's step, which is
 the only source of the tag, of the step in the manifest and of the step in events.
 """
 
@@ -31,8 +31,8 @@ from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOption
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import TagArgument
-from rankless.run_session import RunDirectory
+from rankless.run.tag_arguments import TagArgument
+from rankless.run_directory import RunDirectory
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
 from rankless.state.mismatches import COMPONENTS

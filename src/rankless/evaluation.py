@@ -17,7 +17,7 @@ from rankless.run.catalog import list_checkpoints
 from rankless.run.object_run import tag_of
 from rankless.run.pin import held_pin, is_being_removed
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import Best, TagArgument
+from rankless.run.tag_arguments import Best, TagArgument
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.storage.store import store_of
 from rankless.view import Checkpoint

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.io.byte_sinks import ByteSink, MemorySink
 from rankless.engine.io.read import read_file_ranges
-from rankless.engine.io.sources import Source
-from rankless.engine.plan.ranges import TensorRange
+from rankless.engine.io.tensor_sources import Source
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, check_read, detect_replacement, find_file_ranges
@@ -32,9 +32,9 @@ from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.lookup import checkpoint_path, describe_ignored_files, open_latest
 from rankless.run.object_run import tag_of
-from rankless.run.tags import TagArgument, check_tag_argument
+from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.state.array_decoder import ArrayDecoder, allocate_tensor, tensor_sink
-from rankless.storage.memory import aligned_buffer
+from rankless.storage.aligned_memory import aligned_buffer
 from rankless.storage.object_path import parse_location
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import rankless.dcp
 from rankless.engine.io import upload_files
 from rankless.engine.io.upload_parts import UploadedParts
 from rankless.errors import InvalidArgumentError, RankMismatchError, StorageError, TagExistsError
-from rankless.run.local_output import check_hosts
+from rankless.run.unpublished_output import check_hosts
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_azure import FakeAzure

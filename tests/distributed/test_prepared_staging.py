@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
-from rankless import run_session
+from rankless import run_directory
 from rankless.engine.io import staging_memory
 from rankless.engine.io.staging_memory import StagingMemory
 from rankless.save.background import background_saves
@@ -49,7 +49,7 @@ def first_save(folder: str, layout: str) -> tuple[int, int, bool]:
     """Save for the first time. Return how many bytes were prepared and used, and whether they are the same memory."""
     background_saves._memory = memory = StagingMemory()
     model, optimizer = large_run(layout)
-    with mock.patch.object(run_session, "_STAGING_MARGIN", 0):
+    with mock.patch.object(run_directory, "_STAGING_MARGIN", 0):
         checkpointer = rankless.Checkpointer(folder, model=model, optimizer=optimizer, async_save=True, signals=())
         checkpointer.step(1)
     prepared = memory._prepared

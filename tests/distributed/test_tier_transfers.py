@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 from rankless.tier import part_transfers
 from rankless.tier.part_transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers
 from tests.helpers.pool import Ranks

@@ -25,9 +25,9 @@ from campaigns.side_by_side.scenarios import SCENARIOS, check_outcome, run_scena
 from rankless import RunDirectory, api
 from rankless.cli.main import app
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, TagExistsError
-from rankless.load.reads import Reads
+from rankless.load.rank_reads import Reads
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import catalog, dead_owner, pending_dir
+from rankless.run import catalog, owned_lock, pending_dir
 from rankless.run.cleanup import clean_up
 from rankless.run.pending_lock import PendingLock
 from rankless.storage import atomic_rename, file_lock
@@ -162,7 +162,7 @@ def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "load.reads.Reads.run",
+        "load.rank_reads.Reads.run",
         "load.load_operation.LoadOperation._plan_reads",
         "load.load_operation.LoadOperation._match_targets",
     ],
@@ -362,7 +362,7 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
     assert value_of(tmp_path) == 1.0
     with (
         mock.patch.object(file_lock, "_try_lock", side_effect=BlockingIOError),
-        mock.patch.object(dead_owner, "_MAX_ATTEMPTS", 3),
+        mock.patch.object(owned_lock, "_MAX_ATTEMPTS", 3),
         pytest.raises(StorageError, match=r"\.lock is locked"),
     ):
         save_as_other_job(tmp_path, "b", 1.0)

@@ -11,7 +11,7 @@ import torch
 
 import rankless
 from rankless.errors import CorruptCheckpointError, NoCheckpointError
-from rankless.load.reads import Reads
+from rankless.load.rank_reads import Reads
 from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
 

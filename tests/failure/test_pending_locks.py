@@ -197,7 +197,7 @@ def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path
     for step in (1, 2):
         save_step(tmp_path, step)
     expired, full = rankless.list_checkpoints(tmp_path)[:1], OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch("rankless.run.dead_owner.write_fully", side_effect=full):
+    with mock.patch("rankless.run.owned_lock.write_fully", side_effect=full):
         assert list(delete_checkpoints(expired)) == expired
     assert list_names(tmp_path) == ["step_2"]
 
@@ -269,7 +269,7 @@ def owner(tmp_path: Path) -> Iterator[PendingDirectory]:
 
 def test_a_host_that_sees_the_lock_says_so_in_the_file(owner: PendingDirectory, tmp_path: Path) -> None:
     before = lock_path(tmp_path, owner.name).read_text().split()
-    with mock.patch("rankless.run.dead_owner.host_id", return_value=OTHER_HOST):
+    with mock.patch("rankless.run.owned_lock.host_id", return_value=OTHER_HOST):
         confirm_lock(tmp_path, owner.name)
     assert lock_path(tmp_path, owner.name).read_text().split() == [*before, OTHER_HOST]
     assert before == [posix.host_id()]
@@ -295,7 +295,7 @@ def save_from_two_hosts(path: str) -> str | None:
 
     with (
         mock.patch("rankless.save.save_negotiation.host_id", return_value=host),
-        mock.patch("rankless.run.dead_owner.host_id", return_value=host),
+        mock.patch("rankless.run.owned_lock.host_id", return_value=host),
         mock.patch.object(PendingDirectory, "publish", look_and_publish),
     ):
         for number in range(2):

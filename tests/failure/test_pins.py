@@ -21,7 +21,7 @@ from rankless import evaluation
 from rankless.cli.main import app
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StorageError
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import cleanup, dead_owner
+from rankless.run import cleanup, owned_lock
 from rankless.storage import file_lock
 from tests.helpers.processes import ForkedProcess, start_code
 
@@ -202,8 +202,8 @@ def test_a_pin_that_proves_nothing_lasts_a_day(tmp_path: Path, obstacle: str, ho
         raise KeyboardInterrupt
     pin.write_bytes(content if obstacle == "no locks" else b"another host".ljust(64))
     os.utime(pin, (time.time() - hours * 3600,) * 2)
-    denied = mock.patch.object(dead_owner, "FileLock", side_effect=PermissionError(errno.EACCES, "denied"))
-    real = dead_owner.FileLock
+    denied = mock.patch.object(owned_lock, "FileLock", side_effect=PermissionError(errno.EACCES, "denied"))
+    real = owned_lock.FileLock
 
     def lock_others(path: Path, *, create: bool = True) -> file_lock.FileLock:
         return denied.new(path) if path == pin else real(path, create=create)
@@ -211,8 +211,8 @@ def test_a_pin_that_proves_nothing_lasts_a_day(tmp_path: Path, obstacle: str, ho
     if obstacle == "another user":
         denied.new = mock.Mock(side_effect=PermissionError(errno.EACCES, "denied"))
     patches = {
-        "a host whose locks are not seen": mock.patch.object(dead_owner, "shares_locks", return_value=None),
-        "another user": mock.patch.object(dead_owner, "FileLock", lock_others),
+        "a host whose locks are not seen": mock.patch.object(owned_lock, "shares_locks", return_value=None),
+        "another user": mock.patch.object(owned_lock, "FileLock", lock_others),
         "no locks": mock.patch.object(file_lock, "_try_lock", return_value=False),
     }
     with patches[obstacle]:
@@ -227,7 +227,7 @@ def test_what_cannot_be_pinned(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError), rankless.pin(tmp_path / "none"):
         pass
     save(tmp_path / "run", 1)
-    full = mock.patch.object(dead_owner, "write_fully", side_effect=OSError(errno.ENOSPC, "no space"))
+    full = mock.patch.object(owned_lock, "write_fully", side_effect=OSError(errno.ENOSPC, "no space"))
     with full, pytest.raises(StorageError, match=r"could not lock .*\.pin: No space"), rankless.pin(tmp_path / "run"):
         pass
     assert not pins(tmp_path / "run")

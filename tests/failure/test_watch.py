@@ -421,8 +421,8 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
 
 def test_a_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     from rankless.engine.comm.known_failures import known_failures
-    from rankless.liveness.loss import LossEvidence, RankLoss
-    from rankless.liveness.reaction import Reaction
+    from rankless.liveness.rank_loss import LossEvidence, RankLoss
+    from rankless.liveness.rank_loss_reaction import Reaction
     from rankless.process.main_thread import MainThread
 
     main = MainThread()

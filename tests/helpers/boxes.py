@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 
 
 def split_box(draw: st.DrawFn, box: IndexBox) -> list[IndexBox]:

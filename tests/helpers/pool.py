@@ -26,7 +26,7 @@ import torch.distributed as dist
 from campaigns.common.fork_server import CONTEXT
 from rankless import api
 from rankless.components import component_calls as components_api
-from rankless.components.background import PendingSaves
+from rankless.components.pending_saves import PendingSaves
 from rankless.live_copy import copy_state as live_api
 from rankless.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes

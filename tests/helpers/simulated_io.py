@@ -21,11 +21,11 @@ from rankless.engine.io import read, read_shared, requests, write, write_stripes
 from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan import file_ranges, load_plan, partition, stripes
+from rankless.engine.plan import equal_shares, file_ranges, load_plan, stripes
 from rankless.engine.plan.layout_types import PlacementLayout, Sharded
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.formats.reader import FileExtent
-from rankless.load import reads
+from rankless.load import rank_reads
 from rankless.ondisk import block_crcs
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.tensor_views import DTYPES, NAMES
@@ -45,7 +45,7 @@ COLUMNS = PlacementLayout(make_mesh(4), (Sharded(1),))
 def small_sizes() -> Iterator[None]:
     """Make many chunks, blocks and stripes out of few bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        plans = (file_ranges, load_plan, partition, stripes)
+        plans = (file_ranges, load_plan, equal_shares, stripes)
         modules = (block_crcs, *plans, write_stripes, read, read_shared, requests, write)
         for name, size in SMALL.items():
             users = [module for module in modules if hasattr(module, name)]
@@ -185,7 +185,7 @@ class SimulatedLoad:
         """Return a rank's plan, and the files by their numbers in it."""
         numbers = {key: number for number, key in enumerate(self.stored.numbered)}
         held = {numbers[tensor.group, tensor.name]: tensor for tensor in self.job.membership().iter_tensors()}
-        files = reads._FileIndex(self.stored, numbers, held)
+        files = rank_reads._FileIndex(self.stored, numbers, held)
         plan = load_plan.plan_load(held, rank, files.locate_bytes, exchange=self.exchange)
         return plan, list(files.numbers)
 

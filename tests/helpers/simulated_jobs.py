@@ -16,7 +16,7 @@ from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Replicated
 from rankless.engine.plan.save_plan import SavePlan, plan_save
-from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.state.tensor_views import NAMES
 from tests.helpers.placements import placements, torch_shard
 from tests.helpers.tensors import random_tensor

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: Seconds after which a rank that does not end fails the test.
 PATIENCE = 30

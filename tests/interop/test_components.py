@@ -22,7 +22,7 @@ from torch import nn
 
 import rankless
 from rankless.colossalai import Booster
-from rankless.components.destination import ComponentOutput
+from rankless.components.component_output import ComponentOutput
 from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,

@@ -423,7 +423,7 @@ def test_a_source_that_is_replaced_meanwhile_is_gone_and_not_damaged(
     where = (
         "rankless.conversion.pipeline.carry_values"
         if when == "reading the metadata"
-        else "rankless.run.dead_owner.FileLock"
+        else "rankless.run.owned_lock.FileLock"
     )
     with change_at_call(where, replace), pytest.raises(CheckpointReplacedError, match="was replaced or removed"):
         rankless.convert(saved, tmp_path / "out", to=to, model_only=to == "nxd")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import rankless
 from rankless.dcp import FileSystemReader, FileSystemWriter
-from rankless.engine.integrity.replicas import digest_replicas
+from rankless.engine.integrity.replica_comparison import digest_replicas
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.save_plan import ReplicatedShard
 from tests.helpers.device_training import Training, find_differences, read_saved

@@ -85,7 +85,7 @@ def interrupt_registration() -> list[int]:
     """Return the number of registered buffers when an interrupt comes right after the registration, and later."""
     from rankless.engine.io.device_streams import copy_stream_of
     from rankless.engine.io.pinned_memory import pin_for
-    from rankless.storage.memory import aligned_buffer
+    from rankless.storage.aligned_memory import aligned_buffer
     from tests.helpers.simulated.device import RUNTIME, Runtime
 
     real = Runtime.cudaHostRegister

@@ -29,7 +29,7 @@ def test_it_computes_what_the_cpu_does(device_ranks: DeviceRanks) -> None:
 
 
 def copy_late() -> list[list[float]]:
-    from rankless.storage.memory import aligned_buffer
+    from rankless.storage.aligned_memory import aligned_buffer
     from tests.helpers.simulated.device import RUNTIME
 
     tensor = torch.zeros(3).to("sim")

@@ -169,7 +169,7 @@ def test_a_load_of_a_native_checkpoint_imports_no_reader_of_another_format(first
         "formats.reader",
         "formats.remapped_reader",
         "formats.safetensors",
-        "formats.training_step",
+        "formats.find_training_step",
     }
     assert not {name for name in names if name.startswith(("components", "conversion", "cli"))}
     assert not {name for name in names if name.split(".")[0] in FRAMEWORKS}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankless.cli.show.modules import ModuleSummary, fold_modules
+from rankless.cli.show.module_sizes import ModuleSummary, fold_modules
 from rankless.inspection.folding import fold_tensors
 from rankless.ondisk.data_files import TensorInfo
 

@@ -18,7 +18,7 @@ from rankless.colossalai import Booster
 from rankless.dcp import FileSystemWriter
 from rankless.errors import InvalidArgumentError, TagExistsError
 from rankless.lightning.atomic_output import atomic_output
-from rankless.run.local_output import hold_output
+from rankless.run.unpublished_output import hold_output
 
 Save = Callable[..., Any]
 

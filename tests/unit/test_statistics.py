@@ -15,7 +15,7 @@ import torch
 import rankless
 from rankless import TensorStatistics
 from rankless.errors import CorruptCheckpointError, NoCheckpointError
-from rankless.inspection import element_slices, measured_tensors
+from rankless.inspection import measured_tensors, read_elements
 from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
 from rankless.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, bucket_bounds
 from rankless.ondisk.dtypes import WIDTHS
@@ -263,4 +263,4 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 def test_slices_begin_at_multiples_that_the_order_of_summation_needs() -> None:
-    assert element_slices.SLICE == 2**19
+    assert read_elements.SLICE == 2**19

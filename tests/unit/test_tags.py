@@ -21,7 +21,7 @@ from rankless.errors import (
     StorageError,
     TagExistsError,
 )
-from rankless.run import tags
+from rankless.run import tag_arguments
 from rankless.run.retention import sort_by_metric
 from rankless.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke, invoke_json
@@ -169,7 +169,7 @@ def test_an_alias_that_is_no_regular_file_is_not_read(run: Path, kind: str) -> N
 
 def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path) -> None:
     """Retention looks for aliases before the alias is written, and then renames the checkpoint."""
-    write, moved = tags.write_alias, []
+    write, moved = tag_arguments.write_alias, []
 
     def move_and_write(path: Path, name: str, info: CheckpointInfo) -> None:
         if not moved:
@@ -177,7 +177,7 @@ def test_an_alias_of_a_checkpoint_that_is_removed_meanwhile_is_not_set(run: Path
             info.path.rename(path.with_name(f"{path.name}-moved"))
         write(path, name, info)
 
-    with mock.patch.object(tags, "write_alias", move_and_write):
+    with mock.patch.object(tag_arguments, "write_alias", move_and_write):
         assert rankless.set_alias(run, "production", rankless.best("loss")).tag == "b"
     assert moved == ["c"]
     assert open_by(run, "production") == "b"

@@ -15,8 +15,8 @@ import numpy as np
 from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import RemoteError
+from rankless.storage.aligned_memory import aligned_buffer
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter, DirectWriter, FileWriter
-from rankless.storage.memory import aligned_buffer
 
 #: The file, in bytes, and the longest range of one host.
 _SIZE, _LONGEST = 2**20, 60_000

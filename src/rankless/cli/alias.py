@@ -13,7 +13,7 @@ from rankless.cli.table import Column, Table
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.run.aliases import delete_alias, list_aliases
-from rankless.run.tags import give_alias
+from rankless.run.tag_arguments import give_alias
 from rankless.storage.object_path import parse_location
 
 

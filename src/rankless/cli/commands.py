@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from rankless.cli.process import leave_on_interrupt
+from rankless.cli.command_process import leave_on_interrupt
 
 
 @dataclass(frozen=True, slots=True)

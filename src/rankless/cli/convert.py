@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from rankless.cli.checkpoint_argument import Tag, resolve_path
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import FORMATS, complete_checkpoints, complete_dtypes, complete_formats
 from rankless.cli.output import print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.errors import InvalidArgumentError
 from rankless.observe.events import Event, OnEvent, Progress
 from rankless.observe.terminal import escape_control_characters, progress_bar, terminal_console

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.output import print_json, print_warning
-from rankless.cli.process import leave_on_interrupt
 from rankless.observe.events import ignore_event
 from rankless.observe.reporter import with_progress_bar
 from rankless.observe.terminal import escape_control_characters, terminal_console

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankless.cli.process import leave_on_interrupt
+from rankless.cli.command_process import leave_on_interrupt
 
 with leave_on_interrupt():
     from rankless.cli.main import main

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from rankless.cli.checkpoint_argument import Tag, resolve_path
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints, complete_dtypes
 from rankless.cli.convert import print_result, show_conversion
-from rankless.cli.process import leave_on_interrupt
 
 
 def export(  # noqa: PLR0917 - the options of a command

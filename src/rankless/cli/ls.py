@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from rankless.cli.checkpoint_argument import Local, check_run
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.live_view import LiveView, show_live
 from rankless.cli.output import print_error, print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.cli.run_listing import RunListing, build_table
 from rankless.cli.table import Table
 from rankless.errors import InvalidArgumentError

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rankless.cli.commands import COMMANDS, SETTINGS, LazyCommands, is_on_terminal
-from rankless.cli.process import (
+from rankless.cli.command_process import (
     INTERRUPTED,
     OUTPUT_CLOSED,
     discard_output,
@@ -24,6 +23,7 @@ from rankless.cli.process import (
     raise_on_interrupt,
     unwind_on_signals,
 )
+from rankless.cli.commands import COMMANDS, SETTINGS, LazyCommands, is_on_terminal
 from rankless.errors import FormatError, InvalidArgumentError, NoCheckpointError, RanklessError, TagExistsError
 from rankless.torch_import import explain_imports
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from rankless.cli.checkpoint_argument import Local, check_run
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.output import print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count, format_size

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from rankless.cli import checkpoint_argument
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
-from rankless.cli.process import leave_on_interrupt
 from rankless.cli.verify_one import verify_checkpoint
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError
 from rankless.inspection.brief_text import format_brief

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from rankless.cli import checkpoint_argument
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.format_values import as_plain_value
 from rankless.cli.output import print_error, print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.cli.table import Cell, Column, Table
 from rankless.inspection import inspected_checkpoint
 from rankless.inspection.checkpoint_statistics import measure_checkpoint, select_tensors

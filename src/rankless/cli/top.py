@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from rankless.cli.checkpoint_argument import Local, check_run
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.live_view import LiveView, show_live
-from rankless.cli.process import leave_on_interrupt
 from rankless.cli.run_listing import RunListing, build_table
 from rankless.cli.table import Cell, Column, Table
 from rankless.errors import StorageError

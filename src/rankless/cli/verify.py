@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from rankless.cli import checkpoint_argument
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.output import print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.cli.verify_one import VerifyResult, verify_checkpoint
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
 from rankless.formats.detect import is_checkpoint

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 import rankless
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.output import format_error_message
-from rankless.cli.process import leave_on_interrupt
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, describe_unread, inspect_exact_path
 from rankless.observe.terminal import show_progress

@@ -16,11 +16,11 @@ from rankless.components.component_files import ComponentFile, FileSet, Fragment
 from rankless.components.component_request import ComponentRequest
 from rankless.components.content import ComponentContent, component_content, name_in_component
 from rankless.engine.comm.session import RankGroup
-from rankless.engine.integrity import replicas
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.upload_target import FileFrame
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.save_plan import TensorSpan, plan_into_files
 from rankless.engine.plan.split_tensors import split_ranges
 from rankless.engine.plan.writer_cells import CellGrain
@@ -150,7 +150,7 @@ class ComponentSave(SaveOperation[Path]):
             return self._writer.hash_replicas(0)[0]
 
         def compare_hashes(posted: list[bytes]) -> bytes:
-            return b"=" if replicas.have_equal_replicas(posted) else b"!"
+            return b"=" if replica_comparison.have_equal_replicas(posted) else b"!"
 
         _, decision = self._session.vote("comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes)
         if decision == b"!":

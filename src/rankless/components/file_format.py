@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rankless.components.destination import Destination
+from rankless.components.component_output import Destination
 from rankless.components.file_layouts import (
     Layout,
     adapter_folder,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankless.components.component_files import FileSet
+from rankless.components.component_output import ComponentOutput
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_save import ComponentSave, OpenedOutput
-from rankless.components.destination import ComponentOutput
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.requests import Fragments

@@ -21,8 +21,8 @@ from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import SHARD_SIZE, is_adapter_group
-from rankless.run.local_output import hold_output
 from rankless.run.lookup import open_latest
+from rankless.run.unpublished_output import hold_output
 from rankless.state.model.peft_adapters import BASE
 from rankless.state.tensor_views import DTYPES
 from rankless.state.training import TrainingObjects

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rankless.components.component_files import FileSet
-from rankless.components.destination import Destination
+from rankless.components.component_output import Destination
 from rankless.engine.io.upload_target import FileFrame
 from rankless.errors import RanklessError, RankMismatchError
 from rankless.formats.sharded.index import files_named_by
-from rankless.run.dead_owner import ABANDONED_SECONDS
-from rankless.run.local_output import upload_order
+from rankless.run.owned_lock import ABANDONED_SECONDS
+from rankless.run.unpublished_output import upload_order
 from rankless.save.shared_upload import abort_uploads, begin_uploads
 from rankless.storage.body import Body
 from rankless.storage.object_path import ObjectPath

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from rankless.components.component_files import FileSet
+from rankless.components.component_output import ComponentOutput, Destination
 from rankless.components.content import SCHEDULER, ComponentContent
-from rankless.components.destination import ComponentOutput, Destination
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import Session
@@ -25,7 +25,7 @@ from rankless.ondisk import values
 from rankless.ondisk.block_crcs import crc64
 from rankless.state import scheduler as schedulers
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.arrays import ArrayEncoder
+from rankless.state.array_encoder import ArrayEncoder
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 

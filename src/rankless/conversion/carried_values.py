@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rankless.conversion.tensor_filter import STATE, TensorFilter
+from rankless.formats.find_training_step import find_step
 from rankless.formats.reader import Reader
 from rankless.formats.stored_tensor import InlineTensor
-from rankless.formats.training_step import find_step
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_of_array

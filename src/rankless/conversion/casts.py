@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rankless.inspection.element_values import as_array, small_float_steps
 from rankless.ondisk.dtypes import NUMPY_NAMES, dtype_width
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The number of elements that are cast at a time: what is computed from them stays in the cache of the processor.
 _PIECE = 2**14

@@ -17,7 +17,7 @@ from rankless.conversion.native_target import companion_files
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.session import RankGroup, require_equal
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import MODEL, NativeReader
@@ -36,7 +36,7 @@ from rankless.ondisk.data_files import (
 from rankless.ondisk.strict_json import parse_json
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.lookup import checkpoint_path, open_latest
-from rankless.run.tags import TagArgument, check_tag_argument
+from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.storage.object_path import parse_location
 
 if TYPE_CHECKING:

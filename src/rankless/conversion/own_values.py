@@ -1,4 +1,4 @@
-"""What an optimizer keeps besides states and settings, in the state dicts of files."""
+"""Values of an optimizer besides its states and settings, in the state dicts of files."""
 
 from __future__ import annotations
 

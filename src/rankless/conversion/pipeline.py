@@ -26,13 +26,13 @@ from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.stream import ReadFragments
+from rankless.engine.io.streamed_tensor import ReadFragments
 from rankless.engine.io.write import write_file_ranges
+from rankless.engine.plan.equal_shares import split_evenly
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
-from rankless.engine.plan.partition import split_evenly
+from rankless.engine.plan.file_writers import PlacedTensor, WriterMap
 from rankless.engine.plan.tensor_writers import EqualWriters
 from rankless.engine.plan.writer_cells import CellPlanner
-from rankless.engine.plan.writer_map import PlacedTensor, WriterMap
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.reader import detect_replacement
@@ -53,9 +53,9 @@ from rankless.observe.reporter import notify_listener
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import clean_up
-from rankless.run.local_output import check_hosts, make_output
 from rankless.run.lookup import open_latest
 from rankless.run.pending_dir import check_destination
+from rankless.run.unpublished_output import check_hosts, make_output
 from rankless.state.optimizer.left_out_values import warn_if_left_out
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.exact_reader import ExactReaderFactory

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rankless.conversion.tensor_filter import Key
-from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity.range_verification import find_corrupt_ranges
 from rankless.engine.integrity.read_crcs import CrcPiece
 from rankless.formats.file_checksums import find_file_checksums
 from rankless.formats.reader import Reader

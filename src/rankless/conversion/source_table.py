@@ -9,8 +9,8 @@ from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key
 from rankless.engine.io.requests import ProviderOf
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import Source
-from rankless.engine.io.stream import ReadFragments, StreamedTensor
+from rankless.engine.io.streamed_tensor import ReadFragments, StreamedTensor
+from rankless.engine.io.tensor_sources import Source
 from rankless.formats.reader import FileExtent
 from rankless.ondisk.data_files import TensorInfo
 

@@ -24,7 +24,7 @@ from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.formats.reader import Reader
 from rankless.formats.torch_file import TorchFileReader, read_tree
 from rankless.formats.torchfile import allowed_globals, archive
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.formats.torchfile.zip_reader import FileWindow
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.storage.direct_io import BufferedWriter

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from rankless.data.global_batches import BatchSchedule, SchedulePosition
-from rankless.data.workers import shield_worker, signals_blocked_in_children
+from rankless.data.worker_signals import shield_worker, signals_blocked_in_children
 from rankless.engine.comm.process_groups import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, MismatchError, StateError

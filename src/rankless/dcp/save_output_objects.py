@@ -43,10 +43,10 @@ from rankless.errors import (
 )
 from rankless.formats.native import is_native
 from rankless.run.catalog import is_run_directory
-from rankless.run.dead_owner import ABANDONED_SECONDS
-from rankless.run.local_output import LocalOutput
 from rankless.run.lookup import resolve_checkpoint_path
 from rankless.run.object_run import check_output_name
+from rankless.run.owned_lock import ABANDONED_SECONDS
+from rankless.run.unpublished_output import LocalOutput
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.reader_pool import ReaderPool
 from rankless.storage.store import ObjectInfo, map_requests, store_of

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from rankless.dcp.dcp_record_reader import DcpFolder
 from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.dcp.shard_check import check_shards
-from rankless.dcp.verified_records import DcpFolder
 from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.save.background import background_saves

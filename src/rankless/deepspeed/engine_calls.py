@@ -23,7 +23,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import TagArgument
+from rankless.run.tag_arguments import TagArgument
 from rankless.save.handle import SaveHandle
 from rankless.state.mismatches import as_components
 

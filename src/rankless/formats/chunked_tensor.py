@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 
-from rankless.engine.io.sources import ChunkedSource, SourceChunk
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import ChunkedSource, SourceChunk
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.tiling import contiguous_range

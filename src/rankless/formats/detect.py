@@ -19,7 +19,7 @@ def is_checkpoint(path: Path) -> bool:
         return True
     if _is_empty(path):
         return False
-    from rankless.formats.foreign import is_foreign  # noqa: PLC0415 - imports the readers of all formats
+    from rankless.formats.detect_foreign import is_foreign  # noqa: PLC0415 - imports the readers of all formats
 
     return is_foreign(path)
 
@@ -28,9 +28,9 @@ def describe_contents(folder: Path) -> str:
     """Return what a message about a folder that is no checkpoint should say of its contents."""
     if _is_empty(folder):
         return ""
-    from rankless.formats import foreign  # noqa: PLC0415 - imports the readers of all formats
+    from rankless.formats import detect_foreign  # noqa: PLC0415 - imports the readers of all formats
 
-    return foreign.describe_contents(folder)
+    return detect_foreign.describe_contents(folder)
 
 
 def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
@@ -41,7 +41,7 @@ def open_reader(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     """
     if is_native(path):
         return NativeReader(path, keys=keys)
-    from rankless.formats.foreign import open_foreign  # noqa: PLC0415 - imports the readers of all formats
+    from rankless.formats.detect_foreign import open_foreign  # noqa: PLC0415 - imports the readers of all formats
 
     return open_foreign(path, keys or {})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rankless.engine.io.sources import InMemorySource, SourceChunk
+from rankless.engine.io.tensor_sources import InMemorySource, SourceChunk
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.formats.reader import FileExtent
 from rankless.formats.registry import DCP, DCP_RECORD_CHECKSUMS, READABLE, load_attribute

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rankless.engine.io.sources import Source
+from rankless.engine.io.tensor_sources import Source
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, StorageError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec

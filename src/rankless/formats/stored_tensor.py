@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rankless.engine.io.sources import InMemorySource
+from rankless.engine.io.tensor_sources import InMemorySource
 from rankless.errors import FormatError
 from rankless.formats.reader import FileExtent
 from rankless.ondisk.data_files import TensorInfo

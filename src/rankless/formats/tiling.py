@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rankless.engine.plan.ranges import ElementRange, IndexBox
+from rankless.engine.plan.element_ranges import ElementRange, IndexBox
 from rankless.errors import ReadBudgetError
 from rankless.ondisk.read_budget import ReadBudget
 

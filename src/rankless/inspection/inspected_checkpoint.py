@@ -17,7 +17,7 @@ from rankless.errors import (
 from rankless.formats.detect import is_checkpoint, open_reader
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import CheckpointValues, Reader, detect_replacement
-from rankless.formats.sharded.inspect import inspect_shards
+from rankless.formats.sharded.find_shard_faults import inspect_shards
 from rankless.inspection.placeholders import PlaceholderCodec
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import NAME, Manifest

@@ -8,11 +8,11 @@ from functools import partial
 from itertools import accumulate, islice
 from queue import SimpleQueue
 
-from rankless.engine.plan.ranges import TensorRange
-from rankless.inspection.element_slices import TensorSide, split_segments
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
+from rankless.inspection.read_elements import TensorSide, split_segments
 from rankless.inspection.tensor_statistics import TensorStatistics
 from rankless.process.worker_threads import THREADS, run_in_threads
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from rankless.inspection.element_values import Bits, as_values
 from rankless.inspection.tensor_statistics import BUCKETS, EXPONENTS, ZERO_BUCKET, TensorStatistics
 from rankless.ondisk.dtypes import dtype_width
-from rankless.storage.memory import aligned_buffer
+from rankless.storage.aligned_memory import aligned_buffer
 
 #: The number of elements that are added up at a time.
 _PART = 2**17

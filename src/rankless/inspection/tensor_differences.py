@@ -9,11 +9,11 @@ from itertools import chain, islice
 
 import numpy as np
 
-from rankless.engine.plan.ranges import TensorRange
-from rankless.inspection.distances import ChangeMetrics, measure_change
-from rankless.inspection.element_slices import TensorSide, split_segments
+from rankless.engine.plan.element_ranges import TensorRange
+from rankless.inspection.element_differences import ChangeMetrics, measure_change
 from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
+from rankless.inspection.read_elements import TensorSide, split_segments
 from rankless.inspection.tensor_pairs import TensorPair
 from rankless.process.worker_threads import run_in_threads
 
@@ -23,7 +23,7 @@ _SLICES = 8
 
 @dataclass(slots=True)
 class TensorDifference:
-    """The difference of two tensors. See :class:`rankless.inspection.distances.ChangeMetrics`."""
+    """The difference of two tensors. See :class:`rankless.inspection.element_differences.ChangeMetrics`."""
 
     elements: int
     differing: int = 0

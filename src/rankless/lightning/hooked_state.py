@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankless.conversion.torch_target import raw_bytes
-from rankless.engine.io.sources import InMemorySource
+from rankless.engine.io.tensor_sources import InMemorySource
 from rankless.errors import UnsupportedTensorError
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
 from rankless.formats.stored_tensor import InlineTensor

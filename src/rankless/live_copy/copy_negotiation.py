@@ -17,9 +17,9 @@ from rankless.engine.comm.call_check import vote_same_call
 from rankless.engine.comm.digest_table import select_unequal
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
-from rankless.engine.integrity.replicas import crc_of_shard
+from rankless.engine.integrity.replica_comparison import crc_of_shard
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
-from rankless.engine.plan.spec import PER_RANK, digest_bytes
+from rankless.engine.plan.tensor_specs import PER_RANK, digest_bytes
 from rankless.errors import InvalidArgumentError, RankMismatchError
 from rankless.live_copy.copy_request import CopyRequest
 from rankless.ondisk.data_files import TensorInfo
@@ -32,7 +32,7 @@ from rankless.state.capture import (
     merge_values,
 )
 from rankless.state.compared_values import digest_values
-from rankless.state.mesh_ranks import find_mesh_rank
+from rankless.state.own_mesh_rank import find_mesh_rank
 from rankless.state.training import TrainingObjects
 
 _encode = msgspec.msgpack.Encoder().encode

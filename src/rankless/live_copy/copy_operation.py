@@ -12,7 +12,7 @@ import msgspec
 
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
-from rankless.engine.integrity import replicas
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.copy_exchange import CopiedBytes, CopyExchange
 from rankless.engine.io.device_streams import begin_copies
 from rankless.engine.io.p2p import P2PExchange
@@ -97,12 +97,12 @@ class CopyOperation:
             tensors = {(tensor.group, tensor.name): tensor for tensor in requested.iter_tensors()}
             plan = plan_copy(source.tensors, tensors, self._session.rank)
             begin_copies(source.captured.tensors.values())
-            return replicas.digest_replicas(plan, _shards_of(plan, source), 0)
+            return replica_comparison.digest_replicas(plan, _shards_of(plan, source), 0)
 
         def decide(posted: list[bytes]) -> bytes:
             contributions = [msgspec.msgpack.decode(raw, type=tuple[bytes, list[str]]) for raw in posted]
             self._missing = list(dict.fromkeys(name for _, names in contributions for name in names))
-            return _encode(replicas.have_equal_replicas([digests for digests, _ in contributions]))
+            return _encode(replica_comparison.have_equal_replicas([digests for digests, _ in contributions]))
 
         _, raw = self._session.vote(
             "matching the state with what it is copied into",
@@ -117,9 +117,9 @@ class CopyOperation:
     def _raise_replica_mismatch(self, plan: CopyPlan, source: SourceState) -> NoReturn:
         _, message = self._session.vote(
             "comparing replicas",
-            lambda: replicas.replica_details(plan, _shards_of(plan, source)),
+            lambda: replica_comparison.replica_details(plan, _shards_of(plan, source)),
             lambda details: details,
-            lambda posted: replicas.describe_mismatch(plan, posted, outcome="copied").encode(),
+            lambda posted: replica_comparison.describe_mismatch(plan, posted, outcome="copied").encode(),
         )
         raise ReplicaMismatchError(message.decode())
 

@@ -15,14 +15,14 @@ from rankless.engine.plan import layout_types
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.number_ranges import merge_spans
-from rankless.engine.plan.spec import PER_RANK, Meshes, Spec
+from rankless.engine.plan.tensor_specs import PER_RANK, Meshes, Spec
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.formats.native import decode_values
 from rankless.live_copy.copy_negotiation import SourceState
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.mesh_ranks import find_mesh_rank
 from rankless.state.mismatches import RestorePolicy
+from rankless.state.own_mesh_rank import find_mesh_rank
 from rankless.state.per_rank import SavedRankStates, restore_newcomer
 from rankless.state.restore import LoadTargets
 from rankless.state.tensor_views import DTYPES, TensorView

@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import Store
 
 from rankless.engine.comm.rendezvous import SessionStore
 from rankless.engine.comm.session import RankGroup
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import InvalidArgumentError
-from rankless.liveness.reaction import Reaction
+from rankless.liveness.rank_loss_reaction import Reaction
 from rankless.liveness.watch_store import WatchStore
 from rankless.liveness.watcher import Member, Watcher, WatchTimes
 from rankless.process.exit_order import ExitStage, call_at_exit

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from rankless.engine.comm.job_store import DeadlineStore
-from rankless.liveness.loss import RankLoss
+from rankless.liveness.rank_loss import RankLoss
 
 #: The heartbeat of a rank that has left.
 FAREWELL = b"left"

@@ -16,8 +16,8 @@ from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.vote import COORDINATOR_RANK, describe_error
 from rankless.errors import RanklessError
 from rankless.liveness.heartbeats import Ring, SilenceMeter, find_unchanged
-from rankless.liveness.loss import LossEvidence, RankLoss
-from rankless.liveness.reaction import Reaction
+from rankless.liveness.rank_loss import LossEvidence, RankLoss
+from rankless.liveness.rank_loss_reaction import Reaction
 from rankless.liveness.watch_store import FAREWELL, Notice, WatchStore
 from rankless.process.local_processes import LocalProcesses
 

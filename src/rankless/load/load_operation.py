@@ -22,7 +22,7 @@ from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
 from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.spec import PER_RANK
+from rankless.engine.plan.tensor_specs import PER_RANK
 from rankless.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
@@ -34,17 +34,17 @@ from rankless.errors import (
 )
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.detect import open_reader
+from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import CheckpointValues, Reader, check_read
 from rankless.formats.remapped_reader import underlying_reader
-from rankless.formats.training_step import find_step
-from rankless.load.file_crcs import check_read_crcs, encode_read_crcs, find_read_crcs
 from rankless.load.fused_experts import renamed_tensors, with_fused_experts
 from rankless.load.load_request import LoadRequest
 from rankless.load.load_result import RestoreResult
-from rankless.load.reads import Reads
+from rankless.load.rank_reads import Reads
 from rankless.load.selection import CheckpointSelector, SelectedCheckpoint
 from rankless.load.tied_comparison import are_equal
+from rankless.load.torch_file_crcs import check_read_crcs, encode_read_crcs, find_read_crcs
 from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
 from rankless.observe.spans import span

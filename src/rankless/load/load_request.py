@@ -11,7 +11,7 @@ from rankless.engine.comm.call_check import CallDescription
 from rankless.formats.reader import Reader
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk.validation import check_choice, check_tag
-from rankless.run.tags import Best
+from rankless.run.tag_arguments import Best
 from rankless.state.mismatches import COMPONENTS, RestorePolicy
 from rankless.state.training import TrainingObjects
 

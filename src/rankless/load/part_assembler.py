@@ -18,7 +18,7 @@ from rankless.engine.comm.vote import format_ranks
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.load.tier_generations import TierHosts
 from rankless.storage.mapped_file import map_to_read
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Common, Generation
 from rankless.tier.host_folder import DATA_SUFFIX
 from rankless.tier.job import TierJob

@@ -17,11 +17,11 @@ from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.plan.number_ranges import merge_spans
 from rankless.errors import StorageError
-from rankless.load.reads import Reads
+from rankless.load.rank_reads import Reads
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.mapped_file import map_to_read, require_free_bytes
-from rankless.storage.memory import Bytes
 from rankless.storage.sparse_file import SparseFile
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.part_transfers import Transfer, TransferEnds, plan_transfers, run_transfers
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -30,7 +30,7 @@ from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from rankless.run.object_run import has_lost_files, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
-from rankless.run.tags import resolve_tag
+from rankless.run.tag_arguments import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.tier.generation_catalog import LocalCheckpoint
 from rankless.tier.part import GenerationKey

@@ -18,13 +18,13 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import StorageError
 from rankless.load.part_assembler import PartAssembler
 from rankless.load.part_fetch import PartFetch
-from rankless.load.reads import Reads
+from rankless.load.rank_reads import Reads
 from rankless.load.tier_generations import TierHosts, gather_hosts, take_over
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.posix import remove_file
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation_catalog import LocalCheckpoint
 from rankless.tier.generation_reader import GenerationReader
 from rankless.tier.job import TierJob

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankless.engine.integrity.block_verification import ChecksumVerifier
-from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity.range_verification import find_corrupt_ranges
 from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
-from rankless.engine.io.sources import ChunkedSource, Source
-from rankless.engine.plan.ranges import TensorRange
+from rankless.engine.io.tensor_sources import ChunkedSource, Source
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.formats.file_checksums import FileChecksums, find_file_checksums
 from rankless.formats.native import NativeReader, is_native

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rankless.cli.process import leave_on_interrupt
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.storage.posix import local_path

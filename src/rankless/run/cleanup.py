@@ -18,11 +18,11 @@ from rankless.run import collected_parts
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
 from rankless.run.catalog import cached_checkpoints
-from rankless.run.dead_owner import ABANDONED_SECONDS
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
 from rankless.run.object_run import list_unpublished
+from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pin import is_pinned, remove_dead_pin
 from rankless.run.pointers import find_tag, list_tags

@@ -14,7 +14,7 @@ from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_dir
 from rankless.run.object_run import checkpoint_folder, has_lost_files, lost_files_error
 from rankless.run.pointers import Pointer, find_tag
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
-from rankless.run.tags import Best, resolve_tag
+from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of

@@ -7,7 +7,7 @@ from os import PathLike
 from rankless.run import aliases, catalog
 from rankless.run.aliases import delete_alias
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import TagArgument, check_tag_argument, give_alias
+from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_alias
 from rankless.storage.object_path import parse_location
 
 

@@ -1,7 +1,7 @@
 """The lock of a pending directory.
 
 No process may remove the pending directory of a living save, and each may remove that of a dead one. The owner locks
-``.TAG.RUN.ID.lock``, next to the directory and older than it (:class:`~rankless.run.dead_owner.OwnedLock`).
+``.TAG.RUN.ID.lock``, next to the directory and older than it (:class:`~rankless.run.owned_lock.OwnedLock`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rankless.errors import StorageError
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import dead_owner
-from rankless.run.dead_owner import OwnedLock, acquire_as_owner
+from rankless.run import owned_lock
+from rankless.run.owned_lock import OwnedLock, acquire_as_owner
 from rankless.storage.posix import last_change_time, path_exists
 
 _log = logging.getLogger("rankless")
@@ -68,5 +68,5 @@ def confirm_lock(parent: Path, name: HiddenName) -> None:
 
     If it does not see it, leftovers of killed jobs stay for a day, which is logged. No failure matters to the save.
     """
-    if not dead_owner.confirm_lock(lock_path(parent, name)):
+    if not owned_lock.confirm_lock(lock_path(parent, name)):
         _log.warning("hosts do not see each other's locks in %s: leftovers of killed jobs stay for a day", parent)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from rankless.errors import StorageError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
-from rankless.run.dead_owner import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
 from rankless.run.lease import LOCK_SECONDS, held_lease, remove_if_over
+from rankless.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import last_change_time, wrap_os_errors

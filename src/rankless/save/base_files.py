@@ -15,8 +15,8 @@ from functools import cached_property
 
 from rankless.engine.integrity.block_sums import has_all_blocks
 from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
+from rankless.engine.plan.element_ranges import ElementRange, merge_ranges
 from rankless.engine.plan.omitted_ranges import OmittedRanges
-from rankless.engine.plan.ranges import ElementRange, merge_ranges
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.safetensors import SafetensorsFile

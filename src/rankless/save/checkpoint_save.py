@@ -12,7 +12,7 @@ import msgspec
 
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.engine.integrity import replicas
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.integrity.base_comparison import FileSamples
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.checkpoint_files import CheckpointFiles
@@ -177,7 +177,7 @@ class CheckpointSave(TrainingSave):
 
         def open_pending(posted: list[bytes]) -> bytes:
             prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
-            if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
+            if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
                 return _encode(_OpenedSave())
             identity = self._choose_identity()
             self._set_identity(identity)

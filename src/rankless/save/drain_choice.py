@@ -5,7 +5,7 @@ from __future__ import annotations
 from rankless.engine.comm.session import RankGroup
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.object_path import ObjectPath
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.job import TierJob
 
 

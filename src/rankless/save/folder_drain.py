@@ -36,10 +36,10 @@ from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoin
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
-from rankless.storage.memory import Bytes
 from rankless.storage.writer_pool import WriterPool
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Generation
 from rankless.tier.job import TierJob
 

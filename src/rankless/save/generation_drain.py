@@ -25,9 +25,9 @@ from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.save.drain_attempts import retry_drain
 from rankless.save.save_operation import SaveOperation
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.mapped_file import map_to_read
-from rankless.storage.memory import Bytes
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.job import TierJob
 from rankless.tier.slots import Slot
 

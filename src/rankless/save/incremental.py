@@ -24,8 +24,8 @@ from rankless.engine.integrity.block_sums import BlockSums, concatenate_sums
 from rankless.engine.integrity.crc_gather import vote_with_sums
 from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
 from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.omitted_ranges import OmittedRanges
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, TornSnapshotError
 from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions

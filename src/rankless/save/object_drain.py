@@ -27,7 +27,7 @@ from rankless.save.object_publication import ObjectPublication, PublicationCheck
 from rankless.save.object_upload import ObjectUpload
 from rankless.save.shared_upload import RankBytes, UploadRanks
 from rankless.storage.object_path import ObjectPath
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.job import TierJob
 from rankless.tier.parts_of_process import HeldParts
 

@@ -13,7 +13,7 @@ import msgspec
 
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.engine.integrity import replicas
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.io import upload_parts
 from rankless.engine.plan.save_plan import plan_save
 from rankless.errors import StateError
@@ -70,7 +70,7 @@ class ObjectSave(TrainingSave):
             return self._hash_replicas()
 
         def begin_uploads(posted: list[bytes]) -> bytes:
-            if not replicas.have_equal_replicas(posted):
+            if not replica_comparison.have_equal_replicas(posted):
                 return _encode(_BegunSave())
             identity = self._choose_identity()
             self._set_identity(identity)

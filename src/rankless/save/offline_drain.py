@@ -27,7 +27,7 @@ from rankless.storage.file_lock import FileLock
 from rankless.storage.mapped_file import map_to_read
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.storage.posix import make_durable_directory, wrap_os_errors
-from rankless.tier.assembly import Assembly
+from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Generation
 from rankless.tier.host_catalog import HostGeneration, list_generations
 from rankless.tier.host_folder import TierFolder

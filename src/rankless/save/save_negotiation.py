@@ -21,7 +21,7 @@ from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.observe.warning import warn_caller
 from rankless.state.capture import (
     Capture,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.store_messages import StoreMessages
-from rankless.engine.integrity import replicas
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.device_streams import begin_copies
 from rankless.engine.io.p2p import P2PExchange
@@ -18,9 +18,9 @@ from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.io.write import write_file_ranges
 from rankless.engine.io.write_stripes import hash_fragments, write_stripes
+from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.engine.plan.transfers import cut_out
 from rankless.errors import RankMismatchError, ReplicaMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import Fragment
@@ -52,15 +52,15 @@ class ShardWriter:
         In save number 0 everything is hashed, in others samples of each tensor.
         """
         started = time.perf_counter()
-        return replicas.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
+        return replica_comparison.digest_replicas(self._plan, self._shard_of, save), time.perf_counter() - started
 
     def describe_replica_mismatch(self) -> ReplicaMismatchError:
         """Return an error that names the replicas that differ. All ranks must call this."""
         _, message = self._session.vote(
             "comparing replicas",
-            lambda: replicas.replica_details(self._plan, self._shard_of),
+            lambda: replica_comparison.replica_details(self._plan, self._shard_of),
             lambda details: details,
-            lambda posted: replicas.describe_mismatch(self._plan, posted).encode(),
+            lambda posted: replica_comparison.describe_mismatch(self._plan, posted).encode(),
         )
         return ReplicaMismatchError(message.decode())
 

@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.engine.integrity import replicas
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.staging import StagedTensors
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.plan.save_plan import SavePlan
@@ -21,7 +21,7 @@ from rankless.errors import SpaceShortageError, StateError
 from rankless.observe.units import format_size
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 from rankless.tier.copies_on_hosts import PartCopies, choose_partners
 from rankless.tier.generation import Common
 from rankless.tier.job import NextSave, TierJob
@@ -110,7 +110,7 @@ class TierStage:
     def decide(self, posted: Sequence[bytes], plan_save: Callable[[], NextSave]) -> bytes:
         """Decide on the save, on rank 0, from what all ranks have posted."""
         prepared = [msgspec.msgpack.decode(raw, type=_PreparedTierSave) for raw in posted]
-        if not replicas.have_equal_replicas([rank.digests for rank in prepared]):
+        if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
             return _encode(BegunTierSave())
         if shortage := _describe_shortage(prepared):
             return _encode(BegunTierSave(shortage=shortage))

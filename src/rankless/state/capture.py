@@ -10,8 +10,8 @@ from typing import Any
 from rankless.engine.comm.digest_table import select_differing
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
-from rankless.engine.plan.spec import OWN, PER_RANK, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
 from rankless.ondisk import values
@@ -20,7 +20,7 @@ from rankless.ondisk.validation import check_utf8
 from rankless.ondisk.value_files import OWN_STATE, build_state_file
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
-from rankless.state.arrays import INLINE_BYTES, ArrayEncoder
+from rankless.state.array_encoder import INLINE_BYTES, ArrayEncoder
 from rankless.state.compared_values import ComparedValue, compare_buffer
 from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files

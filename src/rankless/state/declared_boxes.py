@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import UnsupportedTensorError
 
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

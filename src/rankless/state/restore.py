@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from rankless.engine.plan.spec import OWN, PER_RANK
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK
 from rankless.errors import MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
@@ -31,15 +31,15 @@ from rankless.state.model.model_view import ModelView, is_extra
 from rankless.state.model.peft_adapters import check_unmerged, explain_config_differences, loadable_views
 from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
-from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
-from rankless.state.optimizer.param_groups import MatchTolerance
-from rankless.state.optimizer.param_index import (
+from rankless.state.optimizer.numbered_parameters import (
     check_order,
     has_names,
     has_only_numbers,
     match_by_number,
     match_by_position,
 )
+from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
+from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names

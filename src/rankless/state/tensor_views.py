@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rankless.engine.plan.layout_types import Placement as PlannedPlacement
 from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.engine.plan.shard_byte_ranges import shard_shape
-from rankless.engine.plan.spec import HeldPieces
+from rankless.engine.plan.tensor_specs import HeldPieces
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.header import DIMENSIONS

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.ondisk import values
 from rankless.state.model.model_view import ModelView
 from rankless.state.training import TrainingObjects

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rankless.errors import CorruptCheckpointError
+from rankless.storage.aligned_memory import BufferPool
 from rankless.storage.direct_io import NOT_DIRECT, SECTOR_BYTES, BufferedReader, close_file, open_direct
-from rankless.storage.memory import BufferPool
 from rankless.storage.posix import wrap_os_errors
 
 #: The number of the system call ``cachestat`` (Linux 6.5) on every architecture except Alpha.

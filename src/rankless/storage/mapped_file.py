@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from rankless.errors import SpaceShortageError
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.cgroup_memory import free_cgroup_bytes
-from rankless.storage.memory import Bytes
 from rankless.storage.posix import wrap_os_errors
 
 EMPTY: Bytes = np.empty(0, np.uint8)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.open_files import max_open_files
+from rankless.storage.open_file_limit import max_open_files
 from rankless.storage.store import RangeReader
 
 #: Makes a pool of readers, given what opens one file of a file system.

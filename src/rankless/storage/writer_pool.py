@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.direct_io import DirectWriter, FileWriter
-from rankless.storage.open_files import max_open_files
+from rankless.storage.open_file_limit import max_open_files
 
 
 class WriterPool(ClosingMixin):

@@ -10,7 +10,7 @@ from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.spec_exchange import deduplicate
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 from rankless.tier.job import TierJob
 from rankless.tier.part import PartTable, find_corrupt_range
 from rankless.tier.part_transfers import MESSAGE_BYTES, Transfer, TransferEnds, run_transfers

@@ -22,7 +22,7 @@ from rankless.engine.comm.spec_exchange import deduplicate
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import crc64
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 from rankless.tier.copies_on_hosts import exchange_tables
 from rankless.tier.job import TierJob
 from rankless.tier.part import ParityTable, PartTable

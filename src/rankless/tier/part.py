@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.integrity.columns import decode_rows, encode_rows
+from rankless.engine.integrity.column_tables import decode_rows, encode_rows
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.ondisk.manifest import Count
 from rankless.process.worker_threads import run_in_threads
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The version of the files in the local tier. They do not outlive a job for long, so there is no other version to read.
 VERSION = 1

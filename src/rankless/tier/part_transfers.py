@@ -21,7 +21,7 @@ from rankless.engine.io.p2p import Lane, P2PExchange
 from rankless.engine.plan.number_ranges import merge_spans
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import crc64
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The most bytes of one message.
 MESSAGE_BYTES = 8 * 2**20

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from rankless.errors import StorageError
 from rankless.run.collected_parts import FOLDER, LOCK, remove_parts, remove_superseded_parts
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.atomic_rename import replace_file
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.file_lock import FileLock
 from rankless.storage.mapped_file import map_to_read
-from rankless.storage.memory import Bytes
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import list_names, make_durable_directory, wrap_os_errors, write_small
 from rankless.storage.store import store_of

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from rankless.engine.io.upload_files import download_object, upload_memory
 from rankless.errors import InvalidArgumentError
-from rankless.run.local_output import LocalOutput
+from rankless.run.unpublished_output import LocalOutput
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.mapped_file import map_reserved
-from rankless.storage.memory import Bytes
 from rankless.storage.object_path import ObjectPath
 from rankless.tier.generation import Common
 from rankless.tier.host_folder import DATA_SUFFIX

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 from rankless.tier.part import PartTable
 
 

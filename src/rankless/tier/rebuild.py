@@ -10,8 +10,8 @@ import msgspec
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.mapped_file import map_to_read
-from rankless.storage.memory import Bytes
 from rankless.tier.generation_catalog import find_rebuilding
 from rankless.tier.job import TierJob
 from rankless.tier.parity import ChunkLayout, add_to, cut_messages

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.file_lock import FileLock
 from rankless.storage.mapped_file import EMPTY, map_reserved
-from rankless.storage.memory import Bytes
 from rankless.storage.posix import wrap_os_errors
 from rankless.tier.host_folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
 from rankless.tier.part import GenerationKey, parse_generation_name

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import rankless
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError
 from rankless.state.tensor_views import DTYPES
 from rankless.storage.direct_io import BufferedReader

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import rankless
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import (
     CorruptCheckpointError,
     OptimizerMismatchError,

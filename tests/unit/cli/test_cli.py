@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import rankless
 from rankless.cli.format_values import format_lines
-from rankless.cli.show.modules import summarize_modules
+from rankless.cli.show.module_sizes import summarize_modules
 from rankless.inspection.brief_text import format_brief
 from rankless.observe.units import format_size
 from rankless.ondisk.data_files import TensorInfo

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import rankless
 from rankless.cli.main import app
-from rankless.inspection import element_slices
+from rankless.inspection import read_elements
 from rankless.inspection import tensor_differences as abreast
-from rankless.inspection.distances import measure_change
+from rankless.inspection.element_differences import measure_change
 from rankless.state.tensor_views import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.examples import examples
@@ -141,7 +141,7 @@ class TestTensors:
     def test_each_that_differs_is_named_with_how_much(
         self, made: Path, monkeypatch: pytest.MonkeyPatch, slices: tuple[int, int]
     ) -> None:
-        monkeypatch.setattr(element_slices, "SLICE", slices[0])
+        monkeypatch.setattr(read_elements, "SLICE", slices[0])
         monkeypatch.setattr(abreast, "_SLICES", slices[1])
         left, right = rankless.open(made / "a"), rankless.open(made / "later")
         expected = {name: by_hand(left[name], right[name]) for name in left}

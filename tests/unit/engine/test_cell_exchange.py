@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankless.engine.io import cell_exchange
-from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
-from rankless.storage.memory import Bytes
+from rankless.engine.plan.cell_transfers import CellTransfer, tabulate_transfers
+from rankless.storage.aligned_memory import Bytes
 
 
 @st.composite

@@ -18,7 +18,7 @@ from rankless.engine.plan import copy_plan
 from rankless.engine.plan.copy_plan import CopyPlan, CopyRun, plan_copy, take_runs
 from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded
 from rankless.errors import RankFailedError, StateError
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 from tests.helpers.examples import examples
 from tests.helpers.simulated_io import place_tensor
 from tests.helpers.simulated_jobs import Job, Key, jobs, make_job, make_mesh, named_tensors

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rankless.engine.io.device_copies import DeviceCopies
+from rankless.engine.io.copies_from_device import DeviceCopies
 from rankless.engine.io.device_read_buffers import DeviceReadBuffers
 from rankless.engine.io.device_staging import DeviceStaging
 from rankless.engine.io.device_streams import begin_copies, copy_stream_of, synchronize_devices

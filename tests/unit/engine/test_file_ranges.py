@@ -23,8 +23,8 @@ from rankless.engine.plan.file_ranges import FileRange, IoChunk, alternate_files
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import run_in_threads
+from rankless.storage.aligned_memory import BufferPool
 from rankless.storage.direct_io import SECTOR_BYTES
-from rankless.storage.memory import BufferPool
 from tests.helpers.examples import examples
 
 #: Sizes that make the same shapes with few bytes.

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankless.engine.plan.cell_transfers import CellTransfer, tabulate_transfers
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.omitted_ranges import omit_ranges
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.save_plan import EMPTY_PLAN
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution
-from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
 
 SIZE = 60
 

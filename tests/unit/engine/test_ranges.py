@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.plan.ranges import ElementRange, IndexBox, boxes_of_range, merge_ranges
+from rankless.engine.plan.element_ranges import ElementRange, IndexBox, boxes_of_range, merge_ranges
 from tests.helpers.examples import examples
 from tests.helpers.tensors import index_tensor
 

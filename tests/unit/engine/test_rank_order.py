@@ -15,12 +15,12 @@ from rankless.engine.integrity.crc_gather import bucket_of, bucket_size
 from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, merge_adjacent_fragments
 from rankless.engine.integrity.fragments import encode_fragments as encode
 from rankless.engine.io.requests import Fragments
-from rankless.engine.plan import partition, stripes, writer_cells
+from rankless.engine.plan import equal_shares, stripes, writer_cells
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, Placement, Replicated, Sharded
 from rankless.engine.plan.save_plan import SavePlan, plan_save
-from rankless.engine.plan.spec import LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.stripe_owners import OwnedStripe
+from rankless.engine.plan.tensor_specs import LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.ondisk import block_crcs
 from rankless.ondisk.block_crcs import Fragment, crc64
 from tests.helpers.examples import examples
@@ -35,7 +35,7 @@ def small() -> Iterator[None]:
     with (
         mock.patch.object(writer_cells, "CELL_BYTES", 32),
         mock.patch.object(writer_cells, "MAX_GROUPS", 2),
-        mock.patch.object(partition, "MIN_SHARE", 64),
+        mock.patch.object(equal_shares, "MIN_SHARE", 64),
         mock.patch.object(stripes, "STRIPE", 64),
         mock.patch.object(stripes, "NARROW", 40),
     ):

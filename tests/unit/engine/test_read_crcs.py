@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankless.engine.integrity import corrupt_ranges, read_crcs
-from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity import range_verification, read_crcs
+from rankless.engine.integrity.range_verification import find_corrupt_ranges
 from rankless.engine.integrity.read_crcs import CrcPiece, HashingReaderPool, ReadCrcs, decode_pieces
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.ondisk.block_crcs import crc64
@@ -68,7 +68,7 @@ def test_the_same_ranges_are_corrupt_whatever_was_read(
         for number, (name, start, stop, _) in enumerate(ranges)
         if any(other == name and start <= position < stop for other, position in flipped)
     ]
-    with mock.patch.object(corrupt_ranges, "CHUNK", chunk):
+    with mock.patch.object(range_verification, "CHUNK", chunk):
         assert [*find_corrupt_ranges(checksums, pieces)] == expected
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankless.engine.integrity import sampling
-from rankless.engine.integrity.replicas import crc_of_ranges
+from rankless.engine.integrity.replica_comparison import crc_of_ranges
 from rankless.engine.integrity.sampling import BUDGET, SAMPLE, sample_everything, sample_some
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.ranges import TensorRange
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.save_plan import ReplicatedShard
 from rankless.ondisk.block_crcs import crc64
 

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.plan import partition as sharing
+from rankless.engine.plan import equal_shares as sharing
 from rankless.engine.plan import stripes as striping
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import FlatSharded, MeshShape, PlacementLayout, Replicated, Sharded
 from rankless.engine.plan.save_plan import SavePlan, plan_save
-from rankless.engine.plan.spec import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe
+from rankless.engine.plan.tensor_specs import PER_RANK, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.errors import RankMismatchError, StateError, UnsupportedTensorError
 from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, count_bytes, jobs, make_job, make_mesh

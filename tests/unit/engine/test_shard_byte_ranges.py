@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from torch.distributed.tensor import _utils
 
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.layout_types import (
     FlatSharded,
     MeshShape,
@@ -19,7 +20,6 @@ from rankless.engine.plan.layout_types import (
     coordinate_of_rank,
     ranks_by_coordinate,
 )
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import WIDTHS, dtype_width

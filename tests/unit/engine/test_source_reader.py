@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rankless.engine.io import source_reader as engine
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import (
+from rankless.engine.io.tensor_sources import (
     ChunkedSource,
     InMemorySource,
     SourceChunk,
@@ -20,7 +20,7 @@ from rankless.engine.io.sources import (
     is_row_major,
     row_major_strides,
 )
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.storage import reader_pool
 from rankless.storage.direct_io import BufferedReader
 from tests.helpers.boxes import box_slices, split_box

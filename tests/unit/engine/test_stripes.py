@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.plan import stripes as striping
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.layout_types import (
     FlatSharded,
     MeshShape,
@@ -21,7 +22,6 @@ from rankless.engine.plan.layout_types import (
     Sharded,
     ranks_by_coordinate,
 )
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.engine.plan.stripes import Bytes, count_stripes, is_narrow, split_into_stripes, stripe_slice
 from rankless.ondisk.data_files import TensorInfo

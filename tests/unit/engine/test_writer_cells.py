@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.plan import partition, stripes, writer_cells
+from rankless.engine.plan import equal_shares, stripes, writer_cells
+from rankless.engine.plan.cell_transfers import CellTransfer, cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Replicated, Sharded
 from rankless.engine.plan.save_plan import SavePlan, plan_save
 from rankless.engine.plan.stripe_owners import OwnedStripe
-from rankless.engine.plan.transfers import CellTransfer, cut_out
 from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import Job, jobs
 from tests.helpers.tensors import tensor_bytes as bytes_of
@@ -30,7 +30,7 @@ def small_cells() -> Iterator[None]:
     with (
         mock.patch.object(writer_cells, "CELL_BYTES", CELL),
         mock.patch.object(writer_cells, "MAX_GROUPS", 3),
-        mock.patch.object(partition, "MIN_SHARE", 2 * CELL),
+        mock.patch.object(equal_shares, "MIN_SHARE", 2 * CELL),
         mock.patch.object(stripes, "STRIPE", 64),
         mock.patch.object(stripes, "NARROW", 40),
     ):

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import FormatError
 from rankless.megatron.reader.bucket_assignment import assign_parts
 from rankless.megatron.reader.bucket_search import BufferMatch

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankless.liveness.heartbeats import SWEPT_RANKS, Ring, SilenceMeter, find_unchanged
-from rankless.liveness.loss import LossEvidence, RankLoss
+from rankless.liveness.rank_loss import LossEvidence, RankLoss
 from rankless.liveness.watcher import WatchTimes
 
 

@@ -11,8 +11,8 @@ from torch.distributed import HashStore, Store
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.job_store import DeadlineStore
-from rankless.liveness.loss import LossEvidence, RankLoss
-from rankless.liveness.reaction import Reaction
+from rankless.liveness.rank_loss import LossEvidence, RankLoss
+from rankless.liveness.rank_loss_reaction import Reaction
 from rankless.liveness.watch import SeparateConnection
 from rankless.liveness.watch_store import LocalProcess, Notice, WatchStore
 from rankless.liveness.watcher import Member, Watcher, WatchTimes

@@ -29,7 +29,7 @@ from rankless.errors import CorruptCheckpointError, UnsupportedValueError
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.arrays import ArrayEncoder
+from rankless.state.array_encoder import ArrayEncoder
 from rankless.state.tensor_views import NAMES
 from tests.helpers.examples import examples
 from tests.helpers.fingerprint import fingerprint

@@ -17,7 +17,7 @@ from awscrt.checksums import crc64nvme
 
 from rankless import Azure
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from rankless.storage.azure.azure_service import split_endpoint
+from rankless.storage.azure.azure_dialect import split_endpoint
 from rankless.storage.azure.environment import parse_connection_string
 from rankless.storage.body import Body
 from rankless.storage.http import retries

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from rankless.errors import CorruptCheckpointError, StorageError, TagExistsError, UnsafeNameError
 from rankless.storage import atomic_rename, direct_io, directory_trees, posix
+from rankless.storage.aligned_memory import aligned_buffer
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystems import is_in_memory
-from rankless.storage.memory import aligned_buffer
 from tests.helpers.examples import examples
 
 

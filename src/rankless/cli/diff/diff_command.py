@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from rankless.cli import checkpoint_argument
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.diff import diff_output
 from rankless.cli.output import print_error, print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.inspection import inspected_checkpoint
 from rankless.inspection.compare import CheckpointComparison, compare_metadata, compare_suspects
 from rankless.observe.terminal import show_progress, terminal_console

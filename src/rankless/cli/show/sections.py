@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from rankless.cli.format_values import format_lines
-from rankless.cli.show.modules import ModuleSummary
+from rankless.cli.show.module_sizes import ModuleSummary
 from rankless.cli.table import Column, Table
 from rankless.formats.reader import CheckpointValues, FamilyReader
 from rankless.inspection.brief_text import format_brief

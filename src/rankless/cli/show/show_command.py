@@ -7,12 +7,12 @@ from typing import Annotated, NamedTuple
 import typer
 
 from rankless.cli import checkpoint_argument
+from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
 from rankless.cli.format_values import as_plain_value
 from rankless.cli.output import print_error, print_json
-from rankless.cli.process import leave_on_interrupt
 from rankless.cli.show import sections
-from rankless.cli.show.modules import fold_modules, summarize_modules
+from rankless.cli.show.module_sizes import fold_modules, summarize_modules
 from rankless.formats.reader import FamilyReader
 from rankless.inspection import inspected_checkpoint
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint

@@ -13,16 +13,16 @@ from rankless.dcp.reader import checksums_json
 from rankless.dcp.reader import dcp_metadata as metadata
 from rankless.dcp.reader.dcp_metadata import DCP_LOAD, DcpMetadata, RecordLocation
 from rankless.dcp.reader.unflatten import unflatten
-from rankless.engine.io import sources
-from rankless.engine.io.sources import SourceChunk
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io import tensor_sources
+from rankless.engine.io.tensor_sources import SourceChunk
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError, UnsafePickleError
 from rankless.formats.chunked_tensor import ChunkedTensor
 from rankless.formats.stored_tensor import UnreadTensor
 from rankless.formats.tiling import LEAST, check_tiling
 from rankless.formats.torchfile import archive
 from rankless.formats.torchfile.allowed_globals import NAMES
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.formats.torchfile.zip_reader import FileRangeReader, FileWindow
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import TensorInfo
@@ -197,7 +197,7 @@ class DcpDirectory:
         return store_of(file).file_size(file)
 
 
-def locate_chunk(name: str, info: TensorInfo, window: FileWindow) -> sources.StridedLocation:
+def locate_chunk(name: str, info: TensorInfo, window: FileWindow) -> tensor_sources.StridedLocation:
     """Return the location of a chunk's elements. Its record is a file of ``torch.save`` inside a larger file."""
     chunk = archive.read_archive(window, ReadBudget()).root
     if not isinstance(chunk, TorchTensor) or chunk.info != info:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.pickles.builtin_types import plain_record
 from rankless.formats.pickles.unpickle import unpickle
 from rankless.formats.pickles.unpickler import AllowedCallable, OpaqueObject, kind_of
 from rankless.formats.stored_tensor import UnreadableTensor
 from rankless.formats.torchfile.allowed_globals import NAMES, check_sizes
-from rankless.formats.torchfile.objects import TorchDtype, TorchSize
+from rankless.formats.torchfile.torch_placeholders import TorchDtype, TorchSize
 from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.tree_traversal import Path
 from rankless.ondisk.data_files import TensorInfo

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.engine.io.sources import SourceChunk, StridedLocation, row_major_strides
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import SourceChunk, StridedLocation, row_major_strides
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.chunked_tensor import ChunkedTensor
 from rankless.formats.safetensors import SafetensorsFile

@@ -28,7 +28,7 @@ from torch.serialization import skip_data
 
 from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.dcp_versions import DCP_VERSION
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.data_files import split_by_size
 from rankless.storage.posix import new_file, write_small

@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rankless.deepspeed.reader.affine_map import AffinePiece, ShardMap, replicate
+from rankless.deepspeed.reader.autotp_shard_map import AffinePiece, ShardMap, replicate
 from rankless.deepspeed.reader.joined_optimizer import JoinedOptimizer
-from rankless.engine.io.sources import SourceChunk
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import SourceChunk
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.chunked_tensor import ChunkedTensor
+from rankless.formats.chunked_tensor_slices import chunks_of_extent, cut_slice, offset_slices
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import chunks_of_extent, cut_slice, offset_slices
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 

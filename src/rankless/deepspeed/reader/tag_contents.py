@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankless.deepspeed.reader.affine_map import UNIVERSAL_INFO, parse_shard_maps
 from rankless.deepspeed.reader.autotp_join import RankJoiner
+from rankless.deepspeed.reader.autotp_shard_map import UNIVERSAL_INFO, parse_shard_maps
 from rankless.deepspeed.reader.deepspeed_file_names import OFFLOADED, UNIVERSAL, list_tag_files
 from rankless.deepspeed.reader.file_access import FileAccess
 from rankless.deepspeed.reader.joined_optimizer import JoinedOptimizer
+from rankless.deepspeed.reader.master_weight_proof import Evidence
 from rankless.deepspeed.reader.model_file import DeepSpeedModelFile
 from rankless.deepspeed.reader.numbered_optimizers import name_stages
 from rankless.deepspeed.reader.pickled_classes import plain_attributes
 from rankless.deepspeed.reader.pipeline_layers import Layers, find_shared_names, name_layers, read_layers
 from rankless.deepspeed.reader.pipeline_stages import StageFiles, join_stage_optimizer, read_stage
-from rankless.deepspeed.reader.proof import Evidence
 from rankless.deepspeed.reader.universal import read_universal
 from rankless.deepspeed.reader.whole_model import WholeModel, join_divided_model, join_model
-from rankless.deepspeed.reader.without_zero import is_wrapped, name_wrapped
+from rankless.deepspeed.reader.wrapped_optimizers import is_wrapped, name_wrapped
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError
 from rankless.storage.store import store_of
 

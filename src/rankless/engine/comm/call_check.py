@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rankless.engine.comm.session import Session, require_equal
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import RankMismatchError
 
 #: Bytes of the digest.

@@ -34,7 +34,7 @@ from rankless.engine.comm.vote import (
     format_ranks,
 )
 from rankless.engine.comm.vote_channel import VoteChannel
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import (
     InvalidArgumentError,
     PeerFailedError,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.engine.plan.global_spec import GlobalSpec
-from rankless.engine.plan.spec import Meshes, Spec, decode_meshes, decode_spec, digest_bytes
+from rankless.engine.plan.tensor_specs import Meshes, Spec, decode_meshes, decode_spec, digest_bytes
 
 
 class SpecDigests(NamedTuple):

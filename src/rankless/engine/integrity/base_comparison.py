@@ -15,22 +15,22 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from rankless.engine.integrity.block_sums import BlockSums, concatenate_sums, sum_fragments, trust_ranges
-from rankless.engine.integrity.columns import concatenate_tables
+from rankless.engine.integrity.column_tables import concatenate_tables
 from rankless.engine.integrity.fragments import FragmentTable
 from rankless.engine.io.device_streams import begin_copies
 from rankless.engine.io.requests import ShardOf
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, tensor_chunks
+from rankless.engine.plan.range_columns import TensorRanges
 from rankless.engine.plan.save_plan import SavePlan, StripedShard
-from rankless.engine.plan.tensor_ranges import TensorRanges
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import crc64
 from rankless.process.worker_threads import count_threads, run_in_threads
 from rankless.storage import posix
+from rankless.storage.aligned_memory import BufferPool
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
-from rankless.storage.memory import BufferPool
 
 #: The bytes of a sample, and the number of samples of the frozen tensors, and of the others, of each file. Other places
 #: are compared in each save.

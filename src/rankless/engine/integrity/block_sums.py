@@ -14,10 +14,10 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.integrity.columns import concatenate_tables, decode_rows, encode_rows
+from rankless.engine.integrity.column_tables import concatenate_tables, decode_rows, encode_rows
 from rankless.engine.integrity.crc_combine import Numbers, extend_crcs
 from rankless.engine.integrity.fragments import FragmentTable
-from rankless.engine.plan.tensor_ranges import TensorRanges
+from rankless.engine.plan.range_columns import TensorRanges
 from rankless.ondisk.block_crcs import BLOCK_BYTES, block_range, count_blocks
 
 _ROW = np.dtype([("tensor", "<u4"), ("block", "<u4"), ("hashed", "<u8"), ("trusted", "<u8"), ("crc", "<u8")])

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import Source
+from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.errors import CorruptCheckpointError
 from rankless.observe.spans import traced

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.file_ranges import CHUNK
-from rankless.engine.plan.ranges import TensorRange
 from rankless.engine.plan.save_plan import ReplicatedShard
 
 #: Bytes of every tensor that are compared at each save. Most causes of diverging replicas change whole tensors.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 
 class ByteSink(Protocol):

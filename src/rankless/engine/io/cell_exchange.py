@@ -18,12 +18,12 @@ import numpy as np
 from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.io.p2p import P2PExchange, SentBytes
 from rankless.engine.io.requests import ByteProvider
+from rankless.engine.plan.cell_transfers import CellTransfer, Numbers, TransferTable, tabulate_transfers
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.engine.plan.transfers import CellTransfer, Numbers, TransferTable, tabulate_transfers
 from rankless.errors import RankFailedError
 from rankless.ondisk.block_crcs import crc64
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import BufferedWriter
-from rankless.storage.memory import Bytes
 
 _CRC = struct.Struct("<Q")
 

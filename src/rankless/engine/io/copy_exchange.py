@@ -21,7 +21,7 @@ from rankless.engine.io.strided_bytes import Pieces, gather_pieces, scatter_piec
 from rankless.engine.plan.copy_plan import CopyPlan, CopyRun, split_into_messages
 from rankless.errors import PeerFailedError, RankFailedError
 from rankless.ondisk.block_crcs import crc64
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The most messages of one rank in flight: each has at most a chunk of 4 MiB in memory.
 _IN_FLIGHT = 8

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
-from rankless.engine.io.device_copies import CopyMark
+from rankless.engine.io.copies_from_device import CopyMark
 from rankless.engine.io.device_streams import CopyStream, wait_for_copies
 from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.read_buffers import view_range
@@ -20,7 +20,7 @@ from rankless.engine.io.requests import SinkOf
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.errors import DeviceError
-from rankless.storage.memory import Bytes, aligned_buffer
+from rankless.storage.aligned_memory import Bytes, aligned_buffer
 
 #: The most bytes of pinned buffers.
 _MOST_PINNED = 240 * 2**20

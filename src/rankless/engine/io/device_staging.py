@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankless.engine.io.device_copies import CopyMark, CopyPiece, DeviceCopies
+from rankless.engine.io.copies_from_device import CopyMark, CopyPiece, DeviceCopies
 from rankless.engine.io.device_streams import CopyStream, wait_for_copies
 from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.requests import ShardOf
@@ -24,7 +24,7 @@ from rankless.engine.io.torn_snapshot import SAMPLED_CHUNKS, StagedChunk, torn_e
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.errors import DeviceError
 from rankless.observe.spans import span
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The memory of samples. It is kept from save to save, because it is pinned.
 _sample_memory = StagingMemory()

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rankless.engine.io.device_copies import CopyMark, CopyPiece, DeviceCopies
+from rankless.engine.io.copies_from_device import CopyMark, CopyPiece, DeviceCopies
 from rankless.engine.io.device_streams import CopyStream
 from rankless.engine.io.pinned_memory import pin_for
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The number of windows.
 _WINDOWS = 4

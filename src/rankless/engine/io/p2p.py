@@ -24,7 +24,7 @@ from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.polling import Deadline
 from rankless.engine.comm.session import Session
 from rankless.errors import RankFailedError, RankTimeoutError
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: Seconds between two checks whether another rank has failed.
 _POLL_SECONDS = 0.25

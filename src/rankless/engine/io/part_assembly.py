@@ -17,8 +17,8 @@ from rankless.engine.io.write import copy_and_hash
 from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.errors import StateError
 from rankless.ondisk.block_crcs import Fragment, combine_crcs, crc64
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.body import Body
-from rankless.storage.memory import Bytes
 
 #: The fewest bytes that are sent from where they are. Fewer are copied sooner than they are passed to the system.
 _MIN_IN_PLACE = 64 * 2**10

@@ -19,7 +19,7 @@ import torch
 from rankless.engine.io.device_streams import CopyStream, select_device
 from rankless.observe.units import format_size
 from rankless.observe.warning import warn_caller
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: CUDA's ``cudaHostRegisterPortable``: the memory is pinned for all devices of the process.
 _PORTABLE = 1

@@ -9,13 +9,13 @@ from rankless.engine.io.read_buffers import HostReadBuffers, ReadBuffers
 from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, make_fragment, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import Source, paths_of
+from rankless.engine.io.tensor_sources import Source, paths_of
 from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, count_bytes, tensor_chunks
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
-from rankless.storage.memory import Bytes
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.reader_pool import MakeReaders, ReaderPool
 

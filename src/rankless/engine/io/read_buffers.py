@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from rankless.engine.io.requests import SinkOf
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.storage.memory import BufferPool, Bytes
+from rankless.storage.aligned_memory import BufferPool, Bytes
 
 
 class ReadBuffers(Protocol):

@@ -15,7 +15,7 @@ from rankless.engine.io.p2p import P2PExchange, SentBytes, Works
 from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import Source
+from rankless.engine.io.tensor_sources import Source
 from rankless.engine.io.write_stripes import hash_fragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.load_plan import BroadcastChunk
@@ -24,9 +24,9 @@ from rankless.engine.plan.stripes import STRIPE, StripeSlice
 from rankless.errors import RanklessError
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.worker_threads import THREADS, run_in_threads
+from rankless.storage.aligned_memory import BufferPool, Bytes
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
-from rankless.storage.memory import BufferPool, Bytes
 from rankless.storage.reader_pool import MakeReaders, ReaderPool
 
 #: How many of its own items a rank reads before it is their turn to be sent.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from rankless.engine.io.byte_sinks import ByteSink
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, combine
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 if TYPE_CHECKING:
     from rankless.engine.io.tensor_bytes import TensorBytes  # imports torch

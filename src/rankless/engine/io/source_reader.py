@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankless.engine.io.sources import (
+from rankless.engine.io.tensor_sources import (
     ChunkedSource,
     InMemorySource,
     Source,
@@ -19,7 +19,7 @@ from rankless.engine.io.sources import (
     StridedLocation,
     is_row_major,
 )
-from rankless.engine.plan.ranges import IndexBox, boxes_of_range
+from rankless.engine.plan.element_ranges import IndexBox, boxes_of_range
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.reader_pool import ReaderPool
 

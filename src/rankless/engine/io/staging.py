@@ -36,7 +36,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import OwnedStripe
 from rankless.observe.spans import traced
 from rankless.process.worker_threads import count_threads, run_in_threads
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: If tensors are on accelerators, others of at most this size in bytes, such as the step counts of an optimizer, are
 #: copied at the call: otherwise steps would have to wait for a thread.

@@ -9,8 +9,8 @@ import threading
 
 import numpy as np
 
+from rankless.storage.aligned_memory import Bytes, aligned_buffer
 from rankless.storage.cgroup_memory import free_cgroup_bytes
-from rankless.storage.memory import Bytes, aligned_buffer
 
 #: The most buffers that are kept while no save uses them: a model and its optimizer may be saved at the same time.
 _MOST_IDLE = 2

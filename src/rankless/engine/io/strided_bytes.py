@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The most bytes of a shard that are copied into memory to reach pieces in it that have no memory of their own.
 _MOST_SPAN = 4 * 2**20

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from rankless.engine.io.device_streams import copy_stream_of
+from rankless.engine.plan.element_ranges import boxes_of_range
 from rankless.engine.plan.file_ranges import CHUNK
-from rankless.engine.plan.ranges import boxes_of_range
 from rankless.ondisk.block_crcs import crc64
-from rankless.storage.memory import Bytes, memory_at
+from rankless.storage.aligned_memory import Bytes, memory_at
 
 #: The bytes to copy at a time: a slice is hashed while it is still in the processor's nearest cache. A copy from an
 #: accelerator has a delay, and goes past the cache.

@@ -15,7 +15,7 @@ from rankless.engine.plan.file_ranges import IoChunk
 from rankless.errors import TornSnapshotError
 from rankless.ondisk.block_crcs import crc64
 from rankless.process.worker_threads import run_in_threads
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The number of deferred chunks that are hashed at the call, different ones at each save; it takes about 5 ms.
 SAMPLED_CHUNKS = 12

@@ -12,9 +12,9 @@ from rankless.engine.io.upload_target import PART_BYTES, FileFrame, UploadTarget
 from rankless.errors import RanklessError
 from rankless.ondisk.block_crcs import combine
 from rankless.process.worker_threads import run_in_threads
+from rankless.storage.aligned_memory import Bytes
 from rankless.storage.body import Body
 from rankless.storage.direct_io import BufferedReader
-from rankless.storage.memory import Bytes
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import file_size
 

@@ -27,13 +27,13 @@ from rankless.engine.io.part_assembly import PartAssembly
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, merge_fragments
 from rankless.engine.io.upload_target import PART_BYTES, UploadTarget
 from rankless.engine.io.write_stripes import hash_fragments
+from rankless.engine.plan.cell_transfers import TransferTable, cut_out
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.engine.plan.transfers import TransferTable, cut_out
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.worker_threads import run_in_threads
-from rankless.storage.memory import Bytes, aligned_buffer
+from rankless.storage.aligned_memory import Bytes, aligned_buffer
 
 #: The cells of a plan for uploads: each is a part. Ranks take turns in sending the headers, which they keep in memory.
 GRAIN = CellGrain(PART_BYTES, is_dealt=True)

@@ -20,9 +20,9 @@ from rankless.engine.plan.file_ranges import CHUNK, FileRange, IoChunk, alternat
 from rankless.observe.spans import span, traced
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
+from rankless.storage.aligned_memory import BufferPool, Bytes
 from rankless.storage.direct_io import SECTOR_BYTES, DirectWriter, FileWriter
-from rankless.storage.memory import BufferPool, Bytes
-from rankless.storage.open_files import max_open_files
+from rankless.storage.open_file_limit import max_open_files
 
 
 @traced("write", "write")

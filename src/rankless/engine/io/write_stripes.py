@@ -15,15 +15,15 @@ from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.p2p import P2PExchange, Works
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes, split_at_blocks
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from rankless.engine.plan.stripes import STRIPE, StripeSlice
-from rankless.engine.plan.transfers import cut_out
 from rankless.observe.spans import span, traced
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.process.worker_threads import THREADS
+from rankless.storage.aligned_memory import Bytes, aligned_buffer
 from rankless.storage.direct_io import SECTOR_BYTES
-from rankless.storage.memory import Bytes, aligned_buffer
 from rankless.storage.writer_pool import WriterPool
 
 #: Stripes that a rank exchanges with others at a time; as many more may be on their way to storage.

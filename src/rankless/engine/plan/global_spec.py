@@ -12,10 +12,10 @@ import msgspec
 
 from rankless.engine.plan import layout_types
 from rankless.engine.plan.layout_types import Coordinate, Division, MeshShape, PlacementLayout
-from rankless.engine.plan.piece_layout import ReportedPart, lay_out_pieces
 from rankless.engine.plan.shard_byte_ranges import local_shard
-from rankless.engine.plan.spec import OWN, PER_RANK, HeldPieces, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.split_tensors import Splits
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, HeldPieces, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.uneven_shard_layout import ReportedPart, lay_out_pieces
 from rankless.errors import RankMismatchError, StateError
 from rankless.ondisk.data_files import TensorInfo, intern_info
 

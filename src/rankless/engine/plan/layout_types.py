@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 
 #: The index of a shard among the shards of a tensor: one number for each mesh dimension that divides the tensor.
 Coordinate = tuple[int, ...]

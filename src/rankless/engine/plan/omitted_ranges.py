@@ -10,11 +10,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from rankless.engine.plan.cell_transfers import CellTransfer, tabulate_transfers
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import StripeTask
-from rankless.engine.plan.transfers import CellTransfer, tabulate_transfers
 
 #: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.
 OmittedRanges = Mapping[int, Sequence[ElementRange]]

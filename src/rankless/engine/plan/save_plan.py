@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
+from rankless.engine.plan.equal_shares import split_evenly
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
+from rankless.engine.plan.file_writers import PlacedTensor, WriterMap
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.layout_types import Coordinate
-from rankless.engine.plan.partition import split_evenly
 from rankless.engine.plan.rank_order import order_ranks
 from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.engine.plan.split_tensors import split_ranges, stored_tensors
@@ -27,9 +29,7 @@ from rankless.engine.plan.stripe_owners import (
     is_striped,
 )
 from rankless.engine.plan.tensor_writers import ShardWriters
-from rankless.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
 from rankless.engine.plan.writer_cells import CellGrain, CellPlanner
-from rankless.engine.plan.writer_map import PlacedTensor, WriterMap
 from rankless.errors import StateError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import DataFile, TensorInfo, pack_files

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rankless.engine.plan.element_ranges import ElementRange, IndexBox, merge_ranges
 from rankless.engine.plan.layout_types import BoxSharded, Coordinate, Division, FlatSharded, Placement, Sharded
-from rankless.engine.plan.ranges import ElementRange, IndexBox, merge_ranges
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import msgspec
 
-from rankless.engine.plan.ranges import ElementRange, merge_ranges
+from rankless.engine.plan.element_ranges import ElementRange, merge_ranges
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 

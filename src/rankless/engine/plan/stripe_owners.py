@@ -10,10 +10,10 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import Coordinate
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
 from rankless.engine.plan.stripes import StripeSlice, count_stripes, is_narrow, split_into_stripes, stripe_slice
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.shard_byte_ranges import LocalShard, count_below
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The most bytes of a stripe.
 STRIPE = 8 * 2**20

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rankless.engine.plan.cell_transfers import Numbers
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import Coordinate, Division
-from rankless.engine.plan.ranges import ElementRange
 from rankless.engine.plan.shard_byte_ranges import even_shards, local_shard
 from rankless.engine.plan.stripe_owners import StripeOwners, StripeTurns, first_shard, is_striped
 from rankless.engine.plan.stripes import split_into_stripes
-from rankless.engine.plan.transfers import Numbers
 from rankless.ondisk.data_files import TensorInfo
 
 #: The ranks, ascending, that may write the same bytes.

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
+from rankless.engine.plan.equal_shares import split_evenly
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.engine.plan.partition import split_evenly
+from rankless.engine.plan.file_writers import FilePiece, WriterMap
 from rankless.engine.plan.tensor_writers import Writers, choose_share
-from rankless.engine.plan.transfers import CellTransfer, TransferTable, tabulate_transfers
-from rankless.engine.plan.writer_map import FilePiece, WriterMap
 
 #: The size of a cell in bytes: the largest page size of the platforms that Linux runs on.
 CELL_BYTES = 64 * 2**10

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankless.engine.plan.transfers import CellTransfer, Numbers, TransferTable
+from rankless.engine.plan.cell_transfers import CellTransfer, Numbers, TransferTable
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.ondisk.data_files import DataFile
 

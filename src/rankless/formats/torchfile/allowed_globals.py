@@ -13,7 +13,8 @@ from rankless.formats.pickles.builtin_types import PLAIN, plain_record
 from rankless.formats.pickles.numpy_arrays import NUMPY, as_plain_array
 from rankless.formats.pickles.unpickler import AllowedCallable, OpaqueObject
 from rankless.formats.stored_tensor import InlineTensor, UnreadableTensor
-from rankless.formats.torchfile.objects import (
+from rankless.formats.torchfile.torch_dtypes import OTHERS, STORAGES
+from rankless.formats.torchfile.torch_placeholders import (
     TorchDevice,
     TorchDtype,
     TorchLayout,
@@ -22,7 +23,6 @@ from rankless.formats.torchfile.objects import (
     TorchStorageType,
     TorchTensor,
 )
-from rankless.formats.torchfile.torch_dtypes import OTHERS, STORAGES
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import BY_TORCH_NAME
 from rankless.ondisk.read_budget import ReadBudget

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.pickles.unpickle import unpickle
 from rankless.formats.torchfile.allowed_globals import NAMES
-from rankless.formats.torchfile.objects import TorchStorage, TorchStorageType
 from rankless.formats.torchfile.torch_dtypes import dtype_width
+from rankless.formats.torchfile.torch_placeholders import TorchStorage, TorchStorageType
 from rankless.formats.torchfile.zip_reader import FileWindow, ZipMember, read_members
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.read_budget import ReadBudget

@@ -15,7 +15,7 @@ from rankless.formats.pickles.unpickle import unpickle_sequence
 from rankless.formats.pickles.unpickler import TruncatedPickleError
 from rankless.formats.torchfile.allowed_globals import NAMES
 from rankless.formats.torchfile.archive import ArchiveTree, parse_storage_id
-from rankless.formats.torchfile.objects import TorchStorage
+from rankless.formats.torchfile.torch_placeholders import TorchStorage
 from rankless.formats.torchfile.zip_reader import FileWindow
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.read_budget import ReadBudget

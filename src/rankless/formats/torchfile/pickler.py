@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rankless.errors import UnsupportedValueError
-from rankless.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
 from rankless.formats.torchfile.torch_dtypes import STORAGES
+from rankless.formats.torchfile.torch_placeholders import TorchDevice, TorchDtype, TorchLayout, TorchSize
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES, WIDTHS
 

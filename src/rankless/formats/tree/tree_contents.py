@@ -13,7 +13,7 @@ from rankless.formats.reader import UnreadTensorNote
 from rankless.formats.stored_tensor import StoredTensor, UnreadableTensor, UnreadTensor, is_tensor
 from rankless.formats.tree import detect_components
 from rankless.formats.tree.expanded_size import check_expanded_size
-from rankless.formats.tree.live_tensors import LeafDecoder
+from rankless.formats.tree.leaf_decoder import LeafDecoder
 from rankless.formats.tree.optimizer_states import ParsedOptimizer, list_names, merge_optimizers, parse_optimizer
 from rankless.formats.tree.tree_traversal import (
     LONGEST,

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.stored_bytes import read_tensor_bytes
+from rankless.formats.chunked_tensor_slices import JoinedTensor, cut_slice
+from rankless.formats.read_stored_tensor import read_tensor_bytes
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import JoinedTensor, cut_slice
 from rankless.megatron.reader.flat_buffers import FlatTensor
 from rankless.megatron.reader.rank_parts import RankPart
 from rankless.ondisk.data_files import TensorInfo

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rankless.engine.io.sources import SourceChunk
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import SourceChunk
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.formats.chunked_tensor import ChunkedTensor
+from rankless.formats.chunked_tensor_slices import Chunks, cut_slice, offset_slices, reshape_flat_slices, whole_box
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import Chunks, cut_slice, offset_slices, reshape_flat_slices, whole_box
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.megatron.reader.rank_parts import RankPart
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rankless.errors import FormatError
-from rankless.formats.tensor_slices import Chunks, JoinedTensor
+from rankless.formats.chunked_tensor_slices import Chunks, JoinedTensor
 from rankless.megatron.reader.bucket_assignment import assign_parts
 from rankless.megatron.reader.bucket_search import SKIP, BufferMatch, PartIndex, check_states
 from rankless.megatron.reader.content_proof import ROUNDED, WeightParts

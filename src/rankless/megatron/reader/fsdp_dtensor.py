@@ -16,8 +16,8 @@ from typing import Any
 from rankless.dcp.reader import dcp_directory
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.chunked_tensor import ChunkedTensor
+from rankless.formats.chunked_tensor_slices import JoinedTensor, offset_along, offset_slices
 from rankless.formats.stored_tensor import UnreadableTensor
-from rankless.formats.tensor_slices import JoinedTensor, offset_along, offset_slices
 from rankless.megatron.reader.bucket_search import SKIP
 from rankless.megatron.reader.config_files import choose_args
 from rankless.megatron.reader.group_settings import STEP

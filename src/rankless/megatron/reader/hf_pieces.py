@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.errors import FormatError
-from rankless.formats.tensor_slices import (
+from rankless.formats.chunked_tensor_slices import (
     Chunks,
     JoinedTensor,
     cut_slice,

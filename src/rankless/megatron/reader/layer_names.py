@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from rankless.formats.chunked_tensor import ChunkedTensor
-from rankless.formats.tensor_slices import Chunks, JoinedTensor, unstack_slices
+from rankless.formats.chunked_tensor_slices import Chunks, JoinedTensor, unstack_slices
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.read_budget import ReadBudget
 

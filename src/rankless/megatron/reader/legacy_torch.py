@@ -14,7 +14,7 @@ from typing import Any
 
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.torch_file import read_tree
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.formats.tree.tree_traversal import is_extra
 from rankless.megatron.reader.bucket_search import SKIP
 from rankless.megatron.reader.flat_buffers import FlatBuffer

@@ -13,9 +13,9 @@ from typing import Any
 from rankless.dcp.reader.dcp_directory import METADATA, is_dcp
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError
 from rankless.formats.native import is_native
-from rankless.formats.stored_bytes import read_tensor_bytes
+from rankless.formats.read_stored_tensor import read_tensor_bytes
 from rankless.formats.torch_file import read_tree
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.megatron.reader.config_files import NEMO_WEIGHTS
 from rankless.ondisk.data_files import TensorInfo
 from rankless.storage.store import store_of

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, RanklessError
+from rankless.formats.chunked_tensor_slices import JoinedTensor
+from rankless.formats.read_stored_tensor import digest_tensor
 from rankless.formats.registry import LAYOUT, MEGATRON, MEGATRON_HF
-from rankless.formats.stored_bytes import digest_tensor
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import JoinedTensor
 from rankless.formats.tree.tree_contents import TreeContents, from_components
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.megatron.reader import megatron_directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rankless.errors import FormatError
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.megatron.reader.bucket_search import SKIP
 from rankless.megatron.reader.flat_buffers import FlatBuffer, FlatTensor
 

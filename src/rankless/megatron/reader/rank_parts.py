@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.engine.plan.ranges import IndexBox
-from rankless.formats.tensor_slices import JoinedTensor
+from rankless.engine.plan.element_ranges import IndexBox
+from rankless.formats.chunked_tensor_slices import JoinedTensor
 
 #: The end of the names of the parameters that consist of a gate and a projection.
 GATED = (".linear_fc1.weight", ".linear_fc1.bias")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rankless.formats.chunked_tensor_slices import JoinedTensor
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import JoinedTensor
 from rankless.megatron.reader.model_args import ModelArgs
 from rankless.ondisk.read_budget import ReadBudget
 

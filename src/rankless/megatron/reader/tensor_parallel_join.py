@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankless.engine.io.sources import SourceChunk
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import SourceChunk
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import (
+from rankless.formats.chunked_tensor_slices import (
     Chunks,
     JoinedTensor,
     cut_slice,
@@ -19,7 +18,8 @@ from rankless.formats.tensor_slices import (
     slice_along,
     whole_box,
 )
-from rankless.formats.torchfile.objects import TorchTensor
+from rankless.formats.stored_tensor import StoredTensor
+from rankless.formats.torchfile.torch_placeholders import TorchTensor
 from rankless.megatron.reader.rank_parts import GATED, RankPart
 from rankless.ondisk.data_files import TensorInfo
 

@@ -15,8 +15,8 @@ from typing import Any
 from rankless.dcp.reader import dcp_directory
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.chunked_tensor import ChunkedTensor
+from rankless.formats.chunked_tensor_slices import Chunks, offset_slices, reshape_flat_slices, unstack_slices
 from rankless.formats.stored_tensor import UnreadableTensor
-from rankless.formats.tensor_slices import Chunks, offset_slices, reshape_flat_slices, unstack_slices
 from rankless.formats.torch_file import read_tree
 from rankless.megatron.reader.bucket_search import SKIP
 from rankless.megatron.reader.config_files import choose_args

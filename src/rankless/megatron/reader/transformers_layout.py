@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.errors import FormatError
-from rankless.formats.tensor_slices import JoinedTensor
+from rankless.formats.chunked_tensor_slices import JoinedTensor
 from rankless.megatron.reader.hf_families import Family, choose_family
 from rankless.megatron.reader.hf_pieces import AttentionRows, TransformersPiece, check_rows, split_halves
 from rankless.megatron.reader.layer_names import layer_of

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rankless.errors import FormatError
-from rankless.formats.tensor_slices import JoinedTensor
+from rankless.formats.chunked_tensor_slices import JoinedTensor
 from rankless.megatron.reader.hf_families import Family
 from rankless.megatron.reader.hf_pieces import TransformersPiece
 from rankless.megatron.reader.model_args import ModelArgs

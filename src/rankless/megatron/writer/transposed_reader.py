@@ -8,12 +8,18 @@ from pathlib import Path
 
 from rankless.conversion.tensor_filter import Key
 from rankless.engine.integrity.block_verification import ChecksumVerifier
-from rankless.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, is_row_major, row_major_strides
-from rankless.engine.plan.ranges import boxes_of_range
+from rankless.engine.io.tensor_sources import (
+    ChunkedSource,
+    SourceChunk,
+    StridedLocation,
+    is_row_major,
+    row_major_strides,
+)
+from rankless.engine.plan.element_ranges import boxes_of_range
 from rankless.errors import FormatError
 from rankless.formats.chunked_tensor import ChunkedTensor
+from rankless.formats.chunked_tensor_slices import permute_slices
 from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
-from rankless.formats.tensor_slices import permute_slices
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 from rankless.ondisk.values import ArrayCodec

@@ -11,10 +11,10 @@ from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.stored_tensor import StoredTensor, UnreadableTensor
 from rankless.nxd.reader import nxd_file_names, rank_trees, zero_states
-from rankless.nxd.reader.consistency import ReplicaEvidence
 from rankless.nxd.reader.numbered_states import PipelineStage
 from rankless.nxd.reader.nxd_file_names import MODEL, OPTIM, VALUES, RankCoordinates, RankFiles
 from rankless.nxd.reader.rank_file import RankFile, RankFileAccess, read_rank_file, read_tree
+from rankless.nxd.reader.replica_evidence import ReplicaEvidence
 from rankless.nxd.reader.step_dirs import check_finished
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.read_budget import ReadBudget

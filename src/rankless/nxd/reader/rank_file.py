@@ -11,18 +11,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from rankless.engine.io.sources import SourceChunk, StridedLocation
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import SourceChunk, StridedLocation
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError, FormatError
+from rankless.formats.chunked_tensor_slices import Chunks
 from rankless.formats.contained_paths import check_contained
 from rankless.formats.pickles.builtin_types import plain_record
 from rankless.formats.pickles.unpickler import AllowedCallable, OpaqueObject
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import Chunks
 from rankless.formats.torchfile import archive, legacy_file
 from rankless.formats.torchfile.allowed_globals import NAMES
-from rankless.formats.torchfile.objects import TorchDtype, TorchTensor
+from rankless.formats.torchfile.torch_placeholders import TorchDtype, TorchTensor
 from rankless.formats.torchfile.zip_reader import FileWindow, is_zip
 from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.tree_traversal import rebuild_tree, show_path

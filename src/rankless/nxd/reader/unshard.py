@@ -7,8 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
-from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import (
+from rankless.formats.chunked_tensor_slices import (
     Chunks,
     JoinedTensor,
     cut_slice,
@@ -17,8 +16,9 @@ from rankless.formats.tensor_slices import (
     permute_slices,
     slice_along,
 )
-from rankless.nxd.reader.consistency import ReplicaEvidence
+from rankless.formats.stored_tensor import StoredTensor
 from rankless.nxd.reader.rank_file import RankShard
+from rankless.nxd.reader.replica_evidence import ReplicaEvidence
 from rankless.nxd.reader.sharding_spec import (
     EXPERT,
     ShardingRule,

@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from rankless.errors import CorruptCheckpointError, FormatError
+from rankless.formats.chunked_tensor_slices import (
+    Chunks,
+    JoinedTensor,
+    cut_slice,
+    offset_along,
+    offset_slices,
+    slice_along,
+)
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import Chunks, JoinedTensor, cut_slice, offset_along, offset_slices, slice_along
-from rankless.nxd.reader.consistency import ReplicaEvidence
 from rankless.nxd.reader.rank_file import RankFile, RankShard
+from rankless.nxd.reader.replica_evidence import ReplicaEvidence
 from rankless.ondisk.data_files import TensorInfo
 
 BASE, SHAPES, MASTERS = "base_state", "shape_info", "sharded_master_weights"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rankless.errors import InvalidArgumentError
-from rankless.formats.stored_bytes import digest_tensor
+from rankless.formats.read_stored_tensor import digest_tensor
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.nxd.reader import zero_states
 from rankless.nxd.writer import torch_files

@@ -18,9 +18,9 @@ from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import Source
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.ranges import TensorRange
+from rankless.engine.io.tensor_sources import Source
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.errors import InvalidArgumentError
 from rankless.formats.reader import find_file_ranges
 from rankless.formats.registry import LAYOUT

@@ -14,7 +14,7 @@ from rankless.formats.reader import detect_replacement
 from rankless.formats.registry import LAYOUT, NXD
 from rankless.nxd.writer.nxd_files import NxdWriter
 from rankless.nxd.writer.nxd_options import NxdOptions
-from rankless.run.local_output import pending_directory
+from rankless.run.unpublished_output import pending_directory
 from rankless.state.optimizer.left_out_values import warn_if_left_out
 
 

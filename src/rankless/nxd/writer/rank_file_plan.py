@@ -12,8 +12,8 @@ from typing import Any
 from rankless.errors import UnsupportedValueError
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.torchfile.allowed_globals import NAMES as ALLOWED
-from rankless.formats.torchfile.objects import TorchSize
 from rankless.formats.torchfile.pickler import PickledGlobal, PickledObject, StorageRef, pickle_tree
+from rankless.formats.torchfile.torch_placeholders import TorchSize
 from rankless.formats.torchfile.zip_writer import ZipFrame
 from rankless.nxd.reader.nxd_file_names import INFO, TENSORS
 from rankless.nxd.reader.rank_file import RankShard

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.errors import FormatError, InvalidArgumentError
-from rankless.formats.reader import Reader
-from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import (
+from rankless.formats.chunked_tensor_slices import (
     Chunks,
     JoinedTensor,
     chunks_of_extent,
@@ -19,6 +17,8 @@ from rankless.formats.tensor_slices import (
     slice_along,
     unsqueeze_slices,
 )
+from rankless.formats.reader import Reader
+from rankless.formats.stored_tensor import StoredTensor
 from rankless.nxd.reader.sharding_spec import (
     EXPERT,
     ShardingRule,

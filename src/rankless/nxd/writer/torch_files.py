@@ -16,7 +16,7 @@ import torch
 from awscrt.checksums import combine_crc32
 
 from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.sources import Source
+from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.reader import FileExtent
@@ -27,8 +27,8 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import TensorInfo
 from rankless.process.worker_threads import run_in_threads
 from rankless.state.tensor_views import DTYPES
+from rankless.storage.aligned_memory import BufferPool, Bytes
 from rankless.storage.direct_io import BufferedReader, BufferedWriter
-from rankless.storage.memory import BufferPool, Bytes
 from rankless.storage.posix import allocate_space, make_parents
 
 

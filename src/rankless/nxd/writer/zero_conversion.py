@@ -18,14 +18,14 @@ from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.errors import FormatError, InvalidArgumentError, NoCheckpointError
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.nxd.reader import nxd_file_names, zero_states
-from rankless.nxd.reader.consistency import ReplicaEvidence
 from rankless.nxd.reader.nxd_file_names import OPTIM, RankCoordinates, RankFiles, full_name
 from rankless.nxd.reader.rank_file import RankFile, RankFileAccess, read_rank_file
+from rankless.nxd.reader.replica_evidence import ReplicaEvidence
 from rankless.nxd.reader.step_dirs import MARKERS
 from rankless.nxd.writer import torch_files
 from rankless.nxd.writer.rank_file_plan import PlannedFile, plan_rank_files
-from rankless.run.local_output import pending_directory
 from rankless.run.pending_dir import check_destination
+from rankless.run.unpublished_output import pending_directory
 from rankless.storage import posix
 from rankless.storage.reader_pool import ReaderPool
 

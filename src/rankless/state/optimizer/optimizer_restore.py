@@ -15,7 +15,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
-from rankless.state.optimizer.native_states import as_native_states, check_state_shapes
+from rankless.state.optimizer.foreign_states import as_native_states, check_state_shapes
 from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own

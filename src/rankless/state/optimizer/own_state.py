@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.observe.warning import warn_caller
-from rankless.state.arrays import INLINE_BYTES
+from rankless.state.array_encoder import INLINE_BYTES
 from rankless.state.tensor_views import local_tensor
 
 _HOOKS = (

@@ -1,7 +1,7 @@
 """``Azure``: the containers of an account of Azure Blob Storage.
 
-Blocks are uploaded under the key of their object: see :mod:`rankless.storage.azure.blocks`. So of two uploads to one
-key at a time, the one that ends first wins, and the other one fails: its blocks are discarded.
+Blocks are uploaded under the key of their object: see :mod:`rankless.storage.azure.uncommitted_blocks`. So of two
+uploads to one key at a time, the one that ends first wins, and the other one fails: its blocks are discarded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from xml.etree.ElementTree import Element
 
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.storage.azure.azure_credentials import TokenFunction, check_credentials
-from rankless.storage.azure.azure_service import AzureService, split_endpoint
-from rankless.storage.azure.blocks import (
+from rankless.storage.azure.azure_dialect import AzureService, split_endpoint
+from rankless.storage.azure.environment import read_environment
+from rankless.storage.azure.uncommitted_blocks import (
     MARK,
     MARK_DATA,
     NOTE,
@@ -31,7 +32,6 @@ from rankless.storage.azure.blocks import (
     note_headers,
     parse_block_list,
 )
-from rankless.storage.azure.environment import read_environment
 from rankless.storage.body import Body
 from rankless.storage.http.client import (
     ObjectClient,

@@ -16,7 +16,7 @@ from functools import cache
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.storage.body import Body
 from rankless.storage.gcs.access_tokens import TokenFunction, check_key_file
-from rankless.storage.gcs.gcs_service import GCSService
+from rankless.storage.gcs.gcs_dialect import GCSService
 from rankless.storage.gcs.object_checksums import PartChecksums, encode_crc32c, find_crc32c
 from rankless.storage.http.client import ObjectClient, ObjectResponse
 from rankless.storage.http.connection import check_endpoint

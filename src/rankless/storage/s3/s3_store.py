@@ -20,7 +20,7 @@ from rankless.storage.http.xml_requests import XmlDialect
 from rankless.storage.http.xml_store import BodyChecksums, XmlStore
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.s3.aws_signing import Credentials, CredentialsFunction, check_credentials
-from rankless.storage.s3.s3_service import S3Service
+from rankless.storage.s3.s3_dialect import S3Service
 
 _PERMISSIONS = Permissions(
     read="s3:GetObject",

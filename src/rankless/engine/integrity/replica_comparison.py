@@ -14,10 +14,10 @@ from rankless.engine.io.device_streams import CopyStream, find_copy_streams
 from rankless.engine.io.device_windows import ShardRange, copy_into_windows
 from rankless.engine.io.requests import ShardOf
 from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.file_ranges import CHUNK
-from rankless.engine.plan.ranges import TensorRange
 from rankless.engine.plan.save_plan import ReplicatedShard
-from rankless.engine.plan.spec import digest_bytes
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.ondisk.block_crcs import combine_crcs, crc64
 from rankless.process.worker_threads import run_in_threads
 

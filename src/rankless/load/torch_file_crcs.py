@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.engine.integrity.corrupt_ranges import find_corrupt_ranges
+from rankless.engine.integrity.range_verification import find_corrupt_ranges
 from rankless.engine.integrity.read_crcs import CrcPiece, ReadCrcs, tile_range
-from rankless.engine.io.sources import paths_of
-from rankless.load.reads import Reads
+from rankless.engine.io.tensor_sources import paths_of
+from rankless.load.rank_reads import Reads
 from rankless.observe.spans import traced
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.storage.object_path import ObjectPath

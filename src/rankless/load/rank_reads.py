@@ -14,8 +14,8 @@ from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.read import read_file_ranges, read_host_shared
 from rankless.engine.io.read_shared import read_shared, read_stripes
 from rankless.engine.io.requests import Fragments, OnBytesMoved
-from rankless.engine.io.sources import Source
 from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan import layout_types
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.global_spec import GlobalTensor

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.engine.plan.layout_types import (
     BoxSharded,
     MeshShape,
@@ -22,9 +23,8 @@ from rankless.engine.plan.layout_types import (
     axes_by_dim,
     unravel_index,
 )
-from rankless.engine.plan.ranges import IndexBox
 from rankless.engine.plan.shard_byte_ranges import shard_shape
-from rankless.engine.plan.spec import HeldPieces
+from rankless.engine.plan.tensor_specs import HeldPieces
 from rankless.errors import UnsupportedTensorError
 
 

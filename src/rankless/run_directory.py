@@ -33,7 +33,7 @@ from rankless.run.catalog import list_checkpoints
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention, as_policy
 from rankless.run.scan import CheckpointInfo
-from rankless.run.tags import TagArgument, check_tag_argument
+from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.save.background import background_saves
 from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from rankless.save.checkpoint_save import CheckpointSave

@@ -12,7 +12,7 @@ from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment, crc64
 from rankless.ondisk.dtypes import dtype_width
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: The number of bytes that are cast at a time.
 _CAST_BYTES = 2**20

@@ -12,7 +12,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import ORDERED
 from rankless.state.model.model_view import ParamRef
-from rankless.state.optimizer.native_states import probe_member
+from rankless.state.optimizer.foreign_states import probe_member
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, parameter_names
 from rankless.state.optimizer.param_groups import EncodedGroups
 from rankless.state.tensor_subclasses import is_description

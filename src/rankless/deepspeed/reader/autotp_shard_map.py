@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.tiling import check_tiling
 from rankless.ondisk.read_budget import ReadBudget

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.stored_bytes import digest_tensor, read_tensor_bytes
+from rankless.formats.read_stored_tensor import digest_tensor, read_tensor_bytes
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.ondisk.dtypes import dtype_width
 

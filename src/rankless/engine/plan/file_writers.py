@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.engine.plan.ranges import ElementRange
+from rankless.engine.plan.cell_transfers import Numbers
+from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.tensor_writers import (
     TensorKey,
     TensorWriters,
@@ -23,7 +24,6 @@ from rankless.engine.plan.tensor_writers import (
     Writers,
     merge_columns,
 )
-from rankless.engine.plan.transfers import Numbers
 
 
 class PlacedTensor(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from rankless.engine.io.device_streams import SCRATCH_BYTES, CopyStream, DeviceEvent, wait_for_copies
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.errors import DeviceError
-from rankless.storage.memory import Bytes
+from rankless.storage.aligned_memory import Bytes
 
 #: Contiguous pieces of fewer bytes are gathered.
 _SMALL = 2**20

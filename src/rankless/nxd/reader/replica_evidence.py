@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.stored_bytes import digest_tensor, read_tensor_bytes
+from rankless.formats.chunked_tensor_slices import JoinedTensor
+from rankless.formats.read_stored_tensor import digest_tensor, read_tensor_bytes
 from rankless.formats.stored_tensor import StoredTensor
-from rankless.formats.tensor_slices import JoinedTensor
 from rankless.nxd.reader.rank_file import RankShard
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rankless.deepspeed.reader.joined_optimizer import JoinedOptimizer
-from rankless.deepspeed.reader.proof import have_equal_values, round_values
+from rankless.deepspeed.reader.master_weight_proof import have_equal_values, round_values
 from rankless.errors import CorruptCheckpointError, FormatError
-from rankless.formats.stored_bytes import read_tensor_bytes
+from rankless.formats.read_stored_tensor import read_tensor_bytes
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.ondisk.dtypes import dtype_width
 

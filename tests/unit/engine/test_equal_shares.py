@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.plan import partition as sharing
+from rankless.engine.plan import equal_shares as sharing
+from rankless.engine.plan.equal_shares import split_evenly
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.engine.plan.partition import split_evenly
 from tests.helpers.examples import examples
 from tests.helpers.simulated_jobs import count_bytes
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rankless.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
-from rankless.engine.plan.ranges import IndexBox, boxes_of_range
+from rankless.engine.io.tensor_sources import ChunkedSource, SourceChunk, StridedLocation, row_major_strides
+from rankless.engine.plan.element_ranges import IndexBox, boxes_of_range
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.chunked_tensor import ChunkedTensor
 from rankless.formats.reader import FileExtent

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rankless.engine.io.sources import ChunkedSource, SourceChunk, StridedLocation, is_row_major
-from rankless.engine.plan.ranges import IndexBox
+from rankless.engine.io.tensor_sources import ChunkedSource, SourceChunk, StridedLocation, is_row_major
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.torchfile.torch_dtypes import dtype_width

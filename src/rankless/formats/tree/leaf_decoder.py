@@ -11,7 +11,7 @@ from rankless.formats.pickles import numpy_arrays
 from rankless.formats.pickles.builtin_types import BYTES_IO, read_bytes_io
 from rankless.formats.pickles.unpickler import OpaqueObject
 from rankless.formats.stored_tensor import StoredTensor, UnreadableTensor, UnreadTensor
-from rankless.formats.torchfile.objects import TorchDevice, TorchDtype, TorchLayout, TorchSize
+from rankless.formats.torchfile.torch_placeholders import TorchDevice, TorchDtype, TorchLayout, TorchSize
 from rankless.formats.tree.tree_traversal import Path, show_path
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import ArrayCodec

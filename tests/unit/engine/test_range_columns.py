@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.plan import tensor_ranges
+from rankless.engine.plan import range_columns
 from rankless.engine.plan.layout_types import coordinate_of_rank
+from rankless.engine.plan.range_columns import TensorRanges
 from rankless.engine.plan.save_plan import StripedShard, TensorSpan
 from rankless.engine.plan.shard_byte_ranges import local_shard
-from rankless.engine.plan.tensor_ranges import TensorRanges
 from tests.helpers.examples import examples
 from tests.helpers.placements import tensor_layouts
 
@@ -24,7 +24,7 @@ CHUNK = 16
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_ranges, "CHUNK", CHUNK)
+        patch.setattr(range_columns, "CHUNK", CHUNK)
         yield
 
 

@@ -10,7 +10,7 @@ from rankless.engine.plan.file_ranges import CHUNK
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.process.worker_threads import run_in_threads
-from rankless.storage.memory import BufferPool
+from rankless.storage.aligned_memory import BufferPool
 from rankless.storage.reader_pool import ReaderPool
 
 

@@ -10,8 +10,8 @@ import hashlib
 
 import msgspec
 
+from rankless.engine.plan.element_ranges import IndexBox
 from rankless.engine.plan.layout_types import MeshShape, Placement
-from rankless.engine.plan.ranges import IndexBox
 from rankless.engine.plan.split_tensors import Splits
 
 #: The group of tensors that belong to single ranks; their names begin with the rank and a slash.

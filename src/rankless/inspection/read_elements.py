@@ -11,9 +11,9 @@ from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.io.byte_sinks import MemorySink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.requests import Fragments
-from rankless.engine.io.sources import InMemorySource, Source
+from rankless.engine.io.tensor_sources import InMemorySource, Source
+from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.file_ranges import FileRange
-from rankless.engine.plan.ranges import TensorRange
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.reader import FileExtent
 from rankless.inspection.element_values import Bits
@@ -21,7 +21,7 @@ from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.placeholders import TensorPlaceholder
 from rankless.inspection.tensor_pairs import Key, info_of
 from rankless.ondisk.dtypes import dtype_width
-from rankless.storage.memory import aligned_buffer
+from rankless.storage.aligned_memory import aligned_buffer
 
 #: The number of elements that one thread works on at a time.
 SLICE = 2**19
