@@ -301,5 +301,5 @@ def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Pa
 
 def _begin_from_tier(base: Path) -> None:
     """Load step 2, and be killed before it is drained."""
-    with mock.patch.object(GenerationDrain, "_drain", side_effect=rankless.StateError("killed")):
+    with mock.patch.object(GenerationDrain, "follow_up", side_effect=rankless.StateError("killed")):
         assert open_run(base).restore(None, state_of(-1)).step == 2

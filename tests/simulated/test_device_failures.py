@@ -140,7 +140,7 @@ def interrupt_staging(path: str, where: str) -> int:
     return count_copies_left()
 
 
-@pytest.mark.parametrize("where", ["staging.sample_chunks", "device_copies.DeviceCopies.mark"])
+@pytest.mark.parametrize("where", ["staging.sample_chunks", "copies_from_device.DeviceCopies.mark"])
 def test_a_call_that_is_interrupted_leaves_no_copies_behind(
     device_ranks: DeviceRanks, tmp_path: Path, where: str
 ) -> None:

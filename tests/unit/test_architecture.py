@@ -190,13 +190,13 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     """These bounds only fall, unless a promise needs more: they are what a reader of a save or a load has to know.
 
     Those of a load last rose when several tensors became parts of one stored tensor, and when code of the caller's
-    objects that fails in a load was named.
+    objects that fails in a load was named. A manifest of less than 3 s is asked for its file system: one module more.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 121
     assert save_functions <= 581
-    assert load_modules <= 115
-    assert load_functions <= 518
+    assert load_modules <= 116
+    assert load_functions <= 520
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

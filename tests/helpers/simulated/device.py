@@ -98,9 +98,11 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        SCHEDULER.note_call()
-        SCHEDULER.run_all()  # as CUDA does
-        del self.registered[address]
+        try:
+            SCHEDULER.note_call()
+            SCHEDULER.run_all()  # as CUDA does
+        finally:  # the memory is about to be unmapped, whatever the kernels before do
+            del self.registered[address]
         return 0
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
