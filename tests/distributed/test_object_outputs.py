@@ -386,7 +386,7 @@ def test_names_as_saves_give_them_and_tags_are_refused(fake: FakeS3, tmp_path: P
 def test_files_are_built_where_no_other_user_looks(fake: FakeS3, tmp_path: Path, temporary: Path) -> None:
     rankless.save_model(model_of(0.0), tmp_path / "a.safetensors")
     rankless.convert(tmp_path / "a.safetensors", bucket(fake) / "a.pt", to="torch")
-    (folder,) = temporary.iterdir()
+    (folder,) = temporary.glob("rankless-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
     with pytest.raises(StorageError, match="only this user may enter"):

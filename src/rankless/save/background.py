@@ -189,6 +189,7 @@ class BackgroundSaves:
                     flight.turn.set_result(None)
                     info = save.follow_up()
         except BaseException as error:  # noqa: BLE001 - raised by wait(), by the next save, or by finalize()
+            save.forget_staged()
             arena.release()
             cleared = _clear_frames(error)
             if save.completed_locally is not None and not save.completed_locally.done():
@@ -196,6 +197,7 @@ class BackgroundSaves:
             flight.done.set_exception(cleared)
             _end_turn(flight)
         else:
+            save.forget_staged()
             arena.release()
             flight.done.set_result(info)
             _end_turn(flight)

@@ -111,6 +111,11 @@ class SaveOperation(ABC, Generic[Result]):
         if self._is_overlapped:
             self._session.run_on_all(_COPYING, copy_deferred)
 
+    def forget_staged(self) -> None:
+        """Drop what was staged, when the save has ended: other ranks may be waited for after that."""
+        self._staged = self._own_staged = None
+        self._wait_for_copies = lambda: None
+
     def leave_session(self) -> None:
         """Leave the session. Rank 0 waits for all others first, because its process may host the key-value store."""
         self._session.leave()
