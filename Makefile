@@ -15,9 +15,9 @@ demo: .venv/installed
 demo-hosts: .venv/installed
 	$(BIN)/python -m campaigns.tier demo
 
-#: Three at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
+#: Four at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
 #: Workers take files in the order of tests/helpers/suite.py, the longest first.
-PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
 CORE := tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
 
 ## test: lint, types, and the tests of rankless itself; lint runs beside the tests

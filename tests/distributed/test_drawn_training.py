@@ -15,10 +15,10 @@ def _check_range(ranks: Ranks, folder: Path, first: int, count: int) -> set[str]
 
 
 def test_what_a_load_calls_exact_is_what_the_ranks_held(ranks: Ranks, tmp_path: Path) -> None:
-    assert _check_range(ranks, tmp_path, 0, 12) == {"exact", "inexact", "refused"}
+    assert _check_range(ranks, tmp_path, 0, 6) == {"exact", "inexact", "refused"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(12, 112, 20))
+@pytest.mark.parametrize("first", range(6, 106, 20))
 def test_what_further_loads_call_exact_is_what_the_ranks_held(ranks: Ranks, tmp_path: Path, first: int) -> None:
     _check_range(ranks, tmp_path, first, 20)
