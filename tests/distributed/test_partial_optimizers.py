@@ -148,7 +148,7 @@ def test_strict_names_parameters_on_one_side_and_the_way_out(ranks: Ranks, tmp_p
     ranks(LAYOUTS[layout], save, str(tmp_path / "head"), layout, BODY)
     ranks(LAYOUTS[layout], save, str(tmp_path / "all"), layout, [])
     (message,) = set(ranks(LAYOUTS[layout], refused, str(tmp_path / "head"), layout, []))
-    assert "trains '0.bias', '0.weight', of which the checkpoint has no optimizer state" in message
+    assert "trains '0.bias', '0.weight', and the checkpoint has no optimizer state of them" in message
     assert "strict=False" in message
     (message,) = set(ranks(LAYOUTS[layout], refused, str(tmp_path / "all"), layout, BODY))
     assert "optimizer state of '0.bias', '0.weight', which this optimizer does not train" in message

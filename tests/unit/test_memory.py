@@ -2,10 +2,20 @@
 
 import subprocess
 import sys
+import threading
+import weakref
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+import rankless
+from rankless.engine.io.staging_memory import StagingMemory
+from rankless.save.save_operation import SaveOperation
+from rankless.storage.aligned_memory import Bytes
 from tests.helpers.pairwise import first_of
 
 SCRIPT = """
@@ -88,3 +98,25 @@ def test_memory_is_flat_over_many_asynchronous_saves(tmp_path: Path, saves: int)
     command = [sys.executable, "-c", FLAT, str(tmp_path), str(saves)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert int(done.stdout) < 5 * 2**20
+
+
+def test_staged_bytes_are_free_before_other_ranks_are_waited_for(tmp_path: Path) -> None:
+    """A rank may leave the session long after this one has ended its save."""
+    taken, may_leave = list[weakref.ref[Any]](), threading.Event()
+
+    def take(memory: StagingMemory, nbytes: int) -> Bytes:
+        buffer = take_buffer(memory, nbytes)
+        taken.append(weakref.ref(buffer.base))
+        return buffer
+
+    take_buffer = StagingMemory.take_buffer
+    with (
+        mock.patch.object(StagingMemory, "take_buffer", take),
+        mock.patch.object(SaveOperation, "leave_session", side_effect=partial(may_leave.wait, 60)),
+    ):
+        save = rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(2**20)}, async_save=True, staging="eager")
+        save.wait()
+        rankless.finalize()
+        is_free = [reference() is None for reference in taken]
+        may_leave.set()
+    assert is_free == [True]

@@ -14,8 +14,8 @@ def add_own_values(
 ) -> dict[str, Any]:
     """Return the state dict of a file with the values that a save stored for parameters of these ``names``.
 
-    Warn of values that no state dict has a place for: those of several optimizers that are one now, or the reverse, and
-    entries of ``state`` that belong to no parameter.
+    Warn of values for which no state dict has a place: values of several optimizers that are one now, or the reverse,
+    and entries of ``state`` that belong to no parameter.
     """
     entry = find_entry(saved, names, len(state_dict["param_groups"]))
     if (entry is None and find_related(saved, names)) or (entry is not None and entry.get("entries")):

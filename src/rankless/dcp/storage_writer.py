@@ -118,7 +118,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """
         del is_coordinator, args
         if self.overwrite:
-            check_ranks_are_joined(None, "pass overwrite=False to the writer")
+            check_ranks_are_joined(None, "pass overwrite=False to the writer, or unset WORLD_SIZE")
         check_same_on_all_ranks(use_collectives=kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -23,7 +23,7 @@ def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
     Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the pending directory is
     removed, and a previous ``path`` is unchanged. Raises ``InvalidArgumentError`` for ranks without a process group.
     """
-    check_ranks_are_joined(None, "let only this one save")
+    check_ranks_are_joined(None, "unset WORLD_SIZE")
     session, pending = RankGroup().open_session(timeout), PendingDirectory(path)
 
     def create_pending(_: list[bytes]) -> bytes:

@@ -92,7 +92,7 @@ class Reads:
     """One rank's share of the reads.
 
     ``number`` has the numbers of the stored tensors, and ``files`` are the files by number. ``mappings`` are the
-    requested tensors. ``later_users`` are those that have bytes of a stored tensor of which an earlier one has some.
+    requested tensors. ``later_users`` are the requested tensors that share a stored tensor with an earlier one.
     ``alias_ranges`` are the file ranges for each target of :func:`_iterate_aliases`, which each rank reads for itself.
     """
 
@@ -240,7 +240,7 @@ def _is_joined(mapping: TensorMapping) -> bool:
 
 
 def _find_later_users(mappings: Mapping[_Key, TensorMapping]) -> dict[_Key, None]:
-    """Return the tensors that have bytes of a stored tensor of which an earlier one has some, such as parts of it."""
+    """Return the tensors that share a stored tensor with an earlier one, such as other parts of it."""
     first_users: dict[_Key, _Key] = {}
     later: dict[_Key, None] = {}
     for key, mapping in mappings.items():

@@ -14,7 +14,7 @@ def strip_wrapper_prefixes(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-#: Those that a module of the user may have, too: FSDP1's name is used by nothing else.
+#: The names that a module of the user may have, too. Nothing else uses the name of FSDP1.
 _AMBIGUOUS = WRAPPERS - {"_fsdp_wrapped_module"}
 
 
@@ -25,8 +25,8 @@ _DEEPEST = 100
 def wrapper_cleaner(names: Collection[str]) -> Callable[[str], str]:
     """Return the function that removes the components which wrappers added to the ``names`` of one state dict.
 
-    A file does not say of which class a module was. A wrapper has one child and nothing else, so a component is that of
-    a wrapper unless its module has tensors in other children, or of its own. In memory a wrapper is known by its class.
+    A file does not name the class of a module. A wrapper has one child and nothing else, so a component is a wrapper's
+    unless its module has tensors in other children, or of its own. In memory a wrapper is known by its class.
     """
     if not any(part in name for name in names for part in _AMBIGUOUS):
         return strip_wrapper_prefixes

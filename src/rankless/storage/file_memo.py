@@ -14,8 +14,8 @@ from rankless.storage.filesystems import is_local
 #: A file that changed less than this many nanoseconds ago may change again without getting other times.
 _UNSETTLED_NS = 3 * 10**9
 
-#: The same on a file system of this host that stores nanoseconds: its times are those of the kernel's clock, which
-#: ticks every 10 ms or more often.
+#: The same on a file system of this host that stores nanoseconds: its times come from the kernel's clock, which ticks
+#: every 10 ms or more often.
 _UNSETTLED_HERE_NS = 10**8
 
 T = TypeVar("T")

@@ -201,5 +201,5 @@ def test_a_parameter_with_elements_does(tmp_path: Path) -> None:
     save = random_save({"a": (3, 4)}, [["a"]], ("exp_avg", "exp_avg_sq"), step=torch.tensor(3.0))
     write_zero(tmp_path, replace(save, buffers={"b": torch.zeros(1, 4)}))
     model = torch.nn.ParameterDict({"a": torch.zeros(3, 4), "b": torch.zeros(1, 4)})
-    with pytest.raises(MismatchError, match="'b', of which the checkpoint has no optimizer state"):
+    with pytest.raises(MismatchError, match="'b', and the checkpoint has no optimizer state of them"):
         rankless.load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)

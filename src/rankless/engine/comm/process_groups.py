@@ -48,11 +48,13 @@ def check_process_group(given: Any) -> ProcessGroupArgument:
     raise InvalidArgumentError(f'process_group must be a ProcessGroup of torch, "self" or None; got {given!r:.80}')
 
 
-def check_ranks_are_joined(given: ProcessGroupArgument, alone: str = 'pass process_group="self"') -> None:
+def check_ranks_are_joined(
+    given: ProcessGroupArgument, alone: str = 'pass process_group="self" or unset WORLD_SIZE'
+) -> None:
     """Raise ``InvalidArgumentError`` if a launcher started several ranks, each of which would save by itself.
 
     Called at the start of each save that may replace what is there: without a process group all ranks would write the
-    same files, and each would replace those of the others. ``alone`` says what to do if one rank is to save by itself.
+    same files, and each would replace the files of the others. ``alone`` says what lets one rank save by itself.
     What writes new paths only is claimed instead: see :func:`rankless.run.pending_dir.claim_output`.
     """
     text = describe_unjoined_ranks() if given is None else ""
@@ -60,7 +62,7 @@ def check_ranks_are_joined(given: ProcessGroupArgument, alone: str = 'pass proce
         raise InvalidArgumentError(
             f"{text}: each rank would save by itself over the checkpoints of the others. Call "
             "torch.distributed.init_process_group() before the save; if this process is to save by itself, "
-            f"{alone}, or unset WORLD_SIZE"
+            f"{alone}"
         )
 
 

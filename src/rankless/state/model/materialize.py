@@ -112,9 +112,9 @@ def _enclosing_modules(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module
 def materialize(model: nn.Module, filled: set[int], set_outside: Collection[MetaTensor]) -> dict[int, torch.Tensor]:
     """Give every tensor of a model memory, and initialize those that will not be filled.
 
-    ``filled`` are the ``id`` of the local shards that will be filled, and ``set_outside`` the tensors that initializers
-    of modules around theirs set. Returns the local shards with memory, by the
-    ``id`` of the shards without memory that they replace.
+    ``filled`` are the ``id`` of the local shards that will be filled, and ``set_outside`` the tensors that only
+    initializers of enclosing modules set. Returns the local shards with memory, by the ``id`` of the shards without
+    memory that they replace.
     """
     unallocated = meta_tensors(model)
     local_ids = {id(meta.tensor): id(local_tensor(meta.tensor)) for meta in unallocated}

@@ -1,4 +1,4 @@
-"""A state dict that ``state_dict`` hooks fill, with tensors without data that stand for those of the model."""
+"""A state dict that ``state_dict`` hooks fill, with tensors without data that stand for the model's tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankless.state.model.state_dict_hooks import HookedStateDict
 
 
 class StandIns(OrderedDict[str, Any]):
-    """A state dict to be filled, in which tensors without data stand for those of the model."""
+    """A state dict to be filled, in which tensors without data stand for the model's tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class OptimizerRestore:
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}
-        #: The parameters of which another system saved the states.
+        #: The parameters whose states another system saved.
         self._unclassed = {
             name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]
         }

@@ -105,7 +105,7 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     missing = sorted({*parameter_names(groups)} - group_of.keys() - _find_empty(groups))
     if missing and not tolerance.is_partial:
         raise OptimizerMismatchError(
-            f"the optimizer trains {_format_few(missing)}, of which the checkpoint has no optimizer state"
+            f"the optimizer trains {_format_few(missing)}, and the checkpoint has no optimizer state of them"
             f"{tolerance.explain_missing(missing)}; " + tolerance.suggest_remedy()
         )
     saved_groups = [_find_saved_groups(group, group_of, saved) for group in groups]
