@@ -105,6 +105,8 @@ class RunDirectory:
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
         self._keep, self._async_save = as_policy(keep), async_save
+        #: What is kept after the newest save, which may be drained later.
+        self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
         self._plans = SavePlanCache()
         #: Whether the newest save asked for statistics: what drains it later lets them be computed.
@@ -225,7 +227,7 @@ class RunDirectory:
         check_ranks_are_joined(self._process_group)
         with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
-            self._measures_newest = chosen.stats is True
+            self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
             request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
             if request.async_save:
                 return self._run_save(request)
@@ -376,7 +378,7 @@ class RunDirectory:
                 replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
             )
         if tier is not None and restored.source == "local tier":
-            self._drain_assembled(tier, self._on_event)
+            self._drain_assembled(tier, self._on_event, self._keep)
         if restored.run:
             self.runs.add(restored.run)
         self.base.checkpoint = self._find_base(restored)
@@ -389,14 +391,14 @@ class RunDirectory:
         background_saves.finalize(self.path)
         return TierLoad(tier, self._current_ranks(), self._timeout)
 
-    def _drain_assembled(self, tier: TierLoad, on_event: OnEvent) -> None:
+    def _drain_assembled(self, tier: TierLoad, on_event: OnEvent, keep: Retention | None) -> None:
         """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
         from rankless.save.drain_choice import make_drain  # noqa: PLC0415 - as above
         from rankless.save.generation_drain import DrainOptions  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
-        options = DrainOptions(self._local.on_failure, self._keep, on_event)
+        options = DrainOptions(self._local.on_failure, keep, on_event)
         drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
@@ -412,7 +414,8 @@ class RunDirectory:
 
         newest = TierLoad(self._tier, self._current_ranks(), self._timeout)
         newest.assemble_newest(self._tier.newest)
-        self._drain_assembled(newest, self._with_statistics(self._on_event, self._measures_newest))
+        on_event = self._with_statistics(self._on_event, self._measures_newest)
+        self._drain_assembled(newest, on_event, self._newest_keep)
         self.wait()
 
     @traced("find the base of the next save", "read")

@@ -369,7 +369,7 @@ def test_a_folder_that_another_save_takes_for_a_dead_ones_is_made_again(tmp_path
 
 
 def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_path: Path, exchanging: None) -> None:
-    save_as_other_job(tmp_path, "other", 0.0)
+    save_as_other_job(tmp_path / "other", "last", 0.0)
     save_as_other_job(tmp_path, "last", 1.0)
     with change_at_call(
         "rankless.storage.atomic_rename.exchange_directories", lambda: shutil.rmtree(tmp_path / "last")
@@ -378,7 +378,7 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
     assert value_of(tmp_path) == 2.0
     shutil.rmtree(tmp_path / "last")
     with change_at_call(
-        "rankless.storage.atomic_rename.rename_noreplace", lambda: (tmp_path / "other").rename(tmp_path / "last")
+        "rankless.storage.atomic_rename.rename_noreplace", lambda: (tmp_path / "other/last").rename(tmp_path / "last")
     ):
         save_as_other_job(tmp_path, "last", 4.0, overwrite=True)
     assert value_of(tmp_path) == 4.0
@@ -400,9 +400,9 @@ def test_an_overwrite_leaves_what_was_begun_after_it(tmp_path: Path, exchanging:
 
 
 def test_an_overwrite_in_two_steps_begins_again_where_an_older_one_comes_between_them(tmp_path: Path) -> None:
-    save_as_other_job(tmp_path, "other", 2.0)
+    save_as_other_job(tmp_path / "other", "last", 2.0)
     save_as_other_job(tmp_path, "last", 1.0)
-    with between_two_renames(lambda: (tmp_path / "other").rename(tmp_path / "last")):
+    with between_two_renames(lambda: (tmp_path / "other/last").rename(tmp_path / "last")):
         save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     assert value_of(tmp_path) == 3.0
     assert not list_hidden_names(tmp_path)

@@ -243,7 +243,7 @@ def test_what_was_replaced_and_then_removed_does_not_come_back(tmp_path: Path) -
 def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/precious").write_text("mine")
-    with pytest.raises(TagExistsError, match="not a rankless checkpoint"):
+    with pytest.raises(TagExistsError, match="data/precious is no file of a checkpoint of rankless"):
         rankless.save_checkpoint(tmp_path, "data", {"w": torch.ones(1)}, overwrite=True)
     assert (tmp_path / "data/precious").read_text() == "mine"
     assert not list_hidden_names(tmp_path)

@@ -18,6 +18,7 @@ from rankless.colossalai import Booster
 from rankless.dcp import FileSystemWriter
 from rankless.errors import InvalidArgumentError, TagExistsError
 from rankless.lightning.atomic_output import atomic_output
+from rankless.run.ownership import Replaceable
 from rankless.run.unpublished_output import hold_output
 
 Save = Callable[..., Any]
@@ -62,7 +63,7 @@ def save_with_dcp(path: Path, model: torch.nn.Module, **writer: Any) -> None:
 
 
 def save_with_lightning(path: Path, model: torch.nn.Module) -> None:
-    with atomic_output(path) as output:
+    with atomic_output(path, Replaceable(("lightning",), "a checkpoint of Lightning")) as output:
         torch.save(model.state_dict(), output)
 
 

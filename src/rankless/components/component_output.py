@@ -9,10 +9,11 @@ from pathlib import Path
 
 from rankless.components.component_files import FileSet, FragmentsOf
 from rankless.engine.io.upload_target import FileFrame
-from rankless.errors import InvalidArgumentError, StorageError
+from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.formats.sharded.index import files_named_by
 from rankless.run.cleanup import clean_up
 from rankless.run.object_run import check_output_name
+from rankless.run.ownership import COMPONENT_FILE, EXPORT
 from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import directory_trees, posix
 from rankless.storage.direct_io import BufferedWriter
@@ -91,7 +92,7 @@ class ComponentOutput:
         else:
             (name,) = self._files.file_names()
             posix.fsync_directory(self.folder)
-            self._pending.replace(name)
+            self._pending.replace(COMPONENT_FILE.check, name)
             with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
                 self._pending.remove_displaced()
 
@@ -102,13 +103,25 @@ class ComponentOutput:
             posix.sync_tree(self.folder)
             self._pending.publish()
             return
-        if self._destination.keeps_others:
-            replaced = files_named_by(final, self._files.stale_names) | self._files.file_names()
-            directory_trees.link_remaining(final, self.folder, replaced)
         posix.sync_tree(self.folder)
-        self._pending.replace()
+        self._pending.replace(self._keep_others if self._destination.keeps_others else EXPORT.check)
         with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
             self._pending.remove_displaced()
+
+    def _keep_others(self, folder: Path) -> None:
+        """Add the files that are not the component's to the new folder, before it replaces the old one.
+
+        After that, ``folder`` is where the old one is. Raises ``TagExistsError`` if it has got files meanwhile.
+        """
+        final = self._destination.path
+        if folder == final and not posix.path_exists(final):
+            return
+        replaced = files_named_by(folder, self._files.stale_names) | self._files.file_names()
+        if folder == final:
+            directory_trees.link_remaining(final, self.folder, replaced)
+            posix.sync_tree(self.folder)
+        elif missing := directory_trees.find_missing(folder, final, replaced):
+            raise TagExistsError(f"{final / missing} appeared while the folder was being saved")
 
     def discard(self) -> None:
         """Remove the pending directory, unless the folder that it was to replace has already lost its name."""

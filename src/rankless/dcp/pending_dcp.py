@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import re
 from contextlib import closing
 from pathlib import Path
 
-from rankless.dcp.reader import checksums_json
 from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.ownership import DCP_FOLDER
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import PendingLock
 from rankless.storage import posix
 from rankless.storage.filesystems import is_local
-
-#: Names of the files of a DCP checkpoint. They are removed when another checkpoint replaces it.
-_DCP_FILES = re.compile(rf"__\d+_\d+\.distcp|{re.escape(METADATA)}|{re.escape(checksums_json.NAME)}")
 
 
 def pending_directory(final: Path) -> PendingDirectory:
@@ -88,12 +84,7 @@ def _check_destination(final: Path, *, overwrite: bool) -> None:
         return
     if not posix.is_directory(final):
         raise TagExistsError(f"{final} exists and is not a folder; choose another path")
-    others = [name for name in _list_entries(final) if not _DCP_FILES.fullmatch(name)]
-    if others:
-        raise TagExistsError(
-            f"{final} contains {others[0]!r}, which is not part of a distributed checkpoint and would be lost; choose "
-            "another path, or move it away"
-        )
+    DCP_FOLDER.check(final)
     if not overwrite and posix.is_file(final / METADATA):
         raise TagExistsError(f"there is a checkpoint at {final}; choose another path, or pass overwrite=True")
 

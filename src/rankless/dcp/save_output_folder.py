@@ -13,6 +13,7 @@ from rankless.dcp.reader import checksums_json
 from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.dcp.write_results import WrittenItem, check_all_present
 from rankless.errors import StorageError
+from rankless.run.ownership import DCP_FOLDER
 from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import posix
 
@@ -55,7 +56,7 @@ class FolderOutput:
         posix.write_small(pending.path / METADATA, metadata)
         posix.write_small(pending.path / checksums_json.NAME, encoded_checksums)
         posix.fsync_directory(pending.path)
-        pending.replace()
+        pending.replace(DCP_FOLDER.check)
         self._pending = None
         with suppress(StorageError):  # the save is complete; the old checkpoint is hidden, and the next save removes it
             pending.remove_displaced()

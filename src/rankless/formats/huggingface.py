@@ -16,7 +16,7 @@ from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNo
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
 from rankless.formats.sharded.index import read_index, two_saves_error
 from rankless.ondisk import block_crcs, values
-from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.data_files import CRC_KEY, TensorInfo
 from rankless.ondisk.header import parse_json_object
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.store import store_of
@@ -47,6 +47,21 @@ def kinds_in(folder: Path) -> list[str]:
     )
     has_model = store_of(folder).file_exists(folder / INDEX) or store_of(folder).file_exists(folder / SINGLE)
     return [kind for kind, is_there in ((MODEL, has_model), (OPTIMIZER, has_optimizer)) if is_there]
+
+
+def find_exported_files(folder: Path) -> frozenset[str] | None:
+    """Return the names of a model's weights in a folder that rankless has written; ``None`` if there are none.
+
+    See :mod:`rankless.run.ownership`. Other libraries write no checksums into the files.
+    """
+    store = store_of(folder)
+    if store.file_exists(folder / INDEX):
+        names = {INDEX, *read_index(folder / INDEX, folder).weight_map.values()}
+    else:
+        names = {SINGLE}
+    files = [folder / name for name in names - {INDEX} if store.is_file(folder / name)]
+    is_ours = files and all(CRC_KEY in SafetensorsFile.open(file).header.metadata for file in files)
+    return frozenset(names) if is_ours else None
 
 
 class HuggingFaceReader:

@@ -12,28 +12,31 @@ from pathlib import Path
 from rankless.engine.comm.process_groups import check_ranks_are_joined
 from rankless.engine.comm.session import RankGroup
 from rankless.run.cleanup import clean_up
+from rankless.run.ownership import Replaceable
 from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import posix
 
 
 @contextmanager
-def atomic_output(path: Path, timeout: float = 600.0) -> Iterator[Path]:
+def atomic_output(path: Path, replaceable: Replaceable, timeout: float = 600.0) -> Iterator[Path]:
     """Yield a path in a pending directory to write to, on all ranks; then make it durable and rename it to ``path``.
 
     Rank 0 holds the directory's lock meanwhile. If a rank fails, all ranks raise its error, the pending directory is
-    removed, and a previous ``path`` is unchanged. Raises ``InvalidArgumentError`` for ranks without a process group.
+    removed, and a previous ``path`` is unchanged. Raises ``InvalidArgumentError`` for ranks without a process group,
+    and ``TagExistsError`` if the path has what is not ``replaceable``.
     """
     check_ranks_are_joined(None, "unset WORLD_SIZE")
     session, pending = RankGroup().open_session(timeout), PendingDirectory(path)
 
     def create_pending(_: list[bytes]) -> bytes:
+        replaceable.check(path)
         clean_up(path.parent, tag=path.name)
         pending.create()
         return pending.path.name.encode()
 
     def publish_output(_: list[bytes]) -> bytes:
         posix.sync_tree(pending.path)
-        pending.replace(path.name)
+        pending.replace(replaceable.check, path.name)
         pending.remove_displaced()
         return b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,9 +21,10 @@ from rankless.load.load_result import RestoreResult
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
 from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.ownership import Replaceable
 from rankless.run.scan import CheckpointInfo
 from rankless.save.handle import SaveHandle
-from rankless.storage.atomic_rename import rename_path
+from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.storage.posix import local_path, path_exists
 
@@ -44,6 +46,8 @@ class LightningCheckpoints:
     checkpoint_format: str
     async_save: bool
     frozen: str = "together"
+    #: The kind of Lightning's own checkpoints that the strategy may replace, and the name of what writes them.
+    own_kind: str = "lightning"
     _handle: SaveHandle[CheckpointInfo] | None = None
     _removals: list[Callable[[], object]] = field(default_factory=list)
 
@@ -63,6 +67,10 @@ class LightningCheckpoints:
         """True if checkpoints are written in rankless's own format."""
         return self.checkpoint_format == "native"
 
+    def replaceable_at(self, path: Path) -> Replaceable:
+        """Return what a save to a path replaces, and a removal removes: a checkpoint of rankless or of Lightning."""
+        return Replaceable(("checkpoint", self.own_kind), "a checkpoint of rankless or Lightning", path.name)
+
     def locate(self, path: str | PathLike[str]) -> Path:
         """Return the path of a checkpoint. Raises ``InvalidArgumentError`` for a URL with Lightning's own format."""
         return parse_location(path) if self.writes_native else local_path(path)
@@ -79,7 +87,7 @@ class LightningCheckpoints:
     ) -> None:
         """Save under a path, replacing what is there. Waits for the previous save."""
         self.finish_pending()
-        displaced = _displace_lightning_checkpoint(path)
+        displaced = _displace_lightning_checkpoint(path, self.replaceable_at(path))
         self._handle = save_checkpoint(
             path.parent,
             path.name,
@@ -93,7 +101,7 @@ class LightningCheckpoints:
             frozen=self.frozen,
         )
         if displaced is not None:
-            self.remove_when_durable(lambda: remove_checkpoint(displaced))
+            self.remove_when_durable(lambda: remove_checkpoint(displaced, self.replaceable_at(displaced)))
 
     def restore(self, path: Path, model: Any, optimizer: Any, *, strict: bool) -> RestoreResult:
         """Load from a path, after the save in progress is complete."""
@@ -127,25 +135,31 @@ class LightningCheckpoints:
             removal()
 
 
-def _displace_lightning_checkpoint(path: Path) -> Path | None:
+def _displace_lightning_checkpoint(path: Path, replaceable: Replaceable) -> Path | None:
     """Rename a checkpoint of Lightning's format at the path, because a native save replaces native ones only.
 
-    Rank 0 renames it and returns the new path; the other ranks return ``None``. If it fails, all ranks raise its error.
-    In an object store both can have the same path, and the native one is found.
+    Rank 0 renames it and returns the new path; the other ranks return ``None``. If it fails, or something else is at
+    the path, all ranks raise its error. In an object store both can have the same path, and the native one is found.
     """
     if isinstance(path, ObjectPath):
         return None
-    displaced = path.with_name(f"{path.stem}.before{path.suffix}")
 
     def rename_existing(_: list[bytes]) -> bytes:
         if not path_exists(path) or is_native(path):
             return b""
-        remove_checkpoint(displaced)
-        rename_path(path, displaced)
-        return b"renamed"
+        replaceable.check(path)
+        displaced = _unused_name(path)
+        rename_noreplace(path, displaced)
+        return displaced.name.encode()
 
     session = RankGroup().open_session(TIMEOUT)
-    _, renamed = session.vote(
+    _, name = session.vote(
         "renaming the checkpoint that Lightning has written", lambda: None, lambda _: b"", rename_existing
     )
-    return displaced if renamed and session.rank == COORDINATOR_RANK else None
+    return path.with_name(name.decode()) if name and session.rank == COORDINATOR_RANK else None
+
+
+def _unused_name(path: Path) -> Path:
+    """Return a name next to a checkpoint that nothing has."""
+    names = (f"{path.stem}.before{number or ''}{path.suffix}" for number in itertools.count())
+    return next(other for name in names if not path_exists(other := path.with_name(name)))

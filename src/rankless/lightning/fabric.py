@@ -62,7 +62,7 @@ class _FabricStrategy(Strategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save, frozen)
+        self._checkpoints = LightningCheckpoints(checkpoint_format, async_save, frozen, own_kind="fabric")
 
     def save_checkpoint(
         self,
@@ -76,7 +76,7 @@ class _FabricStrategy(Strategy):
             raise InvalidArgumentError("rankless's strategies take no storage_options")
         path = self._checkpoints.locate(self.broadcast(path))
         if not self._checkpoints.writes_native:
-            with atomic_output(path) as output:
+            with atomic_output(path, self._checkpoints.replaceable_at(path)) as output:
                 super().save_checkpoint(output, state, filter=filter)
             return
         split = _SplitState.from_state(state)

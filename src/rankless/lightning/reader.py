@@ -15,7 +15,8 @@ from typing import Any
 
 from rankless.dcp.reader import dcp_directory
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.torch_file import LIGHTNING_FILE, LIGHTNING_VERSION, read_tree
+from rankless.formats import torch_file
+from rankless.formats.torch_file import LIGHTNING_FILE, LIGHTNING_VERSION, is_torch_file, read_tree
 from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
@@ -40,6 +41,23 @@ def _folder_schema(saved: Mapping[Any, Any]) -> Schema:
         optimizer=tuple(f"optimizer_{number}" for number in numbers),
         scheduler=LIGHTNING_FILE.scheduler,
     )
+
+
+def find_owned_files(path: Path) -> frozenset[str] | None:
+    """Return the names of the files of a checkpoint of Lightning's Trainer; "" is the path itself.
+
+    ``None`` if it is none. See :mod:`rankless.run.ownership`.
+    """
+    if is_torch_file(path):
+        root = torch_file.read_tree(path).root
+        return frozenset({""}) if isinstance(root, dict) and LIGHTNING_VERSION in root else None
+    owned = dcp_directory.find_owned_files(path) if is_lightning(path) else None
+    return None if owned is None else owned | {META}
+
+
+def find_owned_files_of_fabric(path: Path) -> frozenset[str] | None:
+    """Return the same of a checkpoint of Fabric, whose files are those of ``torch.save``."""
+    return frozenset({""}) if is_torch_file(path) else find_owned_files(path)
 
 
 class LightningReader(TreeReader):

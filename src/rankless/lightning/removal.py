@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rankless.observe.warning import warn_caller
 from rankless.run.catalog import list_checkpoints
 from rankless.run.cleanup import delete_checkpoints
+from rankless.run.ownership import Replaceable
 from rankless.run.pending_dir import PendingDirectory
 from rankless.storage.directory_trees import remove_directory, remove_tree
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import is_directory
+from rankless.storage.posix import is_directory, is_link
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a folder, a file or a link. Do nothing if it does not exist, or is pinned in an object store."""
+def remove_checkpoint(path: Path, replaceable: Replaceable) -> None:
+    """Remove a folder, a file or a link. Do nothing if it does not exist, or is pinned in an object store.
+
+    What is not ``replaceable`` stays, with a warning.
+    """
     if isinstance(path, ObjectPath):
         list(delete_checkpoints([info for info in list_checkpoints(path.parent) if info.tag == path.name]))
-    elif is_directory(path):
+    elif (foreign := replaceable.find_foreign(path)) is not None:
+        warn_caller(f"{path / foreign if foreign else path} is not removed: it is not {replaceable.text}")
+    elif is_directory(path) and not is_link(path):
         remove_directory(path, PendingDirectory(path).removal_path)
     else:
         remove_tree(path)

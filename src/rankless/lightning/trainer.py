@@ -99,7 +99,7 @@ class _TrainerStrategy(Strategy):
             raise InvalidArgumentError("rankless's strategies take no storage_options")
         path = self._checkpoints.locate(self.broadcast(filepath))
         if not self._checkpoints.writes_native:
-            with atomic_output(path) as output:
+            with atomic_output(path, self._checkpoints.replaceable_at(path)) as output:
                 super().save_checkpoint(checkpoint, output)
             return
         dumped, self._dumped = self._dumped, DumpedState()
@@ -162,7 +162,7 @@ class _TrainerStrategy(Strategy):
         """Remove a checkpoint, once everything that was saved is durable."""
         path = self._checkpoints.locate(filepath)
         if self.is_global_zero:
-            self._checkpoints.remove_when_durable(lambda: remove(path))
+            self._checkpoints.remove_when_durable(lambda: remove(path, self._checkpoints.replaceable_at(path)))
 
     def teardown(self) -> None:
         """Wait for the save in progress."""

@@ -260,7 +260,8 @@ class CheckpointSelector:
             return self._select_local(self._local[-1], is_latest=True)
         latest = intact[-1] if intact else latest_checkpoint(path)
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
-        corrupt = [CorruptRecord.of(path / tag, tag) for tag in self.skipped.corrupt]
+        ids = {info.tag: info.id for info in infos}
+        corrupt = [CorruptRecord.of(path, tag, ids[tag]) for tag in self.skipped.corrupt]
         return SelectedCheckpoint(str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt)
 
     def _find_local(self, tag: str) -> SelectedCheckpoint | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.formats.native import holds_checkpoint
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import collected_parts
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
@@ -23,6 +24,7 @@ from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
 from rankless.run.object_run import list_unpublished
 from rankless.run.owned_lock import ABANDONED_SECONDS
+from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pin import is_pinned, remove_dead_pin
 from rankless.run.pointers import find_tag, list_tags
@@ -211,13 +213,25 @@ def find_protection(info: CheckpointInfo) -> str | None:
     names = store_of(info.path).list_names(info.path.parent)
     if is_pinned(info, names):
         return "a process has pinned it"
-    return "it has an alias" if has_alias(info, names) else None
+    if has_alias(info, names):
+        return "it has an alias"
+    foreign = _find_foreign(info, info.path)
+    return None if foreign is None else f"{foreign} in it is no file of a checkpoint"
+
+
+def _find_foreign(info: CheckpointInfo, folder: Path) -> str | None:
+    """Return the name of a file in a checkpoint's folder that is not the checkpoint's, and would be removed with it.
+
+    In an object store, the objects of a checkpoint are removed by their names.
+    """
+    return None if isinstance(folder, ObjectPath) else checkpoint_of(info.saved_as).find_foreign(folder)
 
 
 def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
     """Remove checkpoints, and yield each one after its removal.
 
-    Skip those that have an alias, and those that another process has pinned, removed or replaced.
+    Skip those that have an alias, those that another process has pinned, removed or replaced, and, with a warning,
+    those with files of somebody else in them.
     """
     for info in _delete_unprotected(checkpoints):
         append_entry(info.path.parent, JournalEntry("removed", time.time(), info.tag, info.step, info.run))
@@ -231,6 +245,8 @@ def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Check
                 yield info
             continue
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
+        if foreign := _find_foreign(info, info.path):
+            warn_caller(f"{info.path} is not removed, because {info.path / foreign} is no file of it: move that away")
         if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
             with _lock_removal(info.path.parent, name):
                 # Who pins the checkpoint from now on sees the lock, and waits.
@@ -289,18 +305,25 @@ def _delete_checkpoint(info: CheckpointInfo, hidden: Path) -> bool:
         return False
     try:
         is_removable = holds_checkpoint(hidden, info.id) and find_protection(info) is None
+        is_removable = is_removable and _find_foreign(info, hidden) is None
     except RanklessError:
-        _restore_name(hidden, info.path)
+        give_back(hidden, info.path)
         raise
     if not is_removable:
-        _restore_name(hidden, info.path)
+        give_back(hidden, info.path)
         return False
     remove_tree(hidden)
     return True
 
 
-def _restore_name(hidden: Path, path: Path) -> None:
-    """Undo the rename of a checkpoint that took the name after the check. If the name is taken again, remove it."""
-    with suppress(TagExistsError):
+def give_back(hidden: Path, path: Path) -> None:
+    """Undo the rename of what took the name after a check. If the name is taken again, give it one next to that.
+
+    It may be anybody's, so it is not removed, and does not stay hidden: hidden directories are cleaned up.
+    """
+    try:
         rename_noreplace(hidden, path)
-    remove_tree(hidden)
+    except TagExistsError:
+        other = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        rename_noreplace(hidden, other)
+        warn_caller(f"{path} was replaced while it was being removed: what was there before is {other} now")

@@ -20,19 +20,23 @@ from rankless.storage.object_path import ObjectPath
 class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
     """A checkpoint that was found corrupt: its tag, and the state of all its files at that time.
 
-    If a file has changed since, the checkpoint may have been repaired or replaced.
+    If a file has changed since, the checkpoint may have been repaired or replaced. In an object store no file changes:
+    the state is the checkpoint's id, or "" if that cannot be read.
     """
 
     tag: str
     state: str
 
     @classmethod
-    def of(cls, folder: Path, tag: str) -> CorruptRecord:
-        """Record the present state of a directory. One in an object store keeps its tag: its keys never change."""
-        return cls(tag, "" if isinstance(folder, ObjectPath) else posix.tree_state(folder))
+    def of(cls, run: Path, tag: str, identity: str) -> CorruptRecord:
+        """Record the present state of the checkpoint with a tag and an id in a run directory."""
+        return cls(tag, identity if isinstance(run, ObjectPath) else posix.tree_state(run / tag))
 
     def is_in(self, folder: Path) -> bool:
-        """Return whether a directory holds this checkpoint, unchanged."""
+        """Return whether a directory holds this checkpoint, unchanged; in an object store, whether the tag does."""
+        if isinstance(folder, ObjectPath):
+            infos = cached_checkpoints(folder.parent)
+            return any((info.tag, info.id) == (folder.name, self.state) for info in infos)
         return bool(self.state) and posix.tree_state(folder) == self.state
 
 
@@ -44,8 +48,11 @@ def find_corrupt(records: Iterable[CorruptRecord], path: Path, tag: str) -> Corr
 def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) -> Iterator[Path]:
     """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
 
-    Checkpoints that were renamed, copied or repaired since are left unchanged.
+    Those that were renamed, copied or repaired since are left unchanged, and so are those in an object store: they
+    keep their tags until a save takes them.
     """
+    if isinstance(path, ObjectPath):
+        return
     for record in records:
         folder, hidden = path / record.tag, path / HiddenName(record.tag, run, secrets.token_hex(8), "corrupt").name
         if not record.is_in(folder) or not _is_saved_by(run, folder, record.tag):

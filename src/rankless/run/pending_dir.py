@@ -23,7 +23,7 @@ from rankless.formats.native import is_native
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
-from rankless.run.cleanup import restore_displaced
+from rankless.run.cleanup import give_back, restore_displaced
 from rankless.run.object_run import check_output_name
 from rankless.run.pending_lock import PendingLock, acquire_lock, confirm_lock
 from rankless.run.pointers import find_tag
@@ -39,11 +39,6 @@ _ATTEMPTS = 100
 def hidden_name(final: Path) -> HiddenName:
     """Return a new random name of a pending directory for ``final``."""
     return HiddenName(final.name, secrets.token_hex(8), secrets.token_hex(8), "partial")
-
-
-def accept_any(path: Path) -> None:
-    """Allow every existing path to be replaced."""
-    del path
 
 
 class PendingDirectory:
@@ -116,12 +111,13 @@ class PendingDirectory:
         else:
             self.release()
 
-    def replace(self, entry: str = "", check_replaceable: Callable[[Path], None] = accept_any) -> None:
+    def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path, in place of what is there.
 
         What was there is then at ``displaced_path``. The directory stays locked until :meth:`remove_displaced` has
-        deleted it. ``check_replaceable`` raises ``TagExistsError`` if the checkpoint at a path must keep its name.
-        Other processes may replace or remove the final path meanwhile.
+        deleted it. ``check_replaceable`` is called with the final path, and after an exchange with ``displaced_path``:
+        it raises ``TagExistsError`` if what is at a path is not ours, or must keep its name. Other processes may
+        replace or remove the final path meanwhile.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             check_replaceable(self.final)
@@ -131,17 +127,18 @@ class PendingDirectory:
                 is_changed = isinstance(error, TagExistsError) or error.errno == errno.ENOENT
                 if not is_changed or attempt == _ATTEMPTS:
                     raise
-                self._drop_displaced()
+                self._drop_displaced(check_replaceable)
             else:
                 break
 
     def _replace_once(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
         if not posix.path_exists(self.final):
             atomic_rename.rename_noreplace(output, self.final)
-        elif posix.is_file(output) and posix.is_file(self.final):
-            atomic_rename.replace_file(output, self.final)
         else:
-            atomic_rename.exchange_directories(output, self.final, self.displaced_path)
+            exchange = atomic_rename.exchange_directories
+            if posix.is_file(output) and posix.is_file(self.final):
+                exchange = atomic_rename.exchange_files
+            exchange(output, self.final, self.displaced_path)
             self._undo_replace(output, check_replaceable)
 
     def _undo_replace(self, output: Path, check_replaceable: Callable[[Path], None]) -> None:
@@ -157,9 +154,19 @@ class PendingDirectory:
         except StorageError:
             return  # the output has the name by now, which an unreadable old checkpoint does not undo
 
-    def _drop_displaced(self) -> None:
-        """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy."""
+    def _drop_displaced(self, check_replaceable: Callable[[Path], None]) -> None:
+        """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy.
+
+        What is not ours gets its name back, or one next to it.
+        """
         with suppress(StorageError):
+            if not posix.path_exists(self.displaced_path):
+                return
+            try:
+                check_replaceable(self.displaced_path)
+            except TagExistsError:
+                give_back(self.displaced_path, self.final)
+                return
             if posix.path_exists(self.final):
                 directory_trees.remove_directory(self.displaced_path, self.removal_path)
 

@@ -52,12 +52,6 @@ class PendingOutput(Protocol):
     def publish(self, entry: str = "") -> None:
         """Give the directory, or one entry of it, its final path. Raises ``TagExistsError`` if that exists."""
 
-    def replace(self, entry: str = "") -> None:
-        """Give the directory, or one entry of it, its final path, in place of what is there."""
-
-    def remove_displaced(self) -> None:
-        """Remove what was replaced, and what is left of the directory."""
-
     def discard(self) -> None:
         """Remove the directory after a failure."""
 

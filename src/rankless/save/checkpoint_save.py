@@ -37,6 +37,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
+from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import Base, BaseCheckpoint, BaseFile, TensorVersions, identify_files
@@ -276,9 +277,9 @@ class CheckpointSave(TrainingSave):
         """Rename the pending directory to its final name, which must be free or that of a replaceable checkpoint."""
         corrupt = None if self._request.overwrite else self._request.find_corrupt()
         if self._request.overwrite:
-            self._pending.replace(check_replaceable=partial(self._check_newest, committed))
+            self._pending.replace(partial(self._check_newest, committed))
         elif corrupt is not None:
-            self._pending.replace(check_replaceable=partial(self._check_corrupt, corrupt))
+            self._pending.replace(partial(self._check_corrupt, corrupt))
             self._replaces_corrupt = True
         else:
             self._pending.publish()
@@ -296,6 +297,7 @@ class CheckpointSave(TrainingSave):
 
         This process may have been suspended while another job continued the run.
         """
+        checkpoint_of(self._request.tag).check(folder)
         with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
             if existing.age > CheckpointInfo.of(self.path, committed).age:

@@ -33,6 +33,7 @@ from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
+from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
@@ -152,7 +153,7 @@ class FolderDrain(GenerationDrain):
         self._tier.check_not_fenced(self._label.manifest.tag)
         try:
             if self._label.replaces:
-                self._pending.replace(check_replaceable=self._check_newest)
+                self._pending.replace(self._check_newest)
                 self._pending.remove_displaced()
             else:
                 self._pending.publish()
@@ -174,6 +175,7 @@ class FolderDrain(GenerationDrain):
     def _check_newest(self, folder: Path) -> None:
         """Raise ``TagExistsError`` if the checkpoint in ``folder`` is newer than this one, or this one."""
         self._tier.check_replaces(self.path, folder)
+        checkpoint_of(self._label.manifest.tag).check(folder)
         with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
             if existing.age >= CheckpointInfo.of(self.path, self._label.manifest).age:

@@ -85,7 +85,7 @@ class ObjectSave(TrainingSave):
         cache.saves += 1
         self._set_identity(begun.identity)
         self._join_output(begun.identity.id, begun.uploads)
-        self._removes_old = self._request.keep is not None or self._request.overwrite
+        self._removes_old = self._request.keep is not None or self._request.overwrite or bool(self._request.corrupt)
 
     def _update_plan(self, agreement: SaveAgreement) -> None:
         """Plan the save, unless the plan of an earlier one is still right."""
@@ -144,7 +144,7 @@ class ObjectSave(TrainingSave):
         publication = self._require_output().publication
         if not self._cache.has_checked_store:
             self._check_store(publication.folder / manifest.NAME, manifest.encode_manifest(finished))
-        return publication.publish(finished, overwrite=self._request.overwrite)
+        return publication.publish(finished, overwrite=self._request.replaces)
 
     def _check_store(self, written: ObjectPath, data: bytes) -> None:
         """Warn if the store writes an object that exists, although the request forbids it."""

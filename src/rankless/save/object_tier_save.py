@@ -70,5 +70,5 @@ class ObjectTierSave(TierSave, ObjectSave):
         if not folder_id:
             return self._info
         self._join_output(folder_id, uploads, attempt)
-        self._removes_old = request.keep is not None or request.overwrite
+        self._removes_old = request.keep is not None or request.overwrite or bool(request.corrupt)
         return self._write_run()

@@ -19,6 +19,7 @@ from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
 from rankless.options import SaveOptions
 from rankless.run.catalog import cached_checkpoints
 from rankless.run.corruption import CorruptRecord, find_corrupt
+from rankless.run.ownership import checkpoint_of
 from rankless.run.retention import Retention
 from rankless.save.metrics import read_metrics
 from rankless.state.training import TrainingObjects
@@ -36,9 +37,9 @@ class SaveRequest:
 
     ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
     the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may continue. ``corrupt``:
-    checkpoints whose tags the save may take. ``known_tags``: the tags of the run directory if they are known without
-    reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of this save, which calls
-    that of the options. ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    checkpoints whose tags the save may take. ``known_tags``: the names that are taken in the run directory, if they are
+    known without reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of this
+    save, which calls that of the options. ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -92,26 +93,31 @@ class SaveRequest:
             self.keep.check_requirements(self.step, self.metrics)
 
     def check_destination(self) -> None:
-        """Raise ``TagExistsError`` if the tag is taken and must not be overwritten."""
-        final = self.path / self.tag
-        if self.known_tags is not None:
-            if self.tag in self.known_tags and not self.overwrite:
-                raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
-            return
-        if isinstance(final, ObjectPath):
-            self._check_object_destination(final)
-            return
-        exists = posix.path_exists(final)
-        if self.overwrite and posix.is_directory_without(final, manifest.NAME):
-            raise TagExistsError(f"{final} is not a rankless checkpoint and is not overwritten; choose another tag")
-        if exists and not self.overwrite and self.find_corrupt() is None:
-            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+        """Raise ``TagExistsError`` on rank 0 if the tag is taken, and the save must not replace what has it.
 
-    def _check_object_destination(self, final: ObjectPath) -> None:
-        if not self.overwrite and any(info.tag == self.tag for info in cached_checkpoints(self.path)):
+        Saves, saves into the tier and their drains ask here first. A publication asks again when it takes the tag.
+        """
+        final = self.path / self.tag
+        if not self._is_taken(final) or self.find_corrupt() is not None:
+            return
+        if not self.overwrite:
             raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
-        if self.overwrite and is_native(final):
+        if not isinstance(final, ObjectPath):
+            checkpoint_of(self.tag).check(final)
+        elif is_native(final):
             raise TagExistsError(f"{final} was copied there, and is not overwritten; choose another tag, or remove it")
+
+    def _is_taken(self, final: Path) -> bool:
+        if self.known_tags is not None:  # a save into the tier does not wait for storage, unless the name is taken
+            return self.tag in self.known_tags
+        if isinstance(final, ObjectPath):
+            return self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
+        return posix.path_exists(final)
+
+    @property
+    def replaces(self) -> bool:
+        """True on rank 0 if the save may take a tag that is taken, because a load found that checkpoint corrupt."""
+        return self.overwrite or self.find_corrupt() is not None
 
     def find_corrupt(self) -> CorruptRecord | None:
         """Return the checkpoint with this tag if it was found corrupt, else ``None``."""

@@ -146,7 +146,7 @@ class TierSave(TrainingSave):
 
     def _describe(self, rank_values: list[bytes]) -> Common:
         """Return what the generation has in addition to parts and files, on rank 0."""
-        label = GenerationLabel(self._stage.key.epoch, self._build_manifest({}), self._request.overwrite)
+        label = GenerationLabel(self._stage.key.epoch, self._build_manifest({}), self._request.replaces)
         return Common(label, {}, self._build_small_files(rank_values))
 
     def _keep_newest(self) -> None:

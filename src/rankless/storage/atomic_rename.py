@@ -73,6 +73,20 @@ def exchange_directories(pending: Path, final: Path, displaced: Path) -> None:
     fsync_directory(final.parent)
 
 
+def exchange_files(pending: Path, final: Path, displaced: Path) -> None:
+    """Replace the file ``final`` by a finished one in one atomic step, and rename the old one to ``displaced``.
+
+    On a file system that cannot exchange names the old one is gone after that: a reader must find a file at any time.
+    """
+    with wrap_os_errors("rename to its final name", pending):
+        if _renameat2(pending, final, _EXCHANGE):
+            with suppress(OSError):  # the exchange is done
+                _rename(pending, displaced)
+        else:
+            _rename(pending, final)
+    fsync_directory(final.parent)
+
+
 def replace_file(pending: Path, final: Path) -> None:
     """Rename a finished file to its final name in one atomic step, replacing any file there. Make it durable."""
     with wrap_os_errors("rename to its final name", pending):

@@ -324,6 +324,12 @@ def is_directory(path: Path) -> bool:
         return path.is_dir()
 
 
+def is_link(path: Path) -> bool:
+    """Return whether the path is a symbolic link."""
+    with wrap_os_errors("inspect", path):
+        return path.is_symlink()
+
+
 def is_file(path: Path) -> bool:
     """Return whether the path is a regular file; ``False`` if this process has no access to it."""
     with wrap_os_errors("inspect", path):

@@ -20,6 +20,8 @@ from rankless.ondisk.manifest import LARGEST
 from rankless.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
 from rankless.run.cleanup import delete_checkpoints
 from rankless.run.scan import CheckpointInfo
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.posix import list_names
 from rankless.tier.epochs import begin_epoch, find_newest_epoch, name_job, read_epochs, reserve_epoch
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.part import GenerationKey
@@ -47,7 +49,7 @@ class TierJob:
         self._reset()
 
     def _reset(self) -> None:
-        #: On rank 0: the epoch of this job, its newest sequence number and run, and the tags that are taken.
+        #: On rank 0: the epoch of this job, its newest sequence number and run, and the names that are taken.
         self._epoch, self._sequence, self._run_id = 0, 0, ""
         #: On rank 0, the epoch that the newest load has reserved.
         self._reserved = 0
@@ -90,7 +92,7 @@ class TierJob:
 
     @property
     def known_tags(self) -> frozenset[str] | None:
-        """On rank 0, the tags that are taken; ``None`` if the run directory was not read yet."""
+        """On rank 0, the names that are taken; ``None`` if the run directory was not read yet."""
         self._forget_in_fork()
         return frozenset(self._tags) if self._epoch else None
 
@@ -119,6 +121,8 @@ class TierJob:
         sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in self.folder.list_parts())]
         self._sequence, self._run_id = max(sequences), run_id
         self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
+        if not isinstance(self.run, ObjectPath):
+            self._tags |= list_names(self.run)  # a folder of the user's is no checkpoint, and is not replaced
 
     def follow_epochs(self) -> None:
         """Continue nothing, but note when a job does from now on: then this process must drain nothing any more."""

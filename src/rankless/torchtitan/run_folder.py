@@ -13,12 +13,10 @@ from pathlib import Path
 import msgspec
 
 from rankless.dcp.reader.dcp_directory import is_dcp
-from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, TagExistsError
-from rankless.formats.huggingface import INDEX
+from rankless.errors import CorruptCheckpointError, NoCheckpointError, TagExistsError
 from rankless.formats.native import is_native
-from rankless.formats.safetensors import SafetensorsFile
-from rankless.ondisk.data_files import CRC_KEY
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.ownership import EXPORT
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.storage.directory_trees import remove_directory
@@ -27,9 +25,6 @@ from rankless.storage.store import store_of
 
 #: torchtitan's name of a checkpoint, and its parts.
 _TAG, _STEP = "step-{}", re.compile(r"step-(0|[1-9]\d*)")
-
-#: The files of an export.
-_EXPORTED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}")
 
 #: The most names in a message.
 _SHOWN = 5
@@ -140,17 +135,7 @@ def _list_tags(steps: Sequence[int]) -> str:
 
 def is_replaceable(folder: Path) -> bool:
     """Return whether a folder is empty, or has nothing but weights that rankless has exported."""
-    store = store_of(folder)
-    if not store.is_directory(folder) or is_native(folder):
-        return False
-    return all(_EXPORTED.fullmatch(name) and _is_of_rankless(folder / name) for name in store.list_names(folder))
-
-
-def _is_of_rankless(file: Path) -> bool:
-    try:
-        return file.name == INDEX or CRC_KEY in SafetensorsFile.open(file).header.metadata
-    except RanklessError:
-        return False
+    return store_of(folder).is_directory(folder) and EXPORT.find_foreign(folder) is None
 
 
 def remove_replaceable(folder: Path) -> bool:

@@ -258,7 +258,7 @@ def test_what_lightning_wrote_goes_on_in_any_strategy(
 
 def in_the_way(folder: str) -> None:
     refused = mock.patch(
-        "rankless.lightning.checkpoints.rename_path", side_effect=StorageError(13, "could not rename it")
+        "rankless.lightning.checkpoints.rename_noreplace", side_effect=StorageError(13, "could not rename it")
     )
     with refused:
         LightningCheckpoints("native", async_save=False).save(
@@ -267,7 +267,7 @@ def in_the_way(folder: str) -> None:
 
 
 def test_what_cannot_be_put_aside_is_an_error_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt").write_bytes(b"Lightning's")
+    torch.save({"pytorch-lightning_version": "2.5"}, tmp_path / "a.ckpt")
     for error in ranks.outcomes(2, in_the_way, str(tmp_path)):
         assert isinstance(error, StorageError)
         assert "could not rename it" in str(error)

@@ -36,10 +36,26 @@ METADATA = ".metadata"
 #: The metadata file of each rank, if the checkpoint was saved with ``use_collectives=False``.
 _RANK_METADATA = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
 
+#: The names of the files that a save of a distributed checkpoint writes, by us or by torch.
+_OWNED = re.compile(rf"__\d+_\d+\.distcp|__\d+\.metadata|{re.escape(METADATA)}|{re.escape(checksums_json.NAME)}")
+
 
 def is_dcp(path: Path) -> bool:
     """Return whether a folder has the metadata of a distributed checkpoint."""
     return store_of(path).file_exists(path / METADATA) or store_of(path).file_exists(path / "__0.metadata")
+
+
+def find_owned_files(path: Path) -> frozenset[str] | None:
+    """Return the names of the files of a distributed checkpoint, or of an interrupted save; ``None`` if it is none.
+
+    See :mod:`rankless.run.ownership`. A save on fewer ranks than the one before leaves files that no metadata name.
+    """
+    if not store_of(path).is_directory(path):
+        return None
+    names = store_of(path).list_names(path)
+    for name in names & {METADATA}:
+        metadata.decode_metadata(store_of(path).read_small(path / name), str(path / name), ReadBudget())
+    return frozenset(name for name in names if _OWNED.fullmatch(name))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Proof of what is ours: only what an output is known to consist of is replaced or removed.
+
+A user may keep anything at a path that a save is given, and put anything into a checkpoint. So whatever replaces or
+removes a path asks first: the reader of a format that the caller may replace must name every file there. Saves,
+drains, retention, components, DCP, Lightning and exports all ask here, so that none of them forgets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, TagExistsError
+from rankless.formats.native import is_native, read_manifest
+from rankless.ondisk import manifest
+from rankless.storage import directory_trees, posix
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
+
+#: Whether a path is an output of one format, and the names of its files in it; ``None`` if it is none. ``tag`` is the
+#: name under which it must have been saved, or "" for any.
+_Proof = Callable[[Path, str], "frozenset[str] | None"]
+
+
+def _checkpoint_files(path: Path, tag: str) -> frozenset[str] | None:
+    """Prove a checkpoint of rankless by its manifest: one that was renamed or copied is the user's own."""
+    if not is_native(path):
+        return None
+    found = read_manifest(path)
+    return frozenset({manifest.NAME, *found.files}) if tag in {"", found.tag} else None
+
+
+def _export_files(path: Path, tag: str) -> frozenset[str] | None:
+    """Prove weights in the Hugging Face layout that rankless has written: each file has our checksums in it."""
+    from rankless.formats.huggingface import find_exported_files  # noqa: PLC0415 - few saves replace an export
+
+    del tag
+    return find_exported_files(path)
+
+
+def _readable_file(path: Path, tag: str) -> frozenset[str] | None:
+    """Prove a file of a format that rankless reads, or an empty one: the caller has named the file."""
+    from rankless.formats.detect import is_checkpoint  # noqa: PLC0415 - as above
+
+    del tag
+    is_file = store_of(path).is_file(path)
+    return frozenset({""}) if is_file and (store_of(path).file_size(path) == 0 or is_checkpoint(path)) else None
+
+
+def _proof_of(name: str) -> _Proof:
+    """Return the proof of a format that belongs to one framework. Its package is imported when it is needed."""
+
+    def find_files(path: Path, tag: str) -> frozenset[str] | None:
+        from rankless.formats.registry import PROOFS, load_attribute  # noqa: PLC0415 - as above
+
+        del tag
+        found: frozenset[str] | None = load_attribute(PROOFS[name])(path)
+        return found
+
+    return find_files
+
+
+#: The proof of each kind of output.
+_PROOFS: Mapping[str, _Proof] = {
+    "checkpoint": _checkpoint_files,
+    "export": _export_files,
+    "file": _readable_file,
+    "dcp": _proof_of("dcp"),
+    "lightning": _proof_of("lightning"),
+    "fabric": _proof_of("fabric"),
+}
+
+
+@dataclass(frozen=True)
+class Replaceable:
+    """What may be at a path that is replaced or removed: outputs of some kinds, and nothing else.
+
+    ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` says
+    in messages what is expected.
+    """
+
+    kinds: tuple[str, ...]
+    text: str
+    tag: str = ""
+
+    def find_foreign(self, path: Path) -> str | None:
+        """Return the first name in ``path`` that is no file of such an output, or "" for the path itself.
+
+        ``None`` if everything is: also if there is nothing, an empty folder, or a link to such an output, of which only
+        the link is lost. Raises ``StorageError`` if that cannot be found out.
+        """
+        if isinstance(path, ObjectPath):
+            return self._find_foreign_object(path)
+        if not posix.path_exists(path):
+            return None
+        if posix.is_link(path):
+            return None if self._prove(path.resolve(), "") is not None else ""
+        names = directory_trees.list_tree(path)
+        if not names:
+            return None
+        owned = self._prove(path, self.tag)
+        return min(names if owned is None else names - owned, default=None)
+
+    def _find_foreign_object(self, path: ObjectPath) -> str | None:
+        names = {str(info.path.relative_to(path)) for info in path.store.list_objects(path)}
+        owned = self._prove(path, self.tag) if names else frozenset()
+        return min(names if owned is None else names - owned, default=None)
+
+    def _prove(self, path: Path, tag: str) -> frozenset[str] | None:
+        for kind in self.kinds:
+            try:
+                owned = _PROOFS[kind](path, tag)
+            except (CorruptCheckpointError, FormatError, NoCheckpointError):
+                continue
+            if owned is not None:
+                return owned
+        return None
+
+    def check(self, path: Path) -> None:
+        """Raise ``TagExistsError``, naming the first file, if something at ``path`` is no file of such an output."""
+        foreign = self.find_foreign(path)
+        if foreign is None:
+            return
+        what = f"{path / foreign} is no file of {self.text}" if foreign else f"{path} is not {self.text}"
+        if foreign == manifest.NAME:
+            what = f"{path} was saved under another name, and then renamed or copied"
+        raise TagExistsError(f"{what}; nothing else is replaced or removed: choose another name, or move it away")
+
+
+def checkpoint_of(tag: str) -> Replaceable:
+    """Return what a save of a checkpoint replaces, and what retention removes: a checkpoint that has this tag."""
+    return Replaceable(("checkpoint",), "a checkpoint of rankless", tag)
+
+
+#: What :class:`rankless.dcp.FileSystemWriter` replaces.
+DCP_FOLDER = Replaceable(("dcp",), "a checkpoint of torch.distributed.checkpoint")
+
+#: What an export of weights in place of a folder replaces.
+EXPORT = Replaceable(("export",), "an export of weights by rankless")
+
+#: What a save of one component into one file replaces.
+COMPONENT_FILE = Replaceable(("file",), "a file of a format that rankless reads")

@@ -1,0 +1,287 @@
+"""The places: what saves a state that is one value, where it appears, and what reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import rankless
+from campaigns.common.fork_server import CONTEXT
+from rankless.dcp import FileSystemReader, FileSystemWriter
+from rankless.storage.object_path import ObjectPath
+from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
+
+
+class Place(Protocol):
+    """Where outputs appear under names, and what writes and reads them."""
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        """Save a state that is this value. It is durable when this returns."""
+
+    def load(self, tag: str) -> float:
+        """Return the value that was saved under a name, after every element was compared with it."""
+
+    def locate(self, tag: str) -> Path:
+        """Return the path of an output."""
+
+
+def state_of(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((300,), value)}
+
+
+def value_of(state: dict[str, torch.Tensor]) -> float:
+    value = float(state["w"][0])
+    assert torch.equal(state["w"], torch.full((300,), value)), "a mixture of states"
+    return value
+
+
+@dataclass
+class Run:
+    """Checkpoints of a run directory, of one job, with a tier if ``local`` is set."""
+
+    path: Path
+    local: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._directory = rankless.RunDirectory(self.path, local=self._tier())
+
+    def _tier(self) -> rankless.LocalTier | None:
+        return None if self.local is None else rankless.LocalTier(self.local, drain_every=1)
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        self._directory.save(tag, state_of(value), overwrite=overwrite, step=value)
+        self._directory.finalize()
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        rankless.load_model(state, self.path / tag if not isinstance(self.path, ObjectPath) else self.locate(tag))
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        if isinstance(self.path, ObjectPath):
+            found = [info.path for info in rankless.list_checkpoints(self.path) if info.tag == tag]
+            return found[0] if found else self.path / tag
+        return self.path / tag
+
+
+@dataclass
+class Drain:
+    """A job saves into its tier and is killed; a later one drains what it has left, when it loads."""
+
+    path: Path
+    local: Path
+    offline: bool = False
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        in_killed_job(_save_undrained, str(self.path), str(self.local), tag, value, overwrite)
+        if self.offline:
+            rankless.drain(self.path, self.local)
+        else:
+            directory = rankless.RunDirectory(self.path, local=rankless.LocalTier(self.local))
+            directory.restore(None, state_of(-1.0))
+            directory.wait()
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        rankless.load_model(state, self.path / tag)
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+def _save_undrained(path: str, local: str, tag: str, value: float, overwrite: bool) -> None:
+    directory = rankless.RunDirectory(path, local=rankless.LocalTier(local, drain_every=10**6))
+    if rankless.has_checkpoint(path):
+        directory.restore(None, state_of(-1.0))
+    directory.save(tag, state_of(value), overwrite=overwrite, step=value)
+
+
+@dataclass
+class Component:
+    """The files of one model in a folder, or in one file."""
+
+    path: Path
+    shard: bool = True
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        rankless.save_model(state_of(value), self.locate(tag), shard=self.shard)
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        rankless.load_model(state, self.locate(tag))
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / (tag if self.shard else f"{tag}.safetensors")
+
+
+@dataclass
+class Distributed:
+    """A checkpoint of ``torch.distributed.checkpoint``, by our writer."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        writer = FileSystemWriter(self.locate(tag), overwrite=overwrite)
+        with _as_torch_was_called():
+            dcp.save(state_of(value), storage_writer=writer, no_dist=True)
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        with _as_torch_was_called():
+            dcp.load(state, storage_reader=FileSystemReader(self.locate(tag)), no_dist=True)
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@contextmanager
+def _as_torch_was_called() -> Iterator[None]:
+    """Raise the error of the rank instead of what torch makes of the errors of all ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        try:
+            yield
+        except dcp.api.CheckpointException as failure:
+            error, _ = failure.failures[0]
+            raise error from failure
+
+
+@dataclass
+class Conversion:
+    """A checkpoint that is converted into another format, at a new path."""
+
+    path: Path
+    scratch: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        source = self.scratch / "source"
+        shutil.rmtree(source, ignore_errors=True)
+        rankless.RunDirectory(source).save("one", state_of(value))
+        rankless.convert(source / "one", self.locate(tag), to="hf")
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        rankless.load_model(state, self.locate(tag))
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+class Weights(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((300,), value))
+
+
+@dataclass
+class FabricFile:
+    """A checkpoint by our strategies of Lightning's Fabric, which replace what is at a path."""
+
+    path: Path
+    checkpoint_format: str = "native"
+
+    def _strategy(self) -> Any:
+        from rankless.lightning.fabric import SingleDeviceStrategy
+
+        return SingleDeviceStrategy(torch.device("cpu"), checkpoint_format=self.checkpoint_format)
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        strategy = self._strategy()
+        strategy.save_checkpoint(self.locate(tag), {"model": Weights(value)})
+
+    def load(self, tag: str) -> float:
+        model = Weights(-1.0)
+        self._strategy().load_checkpoint(self.locate(tag), {"model": model})
+        return value_of({"w": model.w.detach()})
+
+    def locate(self, tag: str) -> Path:
+        return self.path / f"{tag}.ckpt"
+
+
+Opened = Callable[[Path], "Iterator[Place]"]
+
+
+def _here(make: Callable[[Path], Place]) -> Opened:
+    def open_place(tmp_path: Path) -> Iterator[Place]:
+        yield make(tmp_path)
+
+    return open_place
+
+
+def _in_store(make: Callable[[Path, Path], Place]) -> Opened:
+    def open_place(tmp_path: Path) -> Iterator[Place]:
+        with FakeS3().served() as url:
+            yield make(store_at(url).path(f"{BUCKET}/run"), tmp_path)
+
+    return open_place
+
+
+#: All places by name.
+PLACES: dict[str, Opened] = {
+    "folder": _here(lambda tmp: Run(tmp / "run")),
+    "folder and tier": _here(lambda tmp: Run(tmp / "run", tmp / "tier")),
+    "store": _in_store(lambda run, _: Run(run)),
+    "store and tier": _in_store(lambda run, tmp: Run(run, tmp / "tier")),
+    "drain of an earlier job": _here(lambda tmp: Drain(tmp / "run", tmp / "tier")),
+    "`rankless drain`": _here(lambda tmp: Drain(tmp / "run", tmp / "tier", offline=True)),
+    "component in a folder": _here(lambda tmp: Component(tmp / "run")),
+    "component in a file": _here(lambda tmp: Component(tmp / "run", shard=False)),
+    "component in a store": _in_store(lambda run, _: Component(run)),
+    "DCP in a folder": _here(lambda tmp: Distributed(tmp / "run")),
+    "DCP in a store": _in_store(lambda run, _: Distributed(run)),
+    "Lightning": _here(lambda tmp: FabricFile(tmp / "run")),
+    "Lightning's format": _here(lambda tmp: FabricFile(tmp / "run", "lightning")),
+    "conversion into a folder": _here(lambda tmp: Conversion(tmp / "run", tmp)),
+    "conversion into a store": _in_store(Conversion),
+}
+
+#: The places where a name that is taken is replaced only if that is asked for.
+ASKING = frozenset(PLACES) - {name for name in PLACES if name.startswith(("component", "Lightning"))}
+
+
+@contextmanager
+def open_place(name: str, tmp_path: Path) -> Iterator[Place]:
+    """Open a place by its name."""
+    yield from PLACES[name](tmp_path)
+
+
+def in_killed_job(function: Callable[..., object], *arguments: Any) -> None:
+    """Call a function in a process that is gone right after it. Raises the function's error."""
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_call_and_die, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        error = ours.recv()
+    except EOFError:
+        error = RuntimeError("the process has ended without a word")
+    process.join()
+    if error is not None:
+        raise error
+
+
+def _call_and_die(reply: Connection, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    error: BaseException | None = None
+    try:
+        function(*arguments)
+    except BaseException as raised:  # noqa: BLE001 - the other process raises it
+        error = raised
+    reply.send(error)
+    os._exit(0)

@@ -1,0 +1,107 @@
+"""Promises about a run over several jobs: who is the latest, and which names a job can take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import rankless
+from rankless.storage.object_path import ObjectPath
+from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of
+from tests.promises.promise import because, promise
+
+_NO_RUN = because(
+    "there is no run: each output is a path of its own",
+    *(name for name in PLACES if name.startswith(("component", "DCP", "Lightning", "conversion"))),
+)
+
+
+@contextmanager
+def job(place: Place) -> Iterator[rankless.RunDirectory]:
+    """A job of a run, in the place of one."""
+    assert isinstance(place, Run | Drain)
+    local = None if place.local is None else rankless.LocalTier(place.local, drain_every=1)
+    directory = rankless.RunDirectory(place.path, local=local)
+    yield directory
+    directory.finalize()
+
+
+def spoil(path: Path) -> None:
+    """Flip a bit of the model of a checkpoint."""
+    if isinstance(path, ObjectPath):
+        [file] = [info.path for info in path.store.list_objects(path) if info.path.name == "model.safetensors"]
+        path.store.replace_small(file, flip(path.store.read_small(file)))
+    else:
+        [file] = path.rglob("model.safetensors")
+        file.chmod(0o644)
+        file.write_bytes(flip(file.read_bytes()))
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+
+
+def train(place: Place, stop: int, **options: Any) -> int:
+    """Resume, train to a step, save each step. Return the step that was resumed."""
+    with job(place) as directory:
+        state = state_of(0.0)
+        first = 0
+        if rankless.has_checkpoint(place.path):  # type: ignore[attr-defined]
+            first = int(directory.restore(None, state).step or 0)
+            assert value_of(state) == first
+        for step in range(first + 1, stop + 1):
+            state["w"].fill_(float(step))
+            directory.save(f"step_{step}", state, step=step, **options)
+            directory.finalize()
+        return first
+
+
+def listed(place: Place) -> list[str]:
+    return [info.tag for info in rankless.list_checkpoints(place.path)]  # type: ignore[attr-defined]
+
+
+@promise("a job goes on from the newest checkpoint, whoever saved it", exempt=_NO_RUN)
+def test_the_next_job_goes_on(place: Place) -> None:
+    place.save("step_1", 1.0)
+    place.save("step_2", 2.0)
+    assert train(place, 4) == 2
+    assert train(place, 5) == 4
+    assert listed(place) == [f"step_{step}" for step in range(1, 6)]
+
+
+@promise("after a fall-back over a corrupt checkpoint its name can be saved again, at every restart", exempt=_NO_RUN)
+def test_the_name_of_a_corrupt_checkpoint_is_free_after_a_fall_back(place: Place) -> None:
+    for step in (1, 2):
+        place.save(f"step_{step}", float(step))
+    spoil(place.locate("step_2"))
+    move_to_another_host(place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert train(place, 2) == 1
+        assert train(place, 3) == 2
+    assert place.load("step_2") == 2.0
+    assert listed(place) == ["step_1", "step_2", "step_3"]
+
+
+def move_to_another_host(place: Place) -> None:
+    """Only the run directory has the checkpoints from now on: the memory of the new host is empty."""
+    if getattr(place, "local", None) is not None:
+        place.local = place.local.with_name("tier_of_another_host")  # type: ignore[attr-defined]
+
+
+@promise("retention keeps the newest, and removes nothing of another run", exempt=_NO_RUN)
+def test_retention(place: Place) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    other = rankless.RunDirectory(place.path)  # type: ignore[attr-defined]
+    other.save("other", state_of(9.0))
+    with job(place) as directory:
+        directory.restore("step_3", state_of(0.0))
+        directory.save("step_4", state_of(4.0), step=4, keep=2)
+    kept = listed(place)
+    assert "other" in kept
+    assert "step_4" in kept
+    assert "step_1" not in kept

@@ -1,0 +1,118 @@
+"""Promises about what a save writes, and what is there if it does not get to its end."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import rankless
+from rankless.errors import RanklessError, StorageError
+from rankless.storage import posix
+from rankless.storage.http.client import ObjectClient, ObjectRequest, ObjectResponse
+from rankless.storage.object_path import ObjectPath
+from tests.promises.places import Place, state_of
+from tests.promises.promise import because, promise
+
+_FOREIGN = because(
+    "the files are those of another format",
+    "component in a file",
+    "DCP in a folder",
+    "DCP in a store",
+    "Lightning's format",
+)
+
+
+def model_files(path: Path) -> dict[str, bytes]:
+    """Return the files with tensors of an output, by their names alone."""
+    if isinstance(path, ObjectPath):
+        found = {info.path.name: path.store.read_small(info.path) for info in path.store.list_objects(path)}
+    else:
+        found = {file.name: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {name: data for name, data in found.items() if name == "model.safetensors"}
+
+
+@promise("the files of the model have the same bytes as in all other places", exempt=_FOREIGN)
+def test_the_same_bytes(place: Place, tmp_path: Path) -> None:
+    place.save("one", 7.0)
+    rankless.save_model(state_of(7.0), tmp_path / "expected", shard=True)
+    expected = model_files(tmp_path / "expected")
+    assert expected
+    assert model_files(place.locate("one")) == expected
+
+
+@contextmanager
+def storage_that_fails(number: int) -> Iterator[list[str]]:
+    """Let the call with this number that would change something, and all later ones, fail for want of space."""
+    calls: list[str] = []
+
+    def fail(name: str) -> None:
+        calls.append(name)
+        if len(calls) > number:
+            raise StorageError(errno.ENOSPC, "no space left on device")
+
+    rename, write, send = posix.fsync_directory, posix.write_small, ObjectClient.send
+
+    def fsync_directory(path: Path) -> None:
+        fail("fsync")
+        rename(path)
+
+    def write_small(path: Path, data: bytes) -> None:
+        fail("write")
+        write(path, data)
+
+    def send_request(self: ObjectClient, request: ObjectRequest) -> ObjectResponse:
+        if request.method in {"PUT", "POST"}:
+            fail("request")
+        return send(self, request)
+
+    with (
+        mock.patch.object(posix, "fsync_directory", fsync_directory),
+        mock.patch.object(posix, "write_small", write_small),
+        mock.patch.object(ObjectClient, "send", send_request),
+    ):
+        yield calls
+
+
+@promise(
+    "if storage fails at any moment, the old output or the new one is there, whole, and later saves go on",
+    exempt=because("the failing process is another one: crash and fault campaigns do that", "drain of an earlier job")
+    | because("only new paths are written", "conversion into a folder", "conversion into a store"),
+)
+def test_failing_storage(place: Place) -> None:
+    place.save("one", 1.0)
+    for number in range(100):
+        with storage_that_fails(number) as calls:
+            try:
+                place.save("one", 2.0, overwrite=True)
+            except (RanklessError, OSError):
+                assert place.load("one") in {1.0, 2.0}
+        if len(calls) <= number:
+            break
+    place.save("one", 3.0, overwrite=True)
+    assert place.load("one") == 3.0
+
+
+@promise("an output that is spoilt is named when it is loaded, and never half loaded")
+def test_spoilt_outputs_are_named(place: Place) -> None:
+    place.save("one", 1.0)
+    path = place.locate("one")
+    if isinstance(path, ObjectPath):
+        for info in path.store.list_objects(path):
+            if info.path.suffix in {".safetensors", ".distcp"}:
+                path.store.replace_small(info.path, path.store.read_small(info.path)[:-8])
+    else:
+        files = (
+            [path]
+            if path.is_file()
+            else [file for file in path.rglob("*") if file.suffix in {".safetensors", ".distcp"}]
+        )
+        for file in files:
+            file.chmod(0o644)
+            file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(Exception, match="one"):
+        place.load("one")
