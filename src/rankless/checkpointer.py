@@ -223,7 +223,7 @@ class Checkpointer:
                 tag,
                 **self._components,
                 stateful=self._registered or None,
-                options=replace(chosen, allow_missing=missing),
+                options=replace(chosen, allow_missing=missing, resume=True),
             )
         except EmptyRunError as error:
             level = logging.DEBUG if self._directory.rank else logging.INFO

@@ -144,6 +144,10 @@ class LoadOptions:
         rng: Whether to restore the states of the random number generators. By default they are restored if an
             optimizer is loaded, and may then be missing in the checkpoint. Each rank gets its own states back; if the
             number of ranks has changed, each rank derives new states from the saved ones, different on each rank.
+        resume: Whether the training goes on from what is loaded. With a local tier the load then takes over its folder:
+            an older job that is still alive saves nothing into it any more, and a checkpoint that only the tier has is
+            written into the run directory. Otherwise the load changes nothing there, for an evaluation beside the
+            training, and the first save takes over. By default, whether an optimizer or a data loader is passed.
         cast_dtype: Whether to cast between floating point dtypes; ``False`` by default, and a difference raises
             ``MismatchError``. No other dtypes are cast, for example complex to real or floating point to integer.
         keys: The keys at which a checkpoint of another system has its components, if rankless does not find them by
@@ -158,6 +162,7 @@ class LoadOptions:
     on_corruption: str = "fall_back"
     share_reads: str = "auto"
     rng: bool | None = None
+    resume: bool | None = None
     cast_dtype: bool = False
     keys: Mapping[str, str] | None = None
     on_event: OnEvent | None = None
@@ -190,6 +195,7 @@ class LoadKeywords(TypedDict, total=False):
     on_corruption: str
     share_reads: str
     rng: bool | None
+    resume: bool | None
     cast_dtype: bool
     keys: Mapping[str, str] | None
     on_event: OnEvent | None

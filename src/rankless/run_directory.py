@@ -20,7 +20,7 @@ from rankless.engine.comm.process_groups import (
 )
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.errors import InvalidArgumentError
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from rankless.load.load_result import RestoreResult
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.reporter import with_progress_bar
@@ -364,20 +364,21 @@ class RunDirectory:
             keys=chosen.keys or {},
             on_event=chosen.on_event or self._on_event,
         )
+        resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
         with span("load", "call", str(selected or "")):
-            return self._run_load(request)
+            return self._run_load(request, resumes=resumes)
 
-    def _run_load(self, request: LoadRequest) -> RestoreResult:
+    def _run_load(self, request: LoadRequest, *, resumes: bool) -> RestoreResult:
         with span("import", "import"):
             from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
 
         title = f"loading {request.tag or self.path.name}"
         with self._with_progress_bar(title, request.on_event) as listener:
-            tier = None if self._tier is None else self._open_tier(self._tier)
+            tier = None if self._tier is None else self._open_tier(self._tier, resumes=resumes)
             restored = load_with_fallback(
                 replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
             )
-        if tier is not None and restored.source == "local tier":
+        if tier is not None and resumes and restored.source == "local tier":
             self._drain_assembled(tier, self._on_event, self._keep)
         if restored.run:
             self.runs.add(restored.run)
@@ -385,11 +386,11 @@ class RunDirectory:
         return restored
 
     @traced("open the local tier", "import")
-    def _open_tier(self, tier: TierJob) -> TierLoad:
+    def _open_tier(self, tier: TierJob, *, resumes: bool) -> TierLoad:
         from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - other loads do not need its modules
 
         background_saves.finalize(self.path)
-        return TierLoad(tier, self._current_ranks(), self._timeout)
+        return TierLoad(tier, self._current_ranks(), self._timeout, resumes=resumes)
 
     def _drain_assembled(self, tier: TierLoad, on_event: OnEvent, keep: Retention | None) -> None:
         """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
@@ -412,8 +413,12 @@ class RunDirectory:
             return
         from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - as above
 
-        newest = TierLoad(self._tier, self._current_ranks(), self._timeout)
-        newest.assemble_newest(self._tier.newest)
+        newest = TierLoad(self._tier, self._current_ranks(), self._timeout, resumes=True)
+        try:
+            newest.assemble_newest(self._tier.newest)
+        except (CorruptCheckpointError, StorageError):  # the folder was removed, or its bytes are lost
+            self._tier.forget_undrained()
+            raise
         on_event = self._with_statistics(self._on_event, self._measures_newest)
         self._drain_assembled(newest, on_event, self._newest_keep)
         self.wait()

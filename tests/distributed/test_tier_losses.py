@@ -19,7 +19,7 @@ import rankless
 from campaigns.tier.histories.notes import State
 from campaigns.tier.histories.plan import LAYOUTS
 from campaigns.tier.histories.training import Training
-from rankless.errors import RankFailedError, StorageError
+from rankless.errors import RankFailedError
 from rankless.tier.copies_on_hosts import PartCopies
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.parity import PartParity
@@ -80,7 +80,7 @@ def save_all(base: str, case: Case) -> None:
                 directory.save(
                     f"step_{step}", training.model, training.optimizer, step=step, rng=False, forced=save.drained
                 )
-            except StorageError:
+            except RankFailedError:
                 assert save.end in {"unlabelled", "partial"}
             else:
                 assert save.end in {"copied", "alone"}
@@ -88,7 +88,7 @@ def save_all(base: str, case: Case) -> None:
 
 def failing(end: str) -> mock._patch:
     """Let a save end in this way."""
-    failure = StorageError(5, "the disk has failed")
+    failure = RankFailedError("a rank has failed")
     if end == "unlabelled":
         return mock.patch.object(TierFolder, "write_common", side_effect=failure)
     if end == "partial" and dist.get_rank() == dist.get_world_size() - 1:

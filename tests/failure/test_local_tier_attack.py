@@ -41,7 +41,7 @@ def load_step(base: Path) -> float:
 def open_continued(base: Path) -> rankless.RunDirectory:
     directory = open_run(base, drain_every=NEVER)
     with suppress(rankless.NoCheckpointError):
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
         directory.wait()
     return directory
 
@@ -61,7 +61,7 @@ def test_a_job_may_load_with_other_options_than_it_saves_with(tmp_path: Path) ->
 
 
 def _load_by_folder_and_save(base: Path) -> None:
-    rankless.restore(base / "run", None, state_of(-1), local=str(base / "tier"))
+    rankless.restore(base / "run", None, state_of(-1), resume=True, local=str(base / "tier"))
     for step in (5, 6):
         local = rankless.LocalTier(base / "tier", drain_every=NEVER)
         rankless.save_checkpoint(base / "run", f"step_{step}", state_of(step), step=step, local=local)
@@ -89,7 +89,7 @@ def _save_then_lack_memory(base: Path) -> None:
 
 def _load_without_strictness(base: Path) -> float | None:
     directory = open_run(base)
-    step = directory.restore(None, state_of(-1), strict=False).step
+    step = directory.restore(None, state_of(-1), resume=True, strict=False).step
     directory.wait()
     return step
 
@@ -134,7 +134,7 @@ def test_a_tag_that_was_saved_without_the_tier_is_taken(tmp_path: Path) -> None:
 def test_a_job_that_goes_back_drains_nothing_of_the_branch_that_it_left(tmp_path: Path) -> None:
     directory = open_run(tmp_path, drain_every=2)
     save_steps(directory, 1, 2, 3)
-    directory.restore("step_2", state_of(-1))
+    directory.restore("step_2", state_of(-1), resume=True)
     directory.finalize()
     assert [info.tag for info in directory.list()] == ["step_2"]
     save_steps(directory, 3)
@@ -197,7 +197,7 @@ def _begin_to_load(base: Path) -> float | None:
     """Load, and be killed before anything is drained."""
     slow = SlowDrains("create_files")
     with slow.patch:
-        return open_run(base).restore(None, state_of(-1)).step
+        return open_run(base).restore(None, state_of(-1), resume=True).step
 
 
 def test_an_older_job_that_wakes_up_leaves_the_tier_to_the_newer_one(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_job_does_not_overwrite_what_it_has_loaded_before_that_is_drained(tmp_
     directory, slow = open_run(tmp_path, drain_every=NEVER), SlowDrains("create_files")
     save_steps(directory, 1, 2, 3)
     with slow.patch:
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
         assert slow.is_reached.wait(60)
         save_steps(directory, 4, 5, 6)
         slow.is_released.set()
@@ -252,7 +252,7 @@ def test_a_slow_drain_does_not_replace_a_newer_checkpoint_of_its_tag(tmp_path: P
     directory.save("latest", state_of(2), step=2, overwrite=True)
     with slow.patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
         assert slow.is_reached.wait(60)
         directory.save("latest", state_of(3), step=3, overwrite=True, forced=True)
         slow.is_released.set()
@@ -333,7 +333,7 @@ def _save_last_step(base: Path, step: int, ends_well: bool) -> None:
     local = rankless.LocalTier(base / "tier", drain_every=NEVER)
     directory = rankless.RunDirectory(base / "run", keep=2, local=local)
     with suppress(rankless.NoCheckpointError):
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
         directory.wait()
     save_steps(directory, step)
     if ends_well:

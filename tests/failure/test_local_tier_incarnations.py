@@ -46,7 +46,7 @@ def load_step(base: Path) -> float:
 def job_that_saves(base: Path, *steps: int) -> None:
     directory = open_run(base)
     with suppress(rankless.NoCheckpointError):
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
         directory.wait()
     save_steps(directory, *steps)
 
@@ -75,7 +75,7 @@ def test_a_load_that_was_stopped_while_another_job_went_on_takes_nothing_from_it
         stopped_before(owner, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
-        open_run(tmp_path).restore(None, state_of(-1))
+        open_run(tmp_path).restore(None, state_of(-1), resume=True)
     assert run_killed_job(load_step, tmp_path) == 4
 
 
@@ -85,7 +85,7 @@ def test_a_first_save_that_was_stopped_while_another_job_went_on_takes_nothing_f
 ) -> None:
     directory = open_run(tmp_path)
     with pytest.raises(rankless.NoCheckpointError):
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
     with (
         stopped_before(TierJob, name, lambda: run_killed_job(job_that_saves, tmp_path, 3, 4)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
@@ -117,7 +117,7 @@ def test_a_load_sees_all_that_an_earlier_job_completes_before_it_looks(tmp_path:
     newer._tier = TierJob(tmp_path / "tier", tmp_path / "run")
     loaded = state_of(-1)
     with mock.patch.object(tier_generations, "list_offers", list_and_wait):
-        assert newer.restore(None, loaded).step == 2
+        assert newer.restore(None, loaded, resume=True).step == 2
     assert torch.equal(loaded["w"], state_of(2)["w"])
     assert refused
     newer.wait()
@@ -136,14 +136,14 @@ def test_from_the_beginning_of_a_load_an_earlier_job_drains_nothing(tmp_path: Pa
 
 def _fail_to_load(base: Path) -> None:
     with pytest.raises(rankless.MismatchError):
-        open_run(base).restore(None, {"other": torch.zeros(3)})
+        open_run(base).restore(None, {"other": torch.zeros(3)}, resume=True)
 
 
 def test_a_job_goes_on_after_a_load_that_failed(tmp_path: Path) -> None:
     directory = open_run(tmp_path)
     save_steps(directory, 1, 2)
     with pytest.raises(rankless.MismatchError):
-        directory.restore(None, {"other": torch.zeros(3)})
+        directory.restore(None, {"other": torch.zeros(3)}, resume=True)
     save_steps(directory, 3)
     directory.finalize()
     assert [info.tag for info in directory.list()] == ["step_3"]
@@ -182,7 +182,7 @@ def _save_and_fail_to_copy(base: str, error: type[Exception], failing: list[int]
 
 def _load_from_copies(base: str) -> tuple[float | None, str]:
     loaded = state_of(-1)
-    restored = _open_with_copies(base).restore(None, loaded)
+    restored = _open_with_copies(base).restore(None, loaded, resume=True)
     assert torch.equal(loaded["w"], state_of(int(restored.step or 0))["w"])
     return restored.step, restored.source
 
@@ -219,13 +219,13 @@ def _open_on_host(base: Path, host: str, **options: Any) -> rankless.RunDirector
 
 def _load_and_save_on_other_host(base: Path, *steps: int) -> None:
     directory = _open_on_host(base, "other", drain_every=NEVER)
-    directory.restore(None, state_of(-1))
+    directory.restore(None, state_of(-1), resume=True)
     save_steps(directory, *steps)
 
 
 def _load_on_other_host(base: Path) -> float | None:
     directory = _open_on_host(base, "other")
-    step = directory.restore(None, state_of(-1)).step
+    step = directory.restore(None, state_of(-1), resume=True).step
     directory.wait()
     return step
 
@@ -263,7 +263,7 @@ def test_what_an_earlier_job_was_draining_after_its_load_is_withdrawn(tmp_path: 
         PendingDirectory, "publish", lambda: run_killed_job(_load_and_save_on_other_host, tmp_path, 20)
     ):
         directory = _open_on_host(tmp_path, "host")
-        assert directory.restore(None, state_of(-1)).step == 3
+        assert directory.restore(None, state_of(-1), resume=True).step == 3
         with pytest.raises(rankless.StateError, match="another job has continued the run"):
             directory.wait()
     assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1"]
@@ -278,7 +278,7 @@ def test_a_job_that_was_replaced_right_after_its_load_says_so(tmp_path: Path) ->
         stopped_before(GenerationDrain, "_map_parts", lambda: run_killed_job(job_that_saves, tmp_path, 2, 3)),
         pytest.raises(rankless.StateError, match="another job has continued the run"),
     ):
-        directory.restore(None, state_of(-1))
+        directory.restore(None, state_of(-1), resume=True)
     assert run_killed_job(load_step, tmp_path) == 3
 
 
@@ -302,4 +302,4 @@ def test_a_late_checkpoint_from_which_the_other_job_continued_stays(tmp_path: Pa
 def _begin_from_tier(base: Path) -> None:
     """Load step 2, and be killed before it is drained."""
     with mock.patch.object(GenerationDrain, "follow_up", side_effect=rankless.StateError("killed")):
-        assert open_run(base).restore(None, state_of(-1)).step == 2
+        assert open_run(base).restore(None, state_of(-1), resume=True).step == 2

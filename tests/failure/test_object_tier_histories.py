@@ -63,7 +63,7 @@ def resume(folder: Path, every: int = 1) -> tuple[rankless.RunDirectory, int, st
     """Continue the run as a new job. Return its directory, the value that it has loaded, and where it was."""
     directory = rankless.RunDirectory(run_path(), local=rankless.LocalTier(folder, copies=0, drain_every=every))
     model = state(0)
-    restored = directory.restore(model={"net": model})
+    restored = directory.restore(model={"net": model}, resume=True)
     values = {float(value) for tensor in model.values() for value in tensor}
     assert len(values) == 1, f"{restored.tag} is a mixture: {values}"
     return directory, int(values.pop()), restored.source

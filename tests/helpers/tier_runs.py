@@ -22,7 +22,7 @@ def save_steps(directory: rankless.RunDirectory, *steps: int) -> None:
 def load_newest_step(directory: rankless.RunDirectory) -> float:
     """Load the newest checkpoint, wait until it is durable, and return its step, which its bytes must be of."""
     loaded = state_of(-1)
-    step = directory.restore(None, loaded).step
+    step = directory.restore(None, loaded, resume=True).step
     directory.wait()
     assert torch.equal(loaded["w"], torch.full((3000,), float(step or 0)))
     return float(step or 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import rankless
@@ -20,6 +22,20 @@ from campaigns.common.fork_server import CONTEXT
 from rankless.dcp import FileSystemReader, FileSystemWriter
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
+from tests.helpers.pool import Ranks
+from tests.helpers.simulated_hosts import simulated_host
+
+#: The ways to save, and the places that have them.
+PLAIN, ON_RANKS = "synchronous", "four ranks on two hosts"
+_RUNS = frozenset({"folder", "folder and tier", "store", "store and tier"})
+WAYS = {PLAIN: _RUNS, "eager": _RUNS, "overlapped": _RUNS, ON_RANKS: _RUNS}
+
+#: The options of a save in a way.
+OPTIONS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "eager": {"async_save": True, "staging": "eager"},
+    "overlapped": {"async_save": True, "staging": "overlapped"},
+}
 
 
 class Place(Protocol):
@@ -51,15 +67,19 @@ class Run:
 
     path: Path
     local: Path | None = None
-
-    def __post_init__(self) -> None:
-        self._directory = rankless.RunDirectory(self.path, local=self._tier())
-
-    def _tier(self) -> rankless.LocalTier | None:
-        return None if self.local is None else rankless.LocalTier(self.local, drain_every=1)
+    way: str = PLAIN
+    ranks: Ranks | None = None
+    _directory: rankless.RunDirectory | None = None
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
-        self._directory.save(tag, state_of(value), overwrite=overwrite, step=value)
+        if self.ranks is not None:
+            for outcome in self.ranks.outcomes(4, _save_on_rank, self.path, self.local, tag, value, overwrite):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            return
+        if self._directory is None:
+            self._directory = rankless.RunDirectory(self.path, local=tier_of(self.local))
+        self._directory.save(tag, state_of(value), overwrite=overwrite, step=value, **OPTIONS[self.way])
         self._directory.finalize()
 
     def load(self, tag: str) -> float:
@@ -72,6 +92,24 @@ class Run:
             found = [info.path for info in rankless.list_checkpoints(self.path) if info.tag == tag]
             return found[0] if found else self.path / tag
         return self.path / tag
+
+
+def tier_of(local: Path | None) -> rankless.LocalTier | None:
+    return None if local is None else rankless.LocalTier(local, drain_every=1)
+
+
+def _save_on_rank(path: Path, local: Path | None, tag: str, value: float, overwrite: bool) -> None:
+    """Save on one of four ranks, on the first or the second host."""
+    host = dist.get_rank() // 2
+    board = Path(tempfile.gettempdir()) / f"promises-{os.getuid()}-{host}"
+    board.mkdir(exist_ok=True)
+    with simulated_host(str(host), str(board)):
+        directory = rankless.RunDirectory(path, local=tier_of(local and local / str(host)))
+        state = state_of(value)
+        if rankless.has_checkpoint(path):
+            directory.restore(None, state_of(-1.0), resume=True)
+        directory.save(tag, state, overwrite=overwrite, step=value)
+        directory.finalize()
 
 
 @dataclass
@@ -88,7 +126,7 @@ class Drain:
             rankless.drain(self.path, self.local)
         else:
             directory = rankless.RunDirectory(self.path, local=rankless.LocalTier(self.local))
-            directory.restore(None, state_of(-1.0))
+            directory.restore(None, state_of(-1.0), resume=True)
             directory.wait()
 
     def load(self, tag: str) -> float:
@@ -103,7 +141,7 @@ class Drain:
 def _save_undrained(path: str, local: str, tag: str, value: float, overwrite: bool) -> None:
     directory = rankless.RunDirectory(path, local=rankless.LocalTier(local, drain_every=10**6))
     if rankless.has_checkpoint(path):
-        directory.restore(None, state_of(-1.0))
+        directory.restore(None, state_of(-1.0), resume=True)
     directory.save(tag, state_of(value), overwrite=overwrite, step=value)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.promises.places import PLACES
+from tests.promises.places import ON_RANKS, PLACES, PLAIN, WAYS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,12 +32,18 @@ PROMISES: dict[str, Promise] = {}
 
 
 def promise(
-    text: str, *, exempt: Mapping[str, str] | None = None, broken: Mapping[str, str] | None = None
+    text: str,
+    *,
+    exempt: Mapping[str, str] | None = None,
+    broken: Mapping[str, str] | None = None,
+    in_one_process: bool = False,
 ) -> Callable[[F], F]:
-    """Run a test over all places. Its argument ``place_name`` is the name of the place.
+    """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
-    ``exempt``: places where the promise has no meaning, with the reason. ``broken``: places where it is not kept yet:
-    the test must fail there, so an entry goes when the promise is kept.
+    By day each place has one way, another one for each promise; with ``--full`` it has all. ``exempt``: places where
+    the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must fail there,
+    so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this process that ranks
+    would not see.
     """
     kept = Promise(text, exempt or {}, broken or {})
     unknown = {*kept.exempt, *kept.broken} - PLACES.keys()
@@ -45,13 +51,15 @@ def promise(
 
     def parametrize(test: F) -> F:
         PROMISES[test.__name__] = kept
-        cases = [
-            pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=kept.broken[name])])
-            if name in kept.broken
-            else name
-            for name in PLACES
-            if name not in kept.exempt
-        ]
-        return pytest.mark.parametrize("place_name", cases)(test)
+        cases = []
+        for number, name in enumerate(PLACES):
+            ways = [way for way in WAYS if name in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
+            by_day = ways[(number + len(PROMISES)) % len(ways)]
+            for way in ways if name not in kept.exempt else ():
+                marks = [] if way == by_day else [pytest.mark.full]
+                if name in kept.broken:
+                    marks.append(pytest.mark.xfail(strict=True, reason=kept.broken[name]))
+                cases.append(pytest.param(name, way, marks=marks, id=f"{name}, {way}" if way != PLAIN else name))
+        return pytest.mark.parametrize(("place_name", "way"), cases)(test)
 
     return parametrize

@@ -50,7 +50,7 @@ def train(place: Place, stop: int, **options: Any) -> int:
         state = state_of(0.0)
         first = 0
         if rankless.has_checkpoint(place.path):  # type: ignore[attr-defined]
-            first = int(directory.restore(None, state).step or 0)
+            first = int(directory.restore(None, state, resume=True).step or 0)
             assert value_of(state) == first
         for step in range(first + 1, stop + 1):
             state["w"].fill_(float(step))
@@ -99,7 +99,7 @@ def test_retention(place: Place) -> None:
     other = rankless.RunDirectory(place.path)  # type: ignore[attr-defined]
     other.save("other", state_of(9.0))
     with job(place) as directory:
-        directory.restore("step_3", state_of(0.0))
+        directory.restore("step_3", state_of(0.0), resume=True)
         directory.save("step_4", state_of(4.0), step=4, keep=2)
     kept = listed(place)
     assert "other" in kept

@@ -117,6 +117,7 @@ def test_a_file_in_an_output_is_not_lost(place: Place) -> None:
     exempt=_BY_ID
     | _NEW_ONLY
     | because("other objects stay, and nothing is renamed", "component in a store", "DCP in a store"),
+    in_one_process=True,
 )
 def test_what_appears_at_the_last_moment_is_not_lost(place: Place, tmp_path: Path) -> None:
     place.save("one", 1.0)

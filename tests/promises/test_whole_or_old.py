@@ -82,6 +82,7 @@ def storage_that_fails(number: int) -> Iterator[list[str]]:
     "if storage fails at any moment, the old output or the new one is there, whole, and later saves go on",
     exempt=because("the failing process is another one: crash and fault campaigns do that", "drain of an earlier job")
     | because("only new paths are written", "conversion into a folder", "conversion into a store"),
+    in_one_process=True,
 )
 def test_failing_storage(place: Place) -> None:
     place.save("one", 1.0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.storage.posix import host_id
 from rankless.tier.epochs import read_epochs
 from rankless.tier.generation_catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
+from rankless.tier.host_folder import TierFolder
 from rankless.tier.job import TierJob
 from rankless.tier.part import GenerationKey
 from rankless.tier.parts_in_run import CollectedParts
@@ -49,12 +51,35 @@ class _Gathered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
-    """Let all ranks tell which generations their hosts have."""
-    local: list[LocalCheckpoint] = []
-    unreadable: list[str] = []
+    """Let all ranks tell which generations their hosts have, and put what only they have into the run directory."""
+    hosts, gathered = _gather(tier, session, lambda: _offer(tier.folder, tier.slots.writer))
+    if gathered.lacking is not None:
+        _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)
+    return hosts
+
+
+def look_at_hosts(tier: TierJob, session: Session) -> TierHosts:
+    """Let all ranks tell which generations their hosts have. Nothing is changed; a host may have no folder.
+
+    Ranks of several hosts send each other parts, for which each host needs names of files.
+    """
 
     def list_own() -> HostOffer:
-        return HostOffer(tier.folder.identity, tier.slots.writer, list_offers(tier.folder))
+        folder = tier.find_folder()
+        if folder is None:
+            return HostOffer(f"{host_id()} without {tier.path}", "", [])
+        return _offer(folder, tier.slots.writer if session.size > 1 else "")
+
+    return _gather(tier, session, list_own)[0]
+
+
+def _offer(folder: TierFolder, writer: str) -> HostOffer:
+    return HostOffer(folder.identity, writer, list_offers(folder))
+
+
+def _gather(tier: TierJob, session: Session, list_own: Callable[[], HostOffer]) -> tuple[TierHosts, _Gathered]:
+    local: list[LocalCheckpoint] = []
+    unreadable: list[str] = []
 
     def decide(posted: list[bytes]) -> bytes:
         offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
@@ -67,10 +92,7 @@ def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
 
     _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
     gathered: _Gathered = msgspec.msgpack.decode(raw, type=_Gathered)
-    hosts = TierHosts(gathered.host_of, gathered.writers, local, unreadable)
-    if gathered.lacking is not None:
-        _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)
-    return hosts
+    return TierHosts(gathered.host_of, gathered.writers, local, unreadable), gathered
 
 
 def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:

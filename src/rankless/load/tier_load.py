@@ -19,7 +19,7 @@ from rankless.errors import StorageError
 from rankless.load.part_assembler import PartAssembler
 from rankless.load.part_fetch import PartFetch
 from rankless.load.rank_reads import Reads
-from rankless.load.tier_generations import TierHosts, gather_hosts, take_over
+from rankless.load.tier_generations import TierHosts, gather_hosts, look_at_hosts, take_over
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
 from rankless.run.scan import CheckpointInfo
@@ -35,8 +35,10 @@ from rankless.tier.parts_in_run import CollectedParts
 class TierLoad:
     """The local tier in one load, over all attempts."""
 
-    def __init__(self, tier: TierJob, ranks: RankGroup, timeout: float) -> None:
+    def __init__(self, tier: TierJob, ranks: RankGroup, timeout: float, *, resumes: bool) -> None:
+        """``resumes``: the training goes on from what is loaded. Otherwise the load only looks into the tier."""
         self.tier, self._ranks, self._timeout = tier, ranks, timeout
+        self._resumes = resumes
         self._hosts = TierHosts((), ())
         self._assembler: PartAssembler | None = None
         #: The generation that was loaded last, or tried.
@@ -55,9 +57,14 @@ class TierLoad:
     def gather(self) -> None:
         """Let all ranks tell which generations their hosts have.
 
-        From now on, an earlier job that is still alive changes none of them.
+        If the training goes on, an earlier job that is still alive changes none of them from now on.
         """
-        self._hosts = take_over(self.tier, self._ranks, self._timeout)
+        if self._resumes:
+            self._hosts = take_over(self.tier, self._ranks, self._timeout)
+            return
+        session = self._ranks.open_session(self._timeout)
+        self._hosts = look_at_hosts(self.tier, session)
+        session.leave()
 
     def assemble(self, session: Session, key: GenerationKey) -> None:
         """Collect the tables of a generation. Raises ``CorruptCheckpointError`` on all ranks if a part is lost."""
@@ -99,8 +106,22 @@ class TierLoad:
                 remove_file(path)
 
     def finish(self, session: Session, manifest: Manifest | None, key: GenerationKey | None) -> None:
-        """Begin an epoch that continues from the loaded checkpoint, and remove all other generations."""
+        """Begin an epoch that continues from the loaded checkpoint, and remove all other generations.
+
+        If the training does not go on, only note what was loaded: a save may continue from it later.
+        """
         self.remove_fetched()
+        if self._resumes:
+            self._begin_epoch(session, manifest, key)
+        elif manifest is not None and key is not None:
+            self.tier.note_loaded(CheckpointInfo.of(self.tier.run / manifest.tag, manifest))
+        if self._hosts.unreadable:
+            warn_caller(f"ignored in the local tier: {'; '.join(dict.fromkeys(self._hosts.unreadable))}")
+        problems = () if self.assembly is None or key is None else self.assembly.problems
+        if problems and session.rank == COORDINATOR_RANK:
+            warn_caller(f"copies of other hosts were used in place of corrupt parts: {'; '.join(problems)}")
+
+    def _begin_epoch(self, session: Session, manifest: Manifest | None, key: GenerationKey | None) -> None:
 
         def begin_epoch(_: list[bytes]) -> bytes:
             start, run_id = (0, "") if manifest is None else (manifest.sequence, manifest.run)
@@ -113,11 +134,6 @@ class TierLoad:
         session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
         self.tier.forget_newest()
         self.tier.remove_generations(lambda one: one == key)
-        if self._hosts.unreadable:
-            warn_caller(f"ignored in the local tier: {'; '.join(dict.fromkeys(self._hosts.unreadable))}")
-        problems = () if self.assembly is None or key is None else self.assembly.problems
-        if problems and session.rank == COORDINATOR_RANK:
-            warn_caller(f"copies of other hosts were used in place of corrupt parts: {'; '.join(problems)}")
 
     @property
     def problems(self) -> tuple[str, ...]:

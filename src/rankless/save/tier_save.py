@@ -79,8 +79,8 @@ class TierSave(TrainingSave):
             "preparing the save", plan_and_reserve, bytes, lambda posted: stage.decide(posted, self._plan_next)
         )
         begun = stage.begin(raw)
-        if begun.shortage:
-            self._save_without_tier(agreement, begun.shortage)
+        if begun.problem:
+            self._save_without_tier(agreement, begun.problem)
             return
         if begun.identity is None:
             cache.key = b""
@@ -104,12 +104,15 @@ class TierSave(TrainingSave):
             request.keep is not None and info.id in request.keep.select_by_merit([*self._stage.tier.durable, described])
         )
 
-    def _save_without_tier(self, agreement: SaveAgreement, shortage: str) -> None:
-        if self._session.rank == COORDINATOR_RANK:
-            warn_caller(f"{self.path} is saved without the local tier: {shortage}")
+    def _save_without_tier(self, agreement: SaveAgreement, problem: str) -> None:
+        self._warn_of_tier(problem)
         self._stage.release()
         self.completed_locally = None
         self._open_run(agreement)
+
+    def _warn_of_tier(self, problem: object) -> None:
+        if self._session.rank == COORDINATOR_RANK:
+            warn_caller(f"{self.path} is saved without the local tier: {problem}")
 
     def _choose_identity(self) -> CheckpointIdentity:
         return self._stage.tier.choose_identity(self._request.runs)
@@ -132,7 +135,10 @@ class TierSave(TrainingSave):
         if self._staged is None:  # a synchronous save
             self.stage_tensors(Arena(StagingMemory()))
             self.complete_copies()
-        common = stage.complete(self._staged, self._captured.rank_values, self._describe, self._plan)
+        try:
+            common = stage.complete(self._staged, self._captured.rank_values, self._describe, self._plan)
+        except StorageError as error:  # the memory is full, or the folder is gone: the staged bytes are still there
+            return self._write_past_tier(error)
         self._release_tensors()
         info = CheckpointInfo.of(self.path, common.label.manifest)
         info = self._info = replace(info, nbytes=sum(file.size for file in self._plan.files))
@@ -142,6 +148,24 @@ class TierSave(TrainingSave):
         self._keep_newest()
         if not self.has_follow_up:
             stage.release()
+        return info
+
+    def _write_past_tier(self, problem: StorageError) -> CheckpointInfo:
+        """Write the staged bytes into the run directory, because the tier cannot complete the checkpoint.
+
+        All ranks have got the error of the vote, so all of them call it.
+        """
+        self._warn_of_tier(problem)
+        try:
+            info = self._drain_once(0)
+        finally:
+            self.has_follow_up = False
+        self._stage.end_drain(None)
+        self._stage.release()
+        self._stage.tier.forget_newest()
+        self._stage.tier.note_durable(info)
+        if self.completed_locally is not None:
+            self.completed_locally.set_result(None)
         return info
 
     def _describe(self, rank_values: list[bytes]) -> Common:

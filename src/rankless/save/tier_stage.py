@@ -17,7 +17,7 @@ from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.staging import StagedTensors
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.errors import SpaceShortageError, StateError
+from rankless.errors import SpaceShortageError, StateError, StorageError
 from rankless.observe.units import format_size
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
@@ -32,7 +32,7 @@ from rankless.tier.tier_options import LocalTier
 
 
 class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a rank's preparation: the digests of its replicas, and the bytes of memory that it lacks, if any.
+    """The result of a rank's preparation: the digests of its replicas, and why its host cannot take part, if it cannot.
 
     ``host`` identifies the folder of its tier, ``domain`` what may fail as a whole with it.
     """
@@ -40,12 +40,11 @@ class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
     digests: bytes
     host: str
     domain: str
-    needed: int = 0
-    free: int = 0
+    problem: str = ""
 
 
 class BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
-    """The decision of rank 0. There is no identity if replicas differ, or if a rank lacks memory.
+    """The decision of rank 0. There is no identity if replicas differ, or if a host cannot take part.
 
     ``hosts`` and ``domains`` are those of all ranks.
     """
@@ -56,7 +55,7 @@ class BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
     drains: bool = False
     hosts: list[str] = []
     domains: list[str] = []
-    shortage: str = ""
+    problem: str = ""
     job: str = ""
 
 
@@ -100,20 +99,26 @@ class TierStage:
 
     def reserve(self, digests: bytes, nbytes: int) -> bytes:
         """Reserve memory for the part. Return what rank 0 must know; ``digests`` are those of the replicas."""
-        prepared = _PreparedTierSave(digests, self.tier.folder.identity, self.options.failure_domain)
+        identity = problem = ""
         try:
             self._slot = self.tier.take_slot(nbytes)
+            identity = self.tier.folder.identity
         except SpaceShortageError as error:
-            prepared = msgspec.structs.replace(prepared, needed=error.needed, free=error.free)
-        return _encode(prepared)
+            problem = _describe_shortage(error)
+        except (
+            StorageError
+        ) as error:  # the folder was removed, or belongs to somebody else: no reason to end a training
+            problem = str(error)
+        return _encode(_PreparedTierSave(digests, identity, self.options.failure_domain, problem))
 
     def decide(self, posted: Sequence[bytes], plan_save: Callable[[], NextSave]) -> bytes:
         """Decide on the save, on rank 0, from what all ranks have posted."""
         prepared = [msgspec.msgpack.decode(raw, type=_PreparedTierSave) for raw in posted]
         if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
             return _encode(BegunTierSave())
-        if shortage := _describe_shortage(prepared):
-            return _encode(BegunTierSave(shortage=shortage))
+        problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(prepared) if one.problem]
+        if problems:
+            return _encode(BegunTierSave(problem=problems[0]))
         planned = plan_save()
         hosts, domains = [rank.host for rank in prepared], [rank.domain for rank in prepared]
         started_at = round(time.time(), 6)
@@ -215,13 +220,10 @@ class TierStage:
         self.release()
 
 
-def _describe_shortage(prepared: Sequence[_PreparedTierSave]) -> str:
-    """Say which host lacks how much memory; nothing if none does."""
-    for rank, one in enumerate(prepared):
-        if one.needed:
-            return (
-                f"rank {rank} needs {format_size(one.needed)} more in the folder of the tier on its host, where "
-                f"{format_size(one.free)} are free. The tier needs three times the bytes of a host, and two to three "
-                "times those that it gets as copies"
-            )
-    return ""
+def _describe_shortage(error: SpaceShortageError) -> str:
+    """Say how much memory this host lacks."""
+    return (
+        f"{format_size(error.needed)} more are needed in the folder of the tier on its host, where "
+        f"{format_size(error.free)} are free. The tier needs three times the bytes of a host, and two to three times "
+        "those that it gets as copies"
+    )

@@ -141,6 +141,11 @@ class TierFolder:
                 raise
             overwrite_small(self.path / _OWNER, job.encode())  # a job must begin also if others have filled the memory
 
+    def is_lost(self) -> bool:
+        """Return whether the folder was removed, or replaced: a cleaner of ``/dev/shm`` does that, for one."""
+        marker = _read_marker(self.path) if is_directory(self.path) else None
+        return marker is None or not self.identity.endswith(f" {marker.token}")
+
     def is_owned_by(self, job: str) -> bool:
         """Return whether no other job has taken over the folder since this one has."""
         return self._read_owner() == job

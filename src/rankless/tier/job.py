@@ -5,6 +5,7 @@ After the first save or load, nothing of it needs the run directory: a save into
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from rankless.errors import StateError, StorageError, TagExistsError
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
 from rankless.run.cleanup import delete_checkpoints
@@ -53,7 +55,10 @@ class TierJob:
         self._epoch, self._sequence, self._run_id = 0, 0, ""
         #: On rank 0, the epoch that the newest load has reserved.
         self._reserved = 0
+        #: A checkpoint of the tier that was loaded without taking over the folder.
+        self._loaded: CheckpointInfo | None = None
         self._tags: set[str] = set()
+        self._newest_tag = ""
         #: On rank 0, the checkpoints in the run directory, as far as this job knows.
         self.durable: list[CheckpointInfo] = []
         self._undrained, self._drains, self._drained_at = 0, 0, time.monotonic()
@@ -69,8 +74,13 @@ class TierJob:
         """The folder of this host. Raises ``InvalidArgumentError`` or ``StorageError`` if it cannot be used."""
         self._forget_in_fork()
         if self._folder is None:
-            self._folder = TierFolder.open(self.path, self.run)
+            self._folder = _open_folder(self.path, self.run)
         return self._folder
+
+    def find_folder(self) -> TierFolder | None:
+        """Return the folder of this host if a job has made it, else ``None``: a load that only looks makes none."""
+        self._forget_in_fork()
+        return self._folder or (TierFolder.find(self.path, self.run) if list_names(self.path) else None)
 
     @property
     def slots(self) -> Slots:
@@ -144,16 +154,28 @@ class TierJob:
         if drains:
             self._undrained, self._has_failed_drain = 0, False
         self._tags.add(tag)
+        self._newest_tag = tag
         return NextSave(self._epoch, identity, drains=drains)
 
     def choose_identity(self, runs: frozenset[str]) -> CheckpointIdentity:
         """Return the identity of the next save, on rank 0, which is newer than all others in the tier and the run."""
         if not self._epoch:
-            identity = next_identity(self.run, runs)
-            self.begin_epoch(identity.sequence - 1, identity.run)
+            self._begin_first_epoch(next_identity(self.run, runs), runs)
         self._run_id = self._run_id or secrets.token_hex(8)
         self._sequence = min(self._sequence + 1, LARGEST)
         return CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
+
+    def _begin_first_epoch(self, identity: CheckpointIdentity, runs: frozenset[str]) -> None:
+        """Begin an epoch with the first save: from the newest checkpoint in the run directory, or what was loaded."""
+        loaded = self._loaded
+        if loaded is None or loaded.sequence < identity.sequence or loaded.run not in runs:
+            self.begin_epoch(identity.sequence - 1, identity.run)
+        else:
+            self.begin_epoch(loaded.sequence, loaded.run, loaded)
+
+    def note_loaded(self, info: CheckpointInfo) -> None:
+        """Note that a checkpoint of the tier was loaded, and that the folder was not taken over: a save may do that."""
+        self._loaded = info
 
     def forget_tag(self, tag: str) -> None:
         """Note that a save has failed, so its tag is free."""
@@ -163,6 +185,11 @@ class TierJob:
         """Note that the newest complete generation is not to be drained any more: a checkpoint has replaced it."""
         with self._lock:
             self.newest, self.is_drained = None, True
+
+    def forget_undrained(self) -> None:
+        """Note that the newest generation is lost before it was drained: its tag is free."""
+        self.forget_newest()
+        self.forget_tag(self._newest_tag)
 
     def note_durable(self, info: CheckpointInfo) -> None:
         """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
@@ -191,12 +218,25 @@ class TierJob:
         return self._has_folder and not self.folder.is_owned_by(self.job)
 
     def check_not_replaced(self) -> None:
-        """Raise ``StateError`` if another job has taken over the folder of this host."""
-        if self.is_replaced():
-            raise StateError(f"another job has continued the run {self.run}, and uses {self.path} now")
+        """Raise ``StateError`` if another job has taken over the folder of this host.
+
+        Raises ``StorageError`` if it was removed.
+        """
+        if not self.is_replaced():
+            return
+        if self.folder.is_lost():
+            raise StorageError(errno.ENOENT, f"{self.folder.path} was removed while the job was running")
+        raise StateError(f"another job has continued the run {self.run}, and uses {self.folder.path} now")
 
     def take_slot(self, nbytes: int) -> Slot:
-        """Return a slot as :meth:`Slots.take`. Raises ``StateError`` if another job has taken over the folder."""
+        """Return a slot as :meth:`Slots.take`. Raises the errors of :meth:`check_not_replaced`.
+
+        A folder that was removed is made anew: its next generations are complete again.
+        """
+        self._forget_in_fork()
+        if self._folder is not None and self._folder.is_lost():
+            self._folder, self._slots, self._has_folder = None, None, False
+            self.forget_newest()
         self.check_not_replaced()
         return self.slots.take(nbytes)
 
@@ -278,6 +318,20 @@ class TierJob:
                 f"nothing was written to {self.run} for {self.undrained_seconds:.0f} seconds, and "
                 f"max_undrained_seconds is {limit:g}: the checkpoints are in {self.path} only",
             )
+
+
+def _open_folder(path: Path, run: Path) -> TierFolder:
+    """Open the folder of a tier, or one next to it with a warning if it is another user's, or others may enter it.
+
+    A job that is started again in the night must go on also if the folder is wrong on one of its hosts.
+    """
+    try:
+        return TierFolder.open(path, run)
+    except StorageError as error:
+        other = path.with_name(f"{path.name}.{os.getuid()}")
+        folder = TierFolder.open(other, run)
+        warn_caller(f"{error}. Until then the local tier of this host is {other}")
+        return folder
 
 
 class TierJobs:
