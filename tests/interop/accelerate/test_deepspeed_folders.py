@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import rankless
-from rankless.errors import RanklessError
+from rankless.errors import CorruptCheckpointError, RanklessError
 from tests.helpers.equality import equal_bits
 from tests.helpers.pool import Ranks
 from tests.interop.accelerate.fixtures import DEEPSPEED, SavedRun, make_scheduler, restore_generators, unpack_fixtures
@@ -74,3 +75,14 @@ def test_a_file_of_deepspeed_that_is_missing_is_named(run: SavedRun, tmp_path: P
     file.unlink()
     with pytest.raises(RanklessError, match="rank"):
         rankless.open(tmp_path / "state")
+
+
+@pytest.mark.parametrize("call", [rankless.open, rankless.restore])
+def test_a_copy_without_the_file_that_names_the_tag_is_refused(
+    run: SavedRun, tmp_path: Path, call: Callable[[Path], object]
+) -> None:
+    """Without it the model and the optimizer would be passed over, and the rest be called verified."""
+    copy = shutil.copytree(run.folder, tmp_path / "copy")
+    (copy / "latest").unlink()
+    with pytest.raises(CorruptCheckpointError, match="'latest'.*was not copied"):
+        call(copy)

@@ -9,8 +9,8 @@ from rankless.accelerate.reader.folder_parts import list_parts
 from rankless.accelerate.reader.training_reader import TrainingReader
 from rankless.deepspeed.reader.deepspeed_file_names import list_tag_files
 from rankless.deepspeed.reader.deepspeed_reader import DeepSpeedReader
-from rankless.deepspeed.reader.tag_folders import find_tag, is_deepspeed
-from rankless.errors import InvalidArgumentError
+from rankless.deepspeed.reader.tag_folders import find_tag, is_deepspeed, list_tags
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.composite_reader import CompositeReader
 from rankless.formats.peft import PeftReader, is_peft
 from rankless.formats.reader import Reader
@@ -20,7 +20,8 @@ from rankless.formats.sharded.model_files import MODEL, OPTIMIZER
 def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
     """Return the reader for a folder; ``keys`` are those of DeepSpeed.
 
-    Raises ``FormatError``, or ``InvalidArgumentError`` if there are keys, but no files of DeepSpeed.
+    Raises ``FormatError``, ``CorruptCheckpointError`` if only a part of the folder was copied, or
+    ``InvalidArgumentError`` if there are keys, but no files of DeepSpeed.
     """
     parts = list_parts(path)
     if keys and not is_deepspeed(path):
@@ -32,6 +33,11 @@ def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
         optimizers = len(list_tag_files(find_tag(path)).optimizers)
         others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER}, writers=optimizers)
         return CompositeReader(path, [DeepSpeedReader(path, keys), others])
+    if tags := list_tags(path):
+        raise CorruptCheckpointError(
+            f"{path} has files of DeepSpeed in {tags[0]}, but the file 'latest' that names this folder is missing: it was "
+            f"not copied. Write {tags[0]} into it, or open {path / tags[0]}, which has the model and the optimizer"
+        )
     if MODEL not in parts and is_peft(path):
         return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, parts, elsewhere={MODEL})])
     return TrainingReader(path, parts)
