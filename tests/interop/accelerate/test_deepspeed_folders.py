@@ -84,5 +84,5 @@ def test_a_copy_without_the_file_that_names_the_tag_is_refused(
     """Without it the model and the optimizer would be passed over, and the rest be called verified."""
     copy = shutil.copytree(run.folder, tmp_path / "copy")
     (copy / "latest").unlink()
-    with pytest.raises(CorruptCheckpointError, match="'latest'.*was not copied"):
+    with pytest.raises(CorruptCheckpointError, match="'latest'"):
         call(copy)

@@ -35,8 +35,8 @@ def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
         return CompositeReader(path, [DeepSpeedReader(path, keys), others])
     if tags := list_tags(path):
         raise CorruptCheckpointError(
-            f"{path} has files of DeepSpeed in {tags[0]}, but the file 'latest' that names this folder is missing: it was "
-            f"not copied. Write {tags[0]} into it, or open {path / tags[0]}, which has the model and the optimizer"
+            f"{path} has files of DeepSpeed in {tags[0]}, but not the file 'latest' that names this folder: it was not "
+            f"copied. Write {tags[0]} into it, or open {path / tags[0]}, which has the model and the optimizer"
         )
     if MODEL not in parts and is_peft(path):
         return CompositeReader(path, [PeftReader(path, {}), TrainingReader(path, parts, elsewhere={MODEL})])
