@@ -5,7 +5,6 @@ Their CRCs are right, so nothing but the checks of what they say finds them.
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import rankless
 from rankless.tier.generation import Common

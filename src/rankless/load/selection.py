@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -66,8 +65,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
         return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
 
 
-@dataclass(frozen=True)
-class SkippedCheckpoints:
+class SkippedCheckpoints(msgspec.Struct, frozen=True):
     """The tags of checkpoints that a load has skipped, by the reason.
 
     ``corrupt`` checkpoints differ from what was saved. ``mismatched`` ones are intact, but do not match the caller's

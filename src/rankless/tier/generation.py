@@ -7,11 +7,11 @@ indexes, manifest. They are computed when a generation is loaded or drained, not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rankless.engine.integrity.fragments import FragmentTable, merge_adjacent_fragments
 from rankless.engine.io.checkpoint_files import build_headers, build_indexes
@@ -109,7 +109,7 @@ class Generation:
         records = {file.path: record for file, (_, record) in zip(self.plan.files, self.headers, strict=True)}
         for name, data in self.small_files.items():
             records[name] = FileRecord(len(data), f"{crc64(data):016x}")
-        return msgspec.structs.replace(self.common.label.manifest, files=dict(sorted(records.items())))
+        return replace(self.common.label.manifest, files=dict(sorted(records.items())))
 
 
 def check_common(common: Common, key: GenerationKey, file: str) -> Common:

@@ -20,7 +20,6 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -76,8 +75,7 @@ class _Marker(msgspec.Struct, frozen=True):
     token: str
 
 
-@dataclass(frozen=True)
-class TierFolder:
+class TierFolder(msgspec.Struct, frozen=True):
     """The folder of the local tier of one run on this host. ``identity`` is equal in processes that share it."""
 
     path: Path
