@@ -17,7 +17,8 @@ from msgspec.structs import replace
 import rankless
 from rankless.tier.generation import Common
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.part import _ROW, GenerationKey, PartName, _Header, decode_checked, encode_checked
+from rankless.tier.part import _ROW, _Header, decode_checked, encode_checked
+from rankless.tier.part_names import GenerationKey, PartName
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value
 

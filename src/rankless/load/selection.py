@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,8 +32,10 @@ from rankless.run.object_run import has_lost_files, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tag_arguments import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
-from rankless.tier.generation_catalog import LocalCheckpoint
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
+
+if TYPE_CHECKING:
+    from rankless.tier.generation_catalog import LocalCheckpoint  # few jobs have a local tier
 
 #: Seconds between two attempts to select a checkpoint while others are replaced.
 _RETRY_SECONDS = 0.01

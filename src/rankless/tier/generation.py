@@ -23,7 +23,8 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
 from rankless.ondisk.validation import check_relative_path, check_tag
-from rankless.tier.part import GenerationKey, PartName, PartRows, PartTable
+from rankless.tier.part import PartRows, PartTable
+from rankless.tier.part_names import GenerationKey, PartName
 
 
 class GenerationLabel(msgspec.Struct, frozen=True):

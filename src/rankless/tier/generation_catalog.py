@@ -11,7 +11,7 @@ from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.ondisk.manifest import Manifest
 from rankless.tier.epochs import is_retired
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
 
 
 class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):

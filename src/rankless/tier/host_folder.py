@@ -49,18 +49,8 @@ from rankless.storage.posix import (
 from rankless.storage.store import store_of
 from rankless.tier.epochs import parse_job_epoch
 from rankless.tier.generation import Common, check_common
-from rankless.tier.part import (
-    COMMON_SUFFIX,
-    VERSION,
-    GenerationKey,
-    ParityTable,
-    PartName,
-    PartTable,
-    decode_checked,
-    encode_checked,
-    parse_generation_name,
-    parse_part_name,
-)
+from rankless.tier.part import VERSION, ParityTable, PartTable, decode_checked, encode_checked
+from rankless.tier.part_names import COMMON_SUFFIX, GenerationKey, PartName, parse_generation_name, parse_part_name
 
 _MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
 

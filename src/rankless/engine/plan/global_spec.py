@@ -88,7 +88,7 @@ class _HolderTable(NamedTuple):
 _Naming = tuple[tuple[int, int | None], ...]
 
 
-class GlobalSpec(msgspec.Struct, frozen=True, dict=True):
+class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The distinct specs and mesh tables of a process group, and which of them each rank has.
 
     ``group_rank_of`` maps global ranks, which meshes contain, to ranks of the group. If the spec ``is_partial``, some
@@ -101,16 +101,8 @@ class GlobalSpec(msgspec.Struct, frozen=True, dict=True):
     table_of: Sequence[int]
     group_rank_of: Mapping[int, int]
     is_partial: bool = False
-
-    @cached_property
-    def _meshes(self) -> dict[MeshShape, MeshShape]:
-        """The meshes of ranks of the group, by the meshes of global ranks; filled when they are needed."""
-        return {}
-
-    @cached_property
-    def _holder_tables(self) -> dict[_Naming, _HolderTable]:
-        """The holders of tensors, by their naming; filled when they are needed."""
-        return {}
+    _meshes: dict[MeshShape, MeshShape] = msgspec.field(default_factory=dict)
+    _holder_tables: dict[_Naming, _HolderTable] = msgspec.field(default_factory=dict)
 
     @cached_property
     def ranks_by_spec(self) -> list[tuple[int, ...]]:
