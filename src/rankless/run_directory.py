@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from msgspec.structs import replace
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.process_groups import (

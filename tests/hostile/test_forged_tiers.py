@@ -5,7 +5,6 @@ Their CRCs are right, so nothing but the checks of what they say finds them.
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import rankless
 from rankless.tier.generation import Common
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.part import _ROW, GenerationKey, PartName, _Header, decode_checked, encode_checked
+from rankless.tier.part import _ROW, _Header, decode_checked, encode_checked
+from rankless.tier.part_names import GenerationKey, PartName
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value
 

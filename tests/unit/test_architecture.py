@@ -99,7 +99,7 @@ def test_importing_rankless_imports_nothing_else() -> None:
 
 
 #: Saves and loads a model and a stepped optimizer in a process of its own, and prints the modules of rankless after
-#: each, and the modules and functions of rankless that the second save and the second load run, on all threads.
+#: each, its dataclasses, and the modules and functions of rankless that the second save and load run, on all threads.
 _SAVE_AND_LOAD = """
 import json, sys, tempfile, threading
 import torch
@@ -136,7 +136,11 @@ def count(call):
 save("a")
 saved = imported()
 load("a")
-print(json.dumps({"save": saved, "load": imported(), "ran": [count(save), count(load)]}))
+loaded = imported()
+modules = [sys.modules[name] for name in loaded if name.startswith("rankless.")]
+classes = [cls for module in modules for cls in vars(module).values() if hasattr(cls, "__dataclass_fields__")]
+dataclasses = sorted({cls.__name__ for cls in classes})
+print(json.dumps({"save": saved, "load": loaded, "dataclasses": dataclasses, "ran": [count(save), count(load)]}))
 """
 
 
@@ -183,7 +187,12 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
     assert len(modules_of_rankless(saved)) <= 196
-    assert len(modules_of_rankless(loaded)) <= 238
+    assert len(modules_of_rankless(loaded)) <= 233
+
+
+def test_a_save_and_a_load_make_dataclasses_of_public_types_only(first_use: dict[str, Any]) -> None:
+    """A dataclass takes 0.5 ms to make, a Struct of msgspec 0.02 ms. ``AnyOf`` is what ``|`` of policies returns."""
+    assert {*first_use["dataclasses"]} <= {*read_modules(), "AnyOf"}
 
 
 def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, Any]) -> None:
@@ -194,7 +203,7 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 121
-    assert save_functions <= 581
+    assert save_functions <= 580
     assert load_modules <= 116
     assert load_functions <= 520
 

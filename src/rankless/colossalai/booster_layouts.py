@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from rankless.colossalai.file_division import build_index, format_mib, number_file_name
 from rankless.components.component_files import ComponentFile, FileSet, SafetensorsOutput, TorchOutput

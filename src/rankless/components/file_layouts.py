@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from rankless.components.component_files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.components.content import MODEL, ComponentContent

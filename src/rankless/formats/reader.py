@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
 
 from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan.element_ranges import TensorRange
@@ -42,8 +43,7 @@ class UnreadTensorNote(NamedTuple):
     error: type[FormatError] = FormatError
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointValues:
+class CheckpointValues(msgspec.Struct, frozen=True):
     """The plain values of a checkpoint.
 
     Attributes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+
+import msgspec
 
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.reader import FileExtent
@@ -44,8 +45,7 @@ def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes
     return bytes(raw), size
 
 
-@dataclass(frozen=True)
-class SafetensorsFile:
+class SafetensorsFile(msgspec.Struct, frozen=True, dict=True):
     """A safetensors file whose header has been read and checked."""
 
     path: Path

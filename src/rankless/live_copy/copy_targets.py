@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan import layout_types

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from rankless.engine.comm.call_check import CallDescription
 from rankless.formats.reader import Reader
@@ -22,8 +23,7 @@ SHARE_READS = ("auto", "always", "never")
 ON_CORRUPTION = ("fall_back", "raise")
 
 
-@dataclass(frozen=True)
-class LoadRequest:
+class LoadRequest(msgspec.Struct, frozen=True):
     """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
 
     ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
@@ -37,12 +37,12 @@ class LoadRequest:
     verify: bool
     share_reads: str = "auto"
     on_corruption: str = "fall_back"
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = msgspec.field(default_factory=dict)
     reader_adapter: Callable[[Reader], Reader] = lambda reader: reader
     reader_adapter_text: str = "as it is"
     local: str = "none"
     on_event: OnEvent = ignore_event
-    began: float = field(default_factory=time.perf_counter)
+    began: float = msgspec.field(default_factory=time.perf_counter)
 
     def describe_call(self) -> CallDescription:
         """Return the arguments that must be equal on all ranks."""

@@ -23,14 +23,8 @@ from rankless.tier.generation import Common, Generation
 from rankless.tier.host_folder import DATA_SUFFIX
 from rankless.tier.job import TierJob
 from rankless.tier.parity import check_parity
-from rankless.tier.part import (
-    GenerationKey,
-    PartName,
-    PartTable,
-    decode_checked,
-    encode_checked,
-    find_corrupt_range,
-)
+from rankless.tier.part import PartTable, decode_checked, encode_checked, find_corrupt_range
+from rankless.tier.part_names import GenerationKey, PartName
 from rankless.tier.rebuild import Rebuilding, plan_rebuildings, rebuild_parts
 
 _encode = msgspec.msgpack.Encoder().encode

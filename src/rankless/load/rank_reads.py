@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+
+import msgspec
 
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.device_streams import CopyStream, begin_copies
@@ -87,8 +88,7 @@ class _FileIndex:
         return find_file_ranges
 
 
-@dataclass(frozen=True)
-class Reads:
+class Reads(msgspec.Struct, frozen=True, dict=True):
     """One rank's share of the reads.
 
     ``number`` has the numbers of the stored tensors, and ``files`` are the files by number. ``mappings`` are the

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,8 +32,10 @@ from rankless.run.object_run import has_lost_files, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tag_arguments import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
-from rankless.tier.generation_catalog import LocalCheckpoint
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
+
+if TYPE_CHECKING:
+    from rankless.tier.generation_catalog import LocalCheckpoint  # few jobs have a local tier
 
 #: Seconds between two attempts to select a checkpoint while others are replaced.
 _RETRY_SECONDS = 0.01
@@ -66,8 +68,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
         return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
 
 
-@dataclass(frozen=True)
-class SkippedCheckpoints:
+class SkippedCheckpoints(msgspec.Struct, frozen=True):
     """The tags of checkpoints that a load has skipped, by the reason.
 
     ``corrupt`` checkpoints differ from what was saved. ``mismatched`` ones are intact, but do not match the caller's

@@ -14,7 +14,7 @@ from rankless.tier.epochs import read_epochs
 from rankless.tier.generation_catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.job import TierJob
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
 from rankless.tier.parts_in_run import CollectedParts
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -28,7 +28,7 @@ from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation_catalog import LocalCheckpoint
 from rankless.tier.generation_reader import GenerationReader
 from rankless.tier.job import TierJob
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
 from rankless.tier.parts_in_run import CollectedParts
 
 

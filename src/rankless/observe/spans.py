@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import Literal, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,8 +154,7 @@ tracer = Tracer()
 os.register_at_fork(after_in_child=tracer.forget_in_fork)
 
 
-@dataclass(slots=True)
-class _OpenSpan:
+class _OpenSpan(msgspec.Struct):
     """A phase that is under way, from the start of a ``with`` block to its end."""
 
     recordings: tuple[Recording, ...]

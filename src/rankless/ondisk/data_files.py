@@ -11,7 +11,6 @@ import json
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
@@ -86,8 +85,7 @@ def intern_info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(dtype, shape)
 
 
-@dataclass(frozen=True)
-class DataFile:
+class DataFile(msgspec.Struct, frozen=True, dict=True):
     """A safetensors file to be written: its path inside the checkpoint and its tensors in order.
 
     ``notes`` are further entries of its header's metadata.
@@ -96,7 +94,7 @@ class DataFile:
     path: str
     entries: Mapping[str, HeaderEntry]
     tied: Mapping[str, str]
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def build_header(self, crcs: Iterable[int]) -> bytes:
         """Return the bytes before the data, given the CRC of each block of each tensor, in order."""

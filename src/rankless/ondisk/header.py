@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -44,8 +43,7 @@ class HeaderEntry(msgspec.Struct, frozen=True):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
+class SafetensorsHeader(msgspec.Struct, frozen=True):
     """A parsed header. ``size`` is the offset of the data area in the file, in bytes."""
 
     entries: dict[str, HeaderEntry]

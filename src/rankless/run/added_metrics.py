@@ -12,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -35,8 +34,7 @@ class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class MetricFile:
+class MetricFile(msgspec.Struct, frozen=True):
     """The name of a file, and the tag and the id of its checkpoint."""
 
     name: str

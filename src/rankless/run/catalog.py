@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from rankless.errors import NoCheckpointError
 from rankless.formats.native import is_native
@@ -74,8 +76,7 @@ def find_checkpoint(path: Path, tag: str) -> Path:
     raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {existing}")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointIdentity:
+class CheckpointIdentity(msgspec.Struct, frozen=True):
     """The identity of a checkpoint: its sequence number, the id of its run, and its own id."""
 
     sequence: int
@@ -95,8 +96,7 @@ def next_identity(path: Path, runs: frozenset[str]) -> CheckpointIdentity:
     return CheckpointIdentity(sequence, continued[-1] if continued else secrets.token_hex(8), secrets.token_hex(8))
 
 
-@dataclass(frozen=True, slots=True)
-class StaleDirectory:
+class StaleDirectory(msgspec.Struct, frozen=True):
     """A hidden directory of an interrupted save or removal, or of one that is still in progress: this is unknown here.
 
     ``state`` is ``"partial"``, ``"replaced"``, ``"removed"`` or ``"corrupt"``. ``nbytes`` is the disk usage of its

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from rankless.ondisk.manifest import NAME
@@ -59,8 +60,7 @@ def tag_of(checkpoint: Path) -> str:
     return tag_of_folder(checkpoint.name) if isinstance(checkpoint, ObjectPath) else checkpoint.name
 
 
-@dataclass(frozen=True, slots=True)
-class UnpublishedFolder:
+class UnpublishedFolder(msgspec.Struct, frozen=True):
     """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size."""
 
     path: ObjectPath

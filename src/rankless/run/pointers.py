@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -87,8 +86,7 @@ class Pointer(msgspec.Struct, frozen=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TagEntry:
+class TagEntry(msgspec.Struct, frozen=True):
     """The pointer that counts for a tag: its number, and its content, or why that cannot be read.
 
     ``objects`` are all pointers of the tag, by ascending numbers: the last one counts, the others are outdated.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
+
+import msgspec
 
 from rankless.errors import InvalidArgumentError, NoCheckpointError, TagExistsError
 from rankless.formats.native import holds_checkpoint, is_native, read_manifest
@@ -25,8 +27,7 @@ _ATTEMPTS, _RETRY_SECONDS = 40, 0.05
 _MODES = ("min", "max")
 
 
-@dataclass(frozen=True)
-class Latest:
+class Latest(msgspec.Struct, frozen=True):
     """The latest checkpoint of a run, as if no tag was passed."""
 
 
@@ -34,8 +35,7 @@ class Latest:
 LATEST: Final = Latest()
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(msgspec.Struct, frozen=True):
     """The best checkpoint of a run by a metric: see :func:`best`."""
 
     metric: str

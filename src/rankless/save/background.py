@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
@@ -40,8 +40,7 @@ _START_SECONDS = 5.0
 _log = logging.getLogger("rankless")
 
 
-@dataclass(eq=False)
-class _SaveInFlight:
+class _SaveInFlight(msgspec.Struct, eq=False):
     """A save that runs in the background. Saves with the same ``scope``, a path, wait for each other's ``turn``.
 
     The turn ends when the next save may begin; ``done``, when the save has ended.
@@ -55,9 +54,9 @@ class _SaveInFlight:
     handle: SaveHandle[Any]
     turn: Future[None]
     done: Future[Any]
-    has_started: threading.Event = field(default_factory=threading.Event)
+    has_started: threading.Event = msgspec.field(default_factory=threading.Event)
     #: To be called when the thread ends: traces record it to its end.
-    end_recording: Callable[[], None] = field(default_factory=tracer.hold)
+    end_recording: Callable[[], None] = msgspec.field(default_factory=tracer.hold)
 
     @property
     def thread(self) -> threading.Thread | None:

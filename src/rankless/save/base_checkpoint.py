@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from rankless.engine.io.tensor_bytes import TensorVersion
 from rankless.errors import RanklessError
@@ -25,8 +26,7 @@ class BaseFile(NamedTuple):
     record: FileRecord
 
 
-@dataclass(frozen=True)
-class BaseCheckpoint:
+class BaseCheckpoint(msgspec.Struct, frozen=True):
     """The checkpoint with this ``id`` in the directory ``path``.
 
     ``files`` are, on rank 0, its tensor files by their paths inside the checkpoint, and ``sequence`` is its number.
@@ -36,8 +36,8 @@ class BaseCheckpoint:
     path: Path
     id: str
     sequence: int = 0
-    files: Mapping[str, BaseFile] = field(default_factory=dict)
-    versions: TensorVersions = field(default_factory=dict)
+    files: Mapping[str, BaseFile] = msgspec.field(default_factory=dict)
+    versions: TensorVersions = msgspec.field(default_factory=dict)
 
     def is_full_due(self, sequence: int, keep_full_every: int) -> bool:
         """Return whether the checkpoint number ``sequence`` must share nothing with this one.
@@ -47,8 +47,7 @@ class BaseCheckpoint:
         return sequence // keep_full_every != self.sequence // keep_full_every
 
 
-@dataclass
-class Base:
+class Base(msgspec.Struct):
     """The base of the next save to a run directory, if there is one."""
 
     checkpoint: BaseCheckpoint | None = None

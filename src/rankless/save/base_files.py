@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
+
+import msgspec
 
 from rankless.engine.integrity.block_sums import has_all_blocks
 from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
@@ -30,8 +31,7 @@ from rankless.storage.links_and_clones import MIN_CLONE_BYTES, Sharing, is_fragm
 _PAGE_BYTES = 4096
 
 
-@dataclass
-class BaseFiles:
+class BaseFiles(msgspec.Struct, dict=True):
     """The files of the base that the new checkpoint in ``files`` may share.
 
     ``crcs`` are the CRCs of the blocks of all tensors in the files that are linked, by the tensor's number.
@@ -40,8 +40,8 @@ class BaseFiles:
     base: BaseCheckpoint
     files: CheckpointFiles
     sharing: Sharing
-    crcs: dict[int, list[int]] = field(default_factory=dict)
-    linked: list[int] = field(default_factory=list)
+    crcs: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    linked: list[int] = msgspec.field(default_factory=list)
 
     def link_files(self, numbers: Iterable[int]) -> list[int]:
         """Link some files of the base, by their numbers in the plan. Return those that could be linked.

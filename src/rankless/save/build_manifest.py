@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from rankless._version import __version__
 from rankless.ondisk import manifest
@@ -12,8 +13,7 @@ from rankless.ondisk.manifest import FileRecord, Manifest, Provenance
 from rankless.run.catalog import CheckpointIdentity
 
 
-@dataclass(frozen=True)
-class CheckpointLabel:
+class CheckpointLabel(msgspec.Struct, frozen=True):
     """The description of a checkpoint in its manifest, without the files.
 
     ``time``: the start of the save in seconds since 1970. ``ranks``: the number of ranks that save.
@@ -24,7 +24,7 @@ class CheckpointLabel:
     time: float
     ranks: int
     step: float | None = None
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = msgspec.field(default_factory=dict)
 
 
 def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord], torch_version: str = "") -> Manifest:

@@ -22,7 +22,7 @@ from rankless.engine.comm.session import Session
 from rankless.engine.integrity.base_comparison import BaseComparison, FileSamples
 from rankless.engine.integrity.block_sums import BlockSums, concatenate_sums
 from rankless.engine.integrity.crc_gather import vote_with_sums
-from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
+from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.omitted_ranges import OmittedRanges
@@ -74,7 +74,7 @@ class IncrementalSave:
         self._tensors: Mapping[tuple[str, str], TensorBytes] = {}
         self._number = 0
         #: On rank 0, what the new checkpoint shares.
-        self.unchanged = UnchangedBlocks()
+        self.unchanged = NOTHING_UNCHANGED
         #: The bytes of tensors that the new checkpoint shares.
         self.shared_nbytes = 0
         self._base_files: BaseFiles | None = None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK

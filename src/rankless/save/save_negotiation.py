@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -97,8 +96,7 @@ class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
     values: bytes
 
 
-@dataclass(frozen=True)
-class SaveAgreement:
+class SaveAgreement(msgspec.Struct, frozen=True):
     """The result of the negotiation, and this rank's captured state.
 
     ``key`` identifies the plan. ``global_spec`` is ``None`` if all ranks have this plan in their caches.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import InvalidArgumentError, TagExistsError
@@ -31,8 +32,7 @@ _RESERVED_FILES = frozenset({manifest.NAME, SHARED_FILE, RANKS_FILE, "model", "o
 _MAX_FILE_BYTES = 2**26
 
 
-@dataclass(frozen=True)
-class SaveRequest:
+class SaveRequest(msgspec.Struct, frozen=True):
     """A request to save a training state as the checkpoint ``path/tag``.
 
     ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
@@ -47,7 +47,7 @@ class SaveRequest:
     training: TrainingObjects
     options: SaveOptions
     step: float | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = msgspec.field(default_factory=dict)
     overwrite: bool = False
     keep: Retention | None = None
     async_save: bool = False
@@ -57,7 +57,7 @@ class SaveRequest:
     known_tags: frozenset[str] | None = None
     local: str = "none"
     on_event: OnEvent = ignore_event
-    began: float = field(default_factory=time.perf_counter)
+    began: float = msgspec.field(default_factory=time.perf_counter)
 
     def describe_call(self) -> CallDescription:
         """Return the arguments that must be equal on all ranks."""

@@ -10,6 +10,8 @@ from abc import abstractmethod
 from concurrent.futures import Future
 from dataclasses import replace
 
+import msgspec
+
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.errors import RanklessError, StorageError
@@ -29,7 +31,7 @@ from rankless.tier.tier_options import LocalTier
 
 def describe_tier_save(request: SaveRequest, tier: TierJob, options: LocalTier) -> SaveRequest:
     """Return a request that says which local tier is used, and which tags are taken."""
-    return replace(request, known_tags=tier.known_tags, local=options.describe())
+    return msgspec.structs.replace(request, known_tags=tier.known_tags, local=options.describe())
 
 
 class TierSave(TrainingSave):

@@ -26,7 +26,8 @@ from rankless.tier.copies_on_hosts import PartCopies, choose_partners
 from rankless.tier.generation import Common
 from rankless.tier.job import NextSave, TierJob
 from rankless.tier.parity import PartParity, form_groups
-from rankless.tier.part import GenerationKey, PartName, PartTable, hash_ranges
+from rankless.tier.part import PartTable, hash_ranges
+from rankless.tier.part_names import GenerationKey, PartName
 from rankless.tier.slots import Slot
 from rankless.tier.tier_options import LocalTier
 

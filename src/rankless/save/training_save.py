@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,7 @@ from rankless.storage.links_and_clones import Sharing
 _STORED_BY_RANK = "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's"
 
 
-@dataclass
-class SavePlanCache:
+class SavePlanCache(msgspec.Struct):
     """The plan of the last save. The next save reuses it if the tensor specs of all ranks are unchanged.
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
@@ -56,8 +54,8 @@ class SavePlanCache:
     saves: int = 0
     witness: int | None = None
     differing: bytes = b""
-    host_names: Mapping[int, str] = field(default_factory=dict)
-    sharing: Sharing = field(default_factory=Sharing)
+    host_names: Mapping[int, str] = msgspec.field(default_factory=dict)
+    sharing: Sharing = msgspec.field(default_factory=Sharing)
     has_checked_store: bool = False
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from rankless.engine.comm.digest_table import select_differing
 from rankless.engine.io.tensor_bytes import TensorBytes
@@ -95,8 +96,7 @@ class Inventory:
         return Meshes(tuple(self._meshes), tuple(self._pieces))
 
 
-@dataclass
-class Capture:
+class Capture(msgspec.Struct):
     """The contribution of one rank to a save.
 
     ``tensors`` are in memory, by group and stored name; a split tensor appears under the name of each split, too.
@@ -107,15 +107,15 @@ class Capture:
     ``warnings`` are for the caller.
     """
 
-    inventory: Inventory = field(default_factory=Inventory)
-    tensors: dict[tuple[str, str], TensorBytes] = field(default_factory=dict)
-    frozen: set[tuple[str, str]] = field(default_factory=set)
-    small_files: dict[str, bytes] = field(default_factory=dict)
+    inventory: Inventory = msgspec.field(default_factory=Inventory)
+    tensors: dict[tuple[str, str], TensorBytes] = msgspec.field(default_factory=dict)
+    frozen: set[tuple[str, str]] = msgspec.field(default_factory=set)
+    small_files: dict[str, bytes] = msgspec.field(default_factory=dict)
     rank_values: bytes = b"{}"
-    merged_values: dict[str, Any] = field(default_factory=dict)
-    shared_values: dict[str, bytes] = field(default_factory=dict)
-    compared: dict[str, ComparedValue] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    merged_values: dict[str, Any] = msgspec.field(default_factory=dict)
+    shared_values: dict[str, bytes] = msgspec.field(default_factory=dict)
+    compared: dict[str, ComparedValue] = msgspec.field(default_factory=dict)
+    warnings: list[str] = msgspec.field(default_factory=list)
 
     def add_tensor(
         self,

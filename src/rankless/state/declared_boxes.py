@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import torch
 
 from rankless.engine.plan.element_ranges import IndexBox
@@ -21,8 +21,7 @@ from rankless.errors import UnsupportedTensorError
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
-@dataclass(frozen=True)
-class DeclaredBoxes:
+class DeclaredBoxes(msgspec.Struct, frozen=True, dict=True):
     """The boxes of a tensor of ``shape`` that a local tensor of ``local_shape`` has, and the start of each in it."""
 
     shape: tuple[int, ...]
@@ -70,8 +69,7 @@ class DeclaredBoxes:
         return torch.cat([position.reshape(-1) for position in positions]).argsort()  # type: ignore[union-attr]
 
 
-@dataclass(frozen=True)
-class PackedBoxes:
+class PackedBoxes(msgspec.Struct, frozen=True):
     """The elements of several boxes of a tensor, copied into one buffer in the order that they have in the tensor."""
 
     tensor: torch.Tensor

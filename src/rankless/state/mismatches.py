@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from rankless.errors import InvalidArgumentError, MismatchError
 
@@ -14,8 +15,7 @@ _SHOWN = 20
 COMPONENTS = ("model", "optimizer", "scheduler", "stateful", "dataloader", "rng", "per_rank_content")
 
 
-@dataclass(frozen=True, slots=True)
-class RestorePolicy:
+class RestorePolicy(msgspec.Struct, frozen=True):
     """The rules of a restore: names must match if ``strict``, and dtypes unless ``cast_dtype``.
 
     ``rng``: restore the random number generators. ``per_rank_content``: restore the content of each rank.
@@ -56,8 +56,7 @@ def _is_selected(component: str, selected: frozenset[str]) -> bool:
     return component in selected or component.partition("/")[0] in selected
 
 
-@dataclass
-class MismatchReport:
+class MismatchReport(msgspec.Struct):
     """The mismatches of a load: names that are on one side only, and tensors whose shape or dtype differs.
 
     ``unexpected`` has the component of each name. ``reasons`` has, for each missing thing that was requested, its
@@ -66,13 +65,13 @@ class MismatchReport:
     each rank gets that of rank 0, with their components.
     """
 
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[tuple[str, str]] = field(default_factory=list)
-    different: list[str] = field(default_factory=list)
-    reasons: list[tuple[str, str]] = field(default_factory=list)
-    incomplete: set[str] = field(default_factory=set)
-    cast: set[str] = field(default_factory=set)
-    differing: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = msgspec.field(default_factory=list)
+    unexpected: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    different: list[str] = msgspec.field(default_factory=list)
+    reasons: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    incomplete: set[str] = msgspec.field(default_factory=set)
+    cast: set[str] = msgspec.field(default_factory=set)
+    differing: list[tuple[str, str]] = msgspec.field(default_factory=list)
 
     def add_missing(self, component: str, name: str, reason: str = "", *, is_optional: bool = False) -> None:
         """Add a name that is not in the checkpoint, or that cannot be restored for a ``reason``.

@@ -7,9 +7,10 @@ supports that, and generators are seeded, in the same way each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
 
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.values import decode_value
@@ -35,8 +36,7 @@ def capture_rank_state(dataloader: Any, content: Any, *, generators: bool) -> di
     return rank_values
 
 
-@dataclass(frozen=True)
-class SavedRankStates:
+class SavedRankStates(msgspec.Struct, frozen=True):
     """The encoded values of all ranks that saved, ``ranks``, with their tensors in ``arrays``.
 
     ``crcs`` returns the CRCs of a stored tensor's blocks, or ``None``; ``source`` names the checkpoint.
@@ -58,8 +58,7 @@ class SavedRankStates:
         return decoded if len(decoded) == len(self.ranks) else []
 
 
-@dataclass
-class RankState:
+class RankState(msgspec.Struct):
     """The values that one rank gets back: generator states, seed texts of other generators, loader states, content.
 
     ``loader`` is this rank's loader state or, if ``split``, the states of all ranks that saved: for another number of
@@ -69,14 +68,14 @@ class RankState:
     models must be, too.
     """
 
-    generators: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, str] = field(default_factory=dict)
+    generators: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    seeds: Mapping[str, str] = msgspec.field(default_factory=dict)
     loader: Sequence[Any] = ()
     split: bool = False
     content: Any = None
-    lost: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = msgspec.field(default_factory=dict)
     differing: frozenset[str] = frozenset()
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = msgspec.field(default_factory=dict)
     layout: str = ""
 
     def has_generators(self) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
+import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from rankless.observe.spans import span
 
 
-@dataclass(frozen=True, eq=False)
-class _StateCopy:
+class _StateCopy(msgspec.Struct, frozen=True, eq=False):
     """A copy in progress, until ``copied`` is set.
 
     ``order_step`` lets what the calling thread enqueues next on accelerators follow it; ``None`` if the thread must

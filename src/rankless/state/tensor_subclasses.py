@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeGuard
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -36,8 +37,7 @@ _SUBCLASS = "tensor_subclass"
 _OWN_DTYPE, _OWN_SHAPE = "dtype", "shape"
 
 
-@dataclasses.dataclass(frozen=True)
-class WrapperView:
+class WrapperView(msgspec.Struct, frozen=True):
     """A tensor of a wrapper subclass as a checkpoint sees it.
 
     ``description`` has plain values: the class, dtype, shape, context and ``inner``, the names of the inner tensors.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from rankless.ondisk.data_files import ADAPTER, NO_ADAPTERS, ONLY_ADAPTERS
 from rankless.state import scheduler as schedulers
@@ -12,8 +13,7 @@ from rankless.state.model import model_traversal as models
 from rankless.state.optimizer import adapters
 
 
-@dataclass(frozen=True)
-class TrainingObjects:
+class TrainingObjects(msgspec.Struct, frozen=True):
     """The objects of a training run, as the user passed them. Objects that are ``None`` are not saved.
 
     ``naming_model`` is a model that is not saved or loaded: it only provides the names of the optimizer's parameters.
@@ -34,7 +34,7 @@ class TrainingObjects:
     state_dict_hooks: bool = True
     frozen_apart: bool = False
     adapters: str = NO_ADAPTERS
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = msgspec.field(default_factory=dict)
 
     def loader_settings(self) -> tuple[str, str]:
         """Return the ranks that share the data of the loader, and its settings that must be equal on them, as text."""

@@ -6,13 +6,12 @@ They may be in several pieces, so that tensors are sent from their own memory, w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import msgspec
 from awscrt import checksums
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(msgspec.Struct, frozen=True):
     """The bytes of an object, or of a part of one: pieces of memory one after another, and the CRC-64/NVME of all."""
 
     pieces: tuple[memoryview, ...]

@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from rankless.errors import StorageError
 from rankless.storage.object_path import ObjectPath
@@ -101,8 +102,7 @@ def shares_locks(path: Path) -> bool | None:
     return None if mount is None else "local_lock=all" not in mount.options
 
 
-@dataclass(frozen=True, slots=True)
-class BucketMount:
+class BucketMount(msgspec.Struct, frozen=True):
     """A bucket that a program has mounted through FUSE, and the scheme of its URL; empty if unknown."""
 
     program: str
@@ -121,8 +121,7 @@ def find_bucket_mount(path: Path) -> BucketMount | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True):
     """A mounted file system: its type, what is mounted, and the options of the file system."""
 
     type: str

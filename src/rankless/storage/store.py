@@ -7,10 +7,11 @@ endpoint of an object store is another. ``tests/unit/storage/test_store_conforma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
+
+import msgspec
 
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage import posix
@@ -86,8 +87,7 @@ class Store(Protocol):
         """Remove a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(msgspec.Struct, frozen=True):
     """An object in a list: its path, its size in bytes, its version, and when it was changed, in seconds since 1970."""
 
     path: ObjectPath
@@ -96,8 +96,7 @@ class ObjectInfo:
     time: float
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(msgspec.Struct, frozen=True):
     """A multipart upload in progress. Any process may send parts of it."""
 
     path: ObjectPath

@@ -7,11 +7,11 @@ indexes, manifest. They are computed when a generation is loaded or drained, not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rankless.engine.integrity.fragments import FragmentTable, merge_adjacent_fragments
 from rankless.engine.io.checkpoint_files import build_headers, build_indexes
@@ -23,7 +23,8 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
 from rankless.ondisk.validation import check_relative_path, check_tag
-from rankless.tier.part import GenerationKey, PartName, PartRows, PartTable
+from rankless.tier.part import PartRows, PartTable
+from rankless.tier.part_names import GenerationKey, PartName
 
 
 class GenerationLabel(msgspec.Struct, frozen=True):
@@ -109,7 +110,7 @@ class Generation:
         records = {file.path: record for file, (_, record) in zip(self.plan.files, self.headers, strict=True)}
         for name, data in self.small_files.items():
             records[name] = FileRecord(len(data), f"{crc64(data):016x}")
-        return msgspec.structs.replace(self.common.label.manifest, files=dict(sorted(records.items())))
+        return replace(self.common.label.manifest, files=dict(sorted(records.items())))
 
 
 def check_common(common: Common, key: GenerationKey, file: str) -> Common:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -12,7 +11,7 @@ from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.ondisk.manifest import Manifest
 from rankless.tier.epochs import is_retired
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
 
 
 class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
@@ -38,8 +37,7 @@ class HostOffer(msgspec.Struct, frozen=True, array_like=True):
     generations: list[OfferedGeneration]
 
 
-@dataclass(frozen=True)
-class LocalCheckpoint:
+class LocalCheckpoint(msgspec.Struct, frozen=True):
     """A generation that is complete: the parts on all hosts together cover its files."""
 
     key: GenerationKey

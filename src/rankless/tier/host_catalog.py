@@ -11,7 +11,8 @@ from rankless.run.catalog import list_checkpoints
 from rankless.tier.epochs import is_retired, read_epochs
 from rankless.tier.generation import Common, check_table
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.part import GenerationKey, PartName, PartTable
+from rankless.tier.part import PartTable
+from rankless.tier.part_names import GenerationKey, PartName
 from rankless.tier.parts_in_run import CollectedParts
 
 

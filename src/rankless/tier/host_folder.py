@@ -20,7 +20,6 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -50,18 +49,8 @@ from rankless.storage.posix import (
 from rankless.storage.store import store_of
 from rankless.tier.epochs import parse_job_epoch
 from rankless.tier.generation import Common, check_common
-from rankless.tier.part import (
-    COMMON_SUFFIX,
-    VERSION,
-    GenerationKey,
-    ParityTable,
-    PartName,
-    PartTable,
-    decode_checked,
-    encode_checked,
-    parse_generation_name,
-    parse_part_name,
-)
+from rankless.tier.part import VERSION, ParityTable, PartTable, decode_checked, encode_checked
+from rankless.tier.part_names import COMMON_SUFFIX, GenerationKey, PartName, parse_generation_name, parse_part_name
 
 _MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
 
@@ -76,8 +65,7 @@ class _Marker(msgspec.Struct, frozen=True):
     token: str
 
 
-@dataclass(frozen=True)
-class TierFolder:
+class TierFolder(msgspec.Struct, frozen=True):
     """The folder of the local tier of one run on this host. ``identity`` is equal in processes that share it."""
 
     path: Path

@@ -26,7 +26,7 @@ from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import list_names
 from rankless.tier.epochs import begin_epoch, find_newest_epoch, name_job, read_epochs, reserve_epoch
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
 from rankless.tier.slots import Slot, Slots
 from rankless.tier.tier_options import LocalTier
 

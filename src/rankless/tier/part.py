@@ -24,6 +24,7 @@ from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.ondisk.manifest import Count
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.aligned_memory import Bytes
+from rankless.tier.part_names import PartName, parse_part_name
 
 #: The version of the files in the local tier. They do not outlive a job for long, so there is no other version to read.
 VERSION = 1
@@ -42,65 +43,8 @@ _ROW = np.dtype(
 
 _CRC_BYTES = 8
 
-#: The suffixes of the tables of parts and parities, and of what a generation has in addition to these.
-PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
-
-_NAME = re.compile(
-    r"(?P<epoch>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
-    r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.(?P<kind>part|parity)|\.common)(?P<draft>\.[0-9a-f]{16})?"
-)
-
-
 #: The name of a file with the bytes of a part.
 _DATA_NAME = re.compile(r"[^/\0]+\.data")
-
-
-class GenerationKey(NamedTuple):
-    """The identity of a generation, in the order from the oldest to the newest."""
-
-    epoch: int
-    sequence: int
-    id: str
-
-    @property
-    def name(self) -> str:
-        """The beginning of the names of its files."""
-        return f"{self.epoch:08d}.{self.sequence:020d}.{self.id}"
-
-
-class PartName(NamedTuple):
-    """The name of the table of a part: the generation, the rank that staged it, and the number of ranks that saved."""
-
-    key: GenerationKey
-    rank: int
-    size: int
-
-    @property
-    def name(self) -> str:
-        """The name of the file."""
-        return f"{self.key.name}.{self.rank:06d}-of-{self.size:06d}{PART_SUFFIX}"
-
-    @property
-    def parity_name(self) -> str:
-        """The name of the table of the parity that the rank keeps."""
-        return self.name.removesuffix(PART_SUFFIX) + PARITY_SUFFIX
-
-
-def parse_generation_name(name: str) -> GenerationKey | None:
-    """Return the generation of a table, a common, or a draft of one by its file's name; ``None`` for any other file.
-
-    Drafts are left by processes that were killed before they could rename them.
-    """
-    match = _NAME.fullmatch(name)
-    return None if match is None else GenerationKey(int(match["epoch"]), int(match["sequence"]), match["id"])
-
-
-def parse_part_name(name: str, kind: str = "part") -> PartName | None:
-    """Parse a ``PartName.name``, or with the kind ``"parity"`` its parity's. Return ``None`` for any other name."""
-    match, key = _NAME.fullmatch(name), parse_generation_name(name)
-    if match is None or key is None or match["kind"] != kind or match["draft"] is not None:
-        return None
-    return PartName(key, int(match["rank"]), int(match["size"]))
 
 
 class PartRows(NamedTuple):

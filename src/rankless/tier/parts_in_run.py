@@ -27,7 +27,8 @@ from rankless.storage.store import store_of
 from rankless.tier.epochs import is_retired, read_epochs
 from rankless.tier.generation import Common
 from rankless.tier.host_folder import DATA_SUFFIX, TierFolder
-from rankless.tier.part import COMMON_SUFFIX, PART_SUFFIX, GenerationKey, PartTable, encode_checked, find_corrupt_range
+from rankless.tier.part import PartTable, encode_checked, find_corrupt_range
+from rankless.tier.part_names import COMMON_SUFFIX, PART_SUFFIX, GenerationKey
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from rankless.storage.mapped_file import map_reserved
 from rankless.storage.object_path import ObjectPath
 from rankless.tier.generation import Common
 from rankless.tier.host_folder import DATA_SUFFIX
-from rankless.tier.part import PART_SUFFIX, PartTable
+from rankless.tier.part import PartTable
+from rankless.tier.part_names import PART_SUFFIX
 from rankless.tier.parts_in_run import CollectedParts
 
 

@@ -15,7 +15,8 @@ from rankless.storage.mapped_file import map_to_read
 from rankless.tier.generation_catalog import find_rebuilding
 from rankless.tier.job import TierJob
 from rankless.tier.parity import ChunkLayout, add_to, cut_messages
-from rankless.tier.part import GenerationKey, ParityTable, PartName, decode_checked, find_corrupt_range
+from rankless.tier.part import ParityTable, decode_checked, find_corrupt_range
+from rankless.tier.part_names import GenerationKey, PartName
 from rankless.tier.part_transfers import SourceOf, Transfer, TransferEnds, run_transfers
 from rankless.tier.slots import Slot
 

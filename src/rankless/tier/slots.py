@@ -21,7 +21,7 @@ from rankless.storage.file_lock import FileLock
 from rankless.storage.mapped_file import EMPTY, map_reserved
 from rankless.storage.posix import wrap_os_errors
 from rankless.tier.host_folder import DATA_SUFFIX, LOCK_SUFFIX, TierFolder
-from rankless.tier.part import GenerationKey, parse_generation_name
+from rankless.tier.part_names import GenerationKey, parse_generation_name
 
 
 @dataclass(eq=False)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rankless.engine.plan.cell_transfers import CellTransfer, tabulate_transfers
 from rankless.engine.plan.element_ranges import ElementRange

@@ -17,7 +17,7 @@ from rankless.tier.epochs import (
     reserve_epoch,
 )
 from rankless.tier.generation_catalog import HostOffer, OfferedGeneration, find_complete
-from rankless.tier.part import GenerationKey
+from rankless.tier.part_names import GenerationKey
 from tests.helpers.tier_runs import claim_epoch
 
 

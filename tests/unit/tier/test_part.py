@@ -10,15 +10,8 @@ from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import BLOCK_BYTES
 from rankless.save.folder_drain import split_at_pages
 from rankless.storage.direct_io import SECTOR_BYTES
-from rankless.tier.part import (
-    GenerationKey,
-    PartName,
-    PartTable,
-    find_corrupt_range,
-    hash_ranges,
-    parse_generation_name,
-    parse_part_name,
-)
+from rankless.tier.part import PartTable, find_corrupt_range, hash_ranges
+from rankless.tier.part_names import GenerationKey, PartName, parse_generation_name, parse_part_name
 
 KEY = GenerationKey(3, 17, "0123456789abcdef")
 NAME = PartName(KEY, 2, 4)

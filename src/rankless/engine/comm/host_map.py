@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
 
@@ -15,8 +14,7 @@ from rankless.engine.comm.spec_exchange import deduplicate
 HostRuns = list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class HostMap:
+class HostMap(msgspec.Struct, frozen=True, dict=True):
     """The hosts of a job. ``host_of`` has the number of each rank's host, counted in the order of their first ranks."""
 
     host_of: tuple[int, ...]

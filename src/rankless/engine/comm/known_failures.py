@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from rankless.errors import RankFailedError
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 _GRACE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class _KnownFailure:
+class _KnownFailure(msgspec.Struct, frozen=True):
     ranks: frozenset[int]
     message: str
     since: float

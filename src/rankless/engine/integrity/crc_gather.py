@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -127,8 +126,7 @@ class _Report(msgspec.Struct, frozen=True):
     payload: bytes
 
 
-@dataclass(frozen=True)
-class _CrcVote(Generic[Crcs]):
+class _CrcVote(msgspec.Struct, Generic[Crcs], frozen=True):
     """A vote in which ranks report CRCs."""
 
     session: Session

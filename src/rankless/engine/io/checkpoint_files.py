@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan.save_plan import SavePlan
@@ -25,19 +26,20 @@ SmallFiles = Mapping[str, bytes]
 MakeManifest = Callable[[dict[str, FileRecord]], Manifest]
 
 
-@dataclass(frozen=True)
-class UnchangedBlocks:
+class UnchangedBlocks(msgspec.Struct, frozen=True):
     """The parts of an earlier checkpoint that a save takes: linked files, by number, and blocks of tensors.
 
     ``crcs`` has the CRCs of these blocks: by the number of the tensor, and of the block.
     """
 
     linked: frozenset[int] = frozenset()
-    crcs: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    crcs: Mapping[int, Mapping[int, int]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CheckpointFiles:
+NOTHING_UNCHANGED = UnchangedBlocks()
+
+
+class CheckpointFiles(msgspec.Struct, frozen=True):
     """The planned files of a checkpoint in a directory that will be renamed to the checkpoint's path."""
 
     folder: Path
@@ -64,7 +66,7 @@ class CheckpointFiles:
         fragments: Fragments,
         small_files: SmallFiles,
         make_manifest: MakeManifest,
-        unchanged: UnchangedBlocks = UnchangedBlocks(),
+        unchanged: UnchangedBlocks = NOTHING_UNCHANGED,
     ) -> Manifest:
         """Write the headers, indexes, small files and the manifest, and make them durable; the data is durable already.
 
@@ -95,7 +97,7 @@ class CheckpointFiles:
 
 
 def build_headers(
-    plan: SavePlan, fragments: Fragments, unchanged: UnchangedBlocks = UnchangedBlocks()
+    plan: SavePlan, fragments: Fragments, unchanged: UnchangedBlocks = NOTHING_UNCHANGED
 ) -> Iterator[tuple[bytes, FileRecord]]:
     """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from rankless.engine.io.device_streams import SCRATCH_BYTES, CopyStream, DeviceEvent, wait_for_copies
@@ -107,15 +107,14 @@ def _enqueue_piece(piece: CopyPiece, batch: _Batch) -> None:
         batch.copy_gathered(piece.shard, piece.start + done, piece.offset + done, piece.nbytes - done)
 
 
-@dataclass
-class _Batch:
+class _Batch(msgspec.Struct):
     """Contiguous bytes on a device that are copied together, to neighbouring places in memory from ``offset`` on."""
 
     stream: CopyStream
     memory: torch.Tensor
     offset: int = 0
     nbytes: int = 0
-    sources: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = msgspec.field(default_factory=list)
 
     def add(self, source: torch.Tensor, offset: int) -> None:
         size = len(source)

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from rankless.engine.io.byte_sinks import ByteSink
@@ -125,18 +125,16 @@ def _read_ranges(file_ranges: Sequence[FileRange], data: Bytes, reader: SourceRe
     return fragments
 
 
-@dataclass
-class _ReadInFlight:
+class _ReadInFlight(msgspec.Struct):
     """An item on its way into ``data``: read by this rank, or sent by another."""
 
     item: StripeTask | BroadcastChunk
-    data: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
+    data: Bytes = msgspec.field(default_factory=lambda: np.empty(0, np.uint8))
     reading: Future[_ReadResult] | None = None
     works: Works = ()
 
 
-@dataclass
-class _Relay:
+class _Relay(msgspec.Struct):
     """Reads, sends and receives items. ``fragments`` are those hashed by this rank; ``errors`` are those of reading."""
 
     reader: SourceReader
@@ -144,8 +142,8 @@ class _Relay:
     p2p: P2PExchange
     pool: ThreadPoolExecutor
     on_moved: OnBytesMoved
-    fragments: list[_ReadResult] = field(default_factory=list)
-    errors: list[RanklessError] = field(default_factory=list)
+    fragments: list[_ReadResult] = msgspec.field(default_factory=list)
+    errors: list[RanklessError] = msgspec.field(default_factory=list)
 
     def read_ahead(self, items: Iterable[StripeTask | BroadcastChunk]) -> Iterator[_ReadInFlight]:
         """Yield the items. Of those of this rank the next :data:`_READ_AHEAD` are being read."""

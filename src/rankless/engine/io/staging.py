@@ -8,9 +8,9 @@ see :mod:`rankless.engine.io.torn_snapshot`. Tensors on accelerators are copied 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -46,8 +46,7 @@ _SMALL = 64 * 2**10
 Chunk = TypeVar("Chunk")
 
 
-@dataclass(frozen=True)
-class DeferredCopies:
+class DeferredCopies(msgspec.Struct, frozen=True):
     """The tensors, by number, that are copied later, and the number of their chunks to sample.
 
     The sample depends on ``save_number``. If the save ``is_overlapped``, the call does not wait for accelerators.
@@ -102,8 +101,7 @@ class StagedTensors:
         self._on_devices.finish(names)
 
 
-@dataclass(frozen=True)
-class LaterCopies:
+class LaterCopies(msgspec.Struct, frozen=True):
     """Chunks that threads copy later, and those of them that were hashed at the call."""
 
     chunks: Sequence[StagedChunk]

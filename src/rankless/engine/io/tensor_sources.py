@@ -6,10 +6,11 @@ Such a tensor is described so that it can be read like a file that contains only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from rankless.engine.plan.element_ranges import IndexBox
 
@@ -25,8 +26,7 @@ class StridedLocation(NamedTuple):
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SourceChunk:
+class SourceChunk(msgspec.Struct, frozen=True, dict=True):
     """A box of a tensor, which is located when it is first read. ``locate`` raises ``CorruptCheckpointError``.
 
     ``order_hint`` is a file and an approximate offset, for reading in order.
@@ -42,8 +42,7 @@ class SourceChunk:
         return self.locate()
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkedSource:
+class ChunkedSource(msgspec.Struct, frozen=True, eq=False):
     """A tensor of ``shape``, with elements of ``width`` bytes, that consists of boxes."""
 
     shape: tuple[int, ...]
@@ -51,8 +50,7 @@ class ChunkedSource:
     chunks: tuple[SourceChunk, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class InMemorySource:
+class InMemorySource(msgspec.Struct, frozen=True, eq=False):
     """Bytes that are already in memory."""
 
     data: bytes

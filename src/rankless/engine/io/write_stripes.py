@@ -6,9 +6,9 @@ import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from rankless.engine.io.cell_exchange import CellExchange
@@ -96,14 +96,13 @@ class _StripeBuffers:
         self._free.put(buffer)
 
 
-@dataclass
-class _InFlightStripe:
+class _InFlightStripe(msgspec.Struct):
     """A stripe in progress: this rank sends its contribution, or assembles the stripe in ``buffer``."""
 
     works: Works
     file_ranges: Sequence[FileRange] = ()
     buffer: Bytes | None = None
-    incoming: list[tuple[StripeSlice, Bytes]] = field(default_factory=list)
+    incoming: list[tuple[StripeSlice, Bytes]] = msgspec.field(default_factory=list)
 
 
 def _assemble_all(

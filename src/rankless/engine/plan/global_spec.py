@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -89,8 +88,7 @@ class _HolderTable(NamedTuple):
 _Naming = tuple[tuple[int, int | None], ...]
 
 
-@dataclass(frozen=True)
-class GlobalSpec:
+class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The distinct specs and mesh tables of a process group, and which of them each rank has.
 
     ``group_rank_of`` maps global ranks, which meshes contain, to ranks of the group. If the spec ``is_partial``, some
@@ -103,8 +101,8 @@ class GlobalSpec:
     table_of: Sequence[int]
     group_rank_of: Mapping[int, int]
     is_partial: bool = False
-    _meshes: dict[MeshShape, MeshShape] = field(default_factory=dict, compare=False)
-    _holder_tables: dict[_Naming, _HolderTable] = field(default_factory=dict, compare=False)
+    _meshes: dict[MeshShape, MeshShape] = msgspec.field(default_factory=dict)
+    _holder_tables: dict[_Naming, _HolderTable] = msgspec.field(default_factory=dict)
 
     @cached_property
     def ranks_by_spec(self) -> list[tuple[int, ...]]:

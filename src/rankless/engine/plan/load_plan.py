@@ -6,9 +6,10 @@ It is a pure function of the tensors that all ranks load and of the own rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from rankless.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
 from rankless.engine.plan.global_spec import GlobalTensor
@@ -32,8 +33,7 @@ class BroadcastChunk(NamedTuple):
     chunk: IoChunk
 
 
-@dataclass
-class LoadPlan:
+class LoadPlan(msgspec.Struct):
     """The share of the reading of one rank.
 
     ``file_ranges`` are read straight into its shards. So are those in ``host_shared``, which other ranks read, too.
@@ -41,10 +41,10 @@ class LoadPlan:
     read by one rank and sent to the others; their order is the same on all ranks.
     """
 
-    file_ranges: list[FileRange] = field(default_factory=list)
-    host_shared: list[FileRange] = field(default_factory=list)
-    local_stripes: list[OwnedStripe] = field(default_factory=list)
-    exchanged: list[StripeTask | BroadcastChunk] = field(default_factory=list)
+    file_ranges: list[FileRange] = msgspec.field(default_factory=list)
+    host_shared: list[FileRange] = msgspec.field(default_factory=list)
+    local_stripes: list[OwnedStripe] = msgspec.field(default_factory=list)
+    exchanged: list[StripeTask | BroadcastChunk] = msgspec.field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rankless.engine.plan.cell_transfers import CellTransfer, tabulate_transfers
 from rankless.engine.plan.element_ranges import ElementRange

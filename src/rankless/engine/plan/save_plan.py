@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import asdict, replace
 
 from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
 from rankless.engine.plan.equal_shares import split_evenly
@@ -35,16 +37,14 @@ from rankless.observe.spans import traced
 from rankless.ondisk.data_files import DataFile, TensorInfo, pack_files
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicatedShard:
+class ReplicatedShard(msgspec.Struct, frozen=True):
     """Bytes of this rank's shard of a tensor that other ranks hold, too: ``nbytes`` that must be equal."""
 
     tensor: int
     nbytes: int
 
 
-@dataclass(frozen=True)
-class SavePlan:
+class SavePlan(msgspec.Struct, frozen=True, dict=True):
     """The files of a checkpoint, and the work of one rank.
 
     The rank writes ``file_ranges`` from its own shards. ``stripe_tasks`` are stripes that it assembles or contributes
@@ -64,7 +64,7 @@ class SavePlan:
     replicas: Mapping[tuple[int, ...], Sequence[ReplicatedShard]]
     needs_exchange: bool
     sent: Sequence[CellTransfer] = ()
-    received: TransferTable = tabulate_transfers([])  # noqa: RUF009 - nothing changes it
+    received: TransferTable = tabulate_transfers([])
     rank_order: Sequence[int] = ()
     striped_shards: Sequence[StripedShard] = ()
 
@@ -207,7 +207,7 @@ def _plan_spans(
     planner = CellPlanner(writer_map, host_of, rank, grain)
     cells = planner.plan_rank(builder.ranges_by_writers, builder.stripe_ranges())
     needs_exchange = grain is not None or _has_stripes(tensors) or _may_share_cells(tensors)
-    return replace(plan, **vars(cells), needs_exchange=needs_exchange)
+    return replace(plan, **asdict(cells), needs_exchange=needs_exchange)
 
 
 def _spans_by_file(spans: Mapping[tuple[str, str], Sequence[TensorSpan]]) -> dict[int, list[PlacedTensor]]:

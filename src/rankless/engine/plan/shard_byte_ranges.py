@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,8 +21,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 
 
-@dataclass(frozen=True)
-class LocalShard:
+class LocalShard(msgspec.Struct, frozen=True, dict=True):
     """The bytes of a tensor that one rank holds: all combinations of some segments of indices on each axis.
 
     The axes of ``shape`` are the dimensions of the tensor; those that are never split are folded into the one before.

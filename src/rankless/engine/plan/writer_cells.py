@@ -12,9 +12,9 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from rankless.engine.plan.cell_transfers import CellTransfer, TransferTable, tabulate_transfers
@@ -54,8 +54,7 @@ class _PlacedCell(NamedTuple):
         self.pieces[placed.piece.start] = placed
 
 
-@dataclass(frozen=True)
-class CellPlan:
+class CellPlan(msgspec.Struct, frozen=True):
     """The work of one rank: the file ranges that it has in its memory, and the bytes that it sends and receives.
 
     Bytes that it sends are among the file ranges; the rank writes all others, and what it receives.
@@ -66,8 +65,7 @@ class CellPlan:
     received: TransferTable
 
 
-@dataclass(frozen=True)
-class CellGrain:
+class CellGrain(msgspec.Struct, frozen=True):
     """The size of cells in bytes, and whether cells with bytes of several ranks are dealt out to all ranks.
 
     If they are, each rank writes about as many bytes, and sends to many others. If not, rank 0 writes the bytes that

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import nn
 
 from rankless.state.model.flat_shards import FlatShard
 
 
-@dataclass(frozen=True)
-class FlatModel:
+class FlatModel(msgspec.Struct, frozen=True):
     """A model, some of whose parameters are stored as other tensors: as fp32 master weights, whole or divided.
 
     Attributes:
@@ -24,5 +23,5 @@ class FlatModel:
 
     module: nn.Module
     shards: Sequence[FlatShard]
-    replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, torch.Tensor] = msgspec.field(default_factory=dict)
+    tied: Mapping[str, str] = msgspec.field(default_factory=dict)

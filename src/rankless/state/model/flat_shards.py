@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import torch
 
 from rankless.errors import UnsupportedTensorError
 
 
-@dataclass(frozen=True, slots=True)
-class FlatShard:
+class FlatShard(msgspec.Struct, frozen=True):
     """One parameter that is a part of a flat parameter, and the shard of it on this rank.
 
     The rank with coordinate ``i`` in the last dimension of the mesh holds, of the parameter's elements in row-major

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from rankless.engine.plan.split_tensors import Splits, whole_splits
@@ -14,8 +14,7 @@ from rankless.state.model.hf_config import unwrap_model
 from rankless.state.model.hf_optional_tensors import names_not_saved
 
 
-@dataclass(frozen=True)
-class StoredLayout:
+class StoredLayout(msgspec.Struct, frozen=True):
     """The tensors that are stored for a model, by name, and where the elements of each tensor in memory are stored."""
 
     tensors: Mapping[str, TensorInfo]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -27,8 +27,7 @@ _WITHOUT_EFFECT, _WITH_EFFECT = "torch.", ("torch.ao.", "torch.testing.")
 _RENAMING = ("transformers.", "torchvision.", "timm.")
 
 
-@dataclass(frozen=True)
-class HookCode:
+class HookCode(msgspec.Struct, frozen=True):
     """Code of a module that runs in ``load_state_dict``. ``defined_in`` is the name of its Python module."""
 
     path: str
@@ -36,8 +35,7 @@ class HookCode:
     defined_in: str
 
 
-@dataclass(frozen=True)
-class HookedLoader:
+class HookedLoader(msgspec.Struct, frozen=True, dict=True):
     """A viewed module, as ``load_state_dict`` sees it.
 
     ``names`` are its own names of its tensors and values, by clean name. ``splits`` are the names of parameters that
@@ -45,7 +43,7 @@ class HookedLoader:
     """
 
     module: nn.Module
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
     splits: frozenset[str] = frozenset()
 
     @functools.cached_property

@@ -8,10 +8,10 @@ the module's ``reset_parameters``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,8 +22,7 @@ from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
 
 
-@dataclass(frozen=True)
-class MetaTensor:
+class MetaTensor(msgspec.Struct, frozen=True):
     """A tensor on the meta device, with its name and the module that owns it."""
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -44,8 +43,7 @@ class ParamRef(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, name=prefix + self.name, splits=splits)
 
 
-@dataclass
-class ModelView:
+class ModelView(msgspec.Struct):
     """A model as a checkpoint sees it.
 
     ``tensors`` are live, each once, by FQN; ``splits`` describe those that are stored as several tensors under other
@@ -58,18 +56,18 @@ class ModelView:
     load hooks must run.
     """
 
-    tensors: dict[str, TensorView] = field(default_factory=dict)
-    splits: dict[str, Splits] = field(default_factory=dict)
-    wrappers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    duplicates: list[tuple[str, TensorView]] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)
-    frozen: set[str] = field(default_factory=set)
-    refs: dict[int, tuple[ParamRef, ...]] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = field(default_factory=dict)
-    overwritten: set[str] = field(default_factory=set)
-    loaders: list[HookedLoader] = field(default_factory=list)
+    tensors: dict[str, TensorView] = msgspec.field(default_factory=dict)
+    splits: dict[str, Splits] = msgspec.field(default_factory=dict)
+    wrappers: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    duplicates: list[tuple[str, TensorView]] = msgspec.field(default_factory=list)
+    tied: dict[str, str] = msgspec.field(default_factory=dict)
+    buffers: set[str] = msgspec.field(default_factory=set)
+    frozen: set[str] = msgspec.field(default_factory=set)
+    refs: dict[int, tuple[ParamRef, ...]] = msgspec.field(default_factory=dict)
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = msgspec.field(default_factory=dict)
+    overwritten: set[str] = msgspec.field(default_factory=set)
+    loaders: list[HookedLoader] = msgspec.field(default_factory=list)
 
     def set_extra(self, name: str, value: object) -> None:
         """Give one of ``extra`` back to its owner, unless only the owner's ``load_state_dict`` can take it."""

@@ -11,9 +11,9 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -40,8 +40,7 @@ _FREE_SETTINGS = {
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class AdapterTensors:
+class AdapterTensors(msgspec.Struct, frozen=True):
     """The tensors of one adapter by PEFT's names.
 
     ``sources`` are the names in the model of tensors that are stored as they are. ``computed`` are those that PEFT

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import nn
 
 
-@dataclass(frozen=True)
-class ReplacedModel:
+class ReplacedModel(msgspec.Struct, frozen=True):
     """A model whose state dict is replaced by ``entries``. ``module`` provides the names of an optimizer's parameters.
 
     Entries under the name of a buffer may differ by rank, as buffers may.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -18,8 +18,7 @@ from rankless.engine.plan.split_tensors import SplitLayout
 from rankless.state.model.model_view import is_extra
 
 
-@dataclass(frozen=True)
-class HookedStateDict:
+class HookedStateDict(msgspec.Struct, frozen=True):
     """The result of ``state_dict``: tensors of the model and other values by name.
 
     ``splits`` describe how hooks split tensors, by the model's name of the tensor. ``computed`` are the names of
@@ -27,8 +26,8 @@ class HookedStateDict:
     """
 
     values: dict[str, Any]
-    splits: dict[str, tuple[SplitLayout, ...]] = field(default_factory=dict)
-    computed: list[str] = field(default_factory=list)
+    splits: dict[str, tuple[SplitLayout, ...]] = msgspec.field(default_factory=dict)
+    computed: list[str] = msgspec.field(default_factory=list)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo

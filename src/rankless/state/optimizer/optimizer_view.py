@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -27,16 +27,14 @@ from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner
 from rankless.state.tensor_views import NAMES, TensorView, view_boxes, view_of
 
 
-@dataclass(frozen=True)
-class GroupMember:
+class GroupMember(msgspec.Struct, frozen=True):
     """An entry of a parameter group: the optimizer's key for it, and references to the parameters behind it."""
 
     key: Key
     refs: tuple[ParamRef, ...]
 
 
-@dataclass(frozen=True)
-class ParamGroup:
+class ParamGroup(msgspec.Struct, frozen=True):
     """A parameter group: ``number`` is its index in its optimizer, ``settings`` are live."""
 
     adapter: OptimizerAdapter

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from rankless.errors import OptimizerMismatchError, StateError
 from rankless.ondisk import values
@@ -53,8 +54,7 @@ def _check_disjoint(merged: EncodedGroups) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class MatchTolerance:
+class MatchTolerance(msgspec.Struct, frozen=True):
     """The tolerated differences between an optimizer and the saved one.
 
     ``is_partial``: parameters may have no saved state, saved ones need not be trained, and groups may differ.
@@ -64,7 +64,7 @@ class MatchTolerance:
 
     is_partial: bool = False
     by_name: bool = True
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def explain_missing(self, names: Sequence[str]) -> str:
         """Return a clause about a parameter without a state that was tied to another one."""
@@ -80,8 +80,7 @@ class MatchTolerance:
         )
 
 
-@dataclass(frozen=True)
-class GroupMatching:
+class GroupMatching(msgspec.Struct, frozen=True):
     """A matching of groups: ``settings`` are their saved groups, or ``None`` for a group that keeps its own settings.
 
     ``missing`` are parameters that have no state in the checkpoint. ``regrouped`` are the numbers of groups that keep

@@ -10,9 +10,9 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,8 +26,7 @@ from rankless.errors import OptimizerMismatchError
 from rankless.state.tensor_subclasses import is_wrapper
 
 
-@dataclass(frozen=True, slots=True)
-class ProbedWrapper:
+class ProbedWrapper(msgspec.Struct, frozen=True):
     """A wrapper subclass that a predicted shard belongs to, its context, and its inner tensors by name."""
 
     subclass: Any
@@ -35,8 +34,7 @@ class ProbedWrapper:
     inner: dict[str, ProbedState]
 
 
-@dataclass(frozen=True, slots=True)
-class ProbedState:
+class ProbedState(msgspec.Struct, frozen=True):
     """A predicted state tensor. ``shape`` and ``stride`` are global; ``mesh`` and ``placements`` are a DTensor's."""
 
     shape: tuple[int, ...]
