@@ -12,7 +12,8 @@ import pytest
 
 import rankless
 from rankless.errors import RanklessError, StorageError
-from rankless.storage import posix
+from rankless.run import pending_dir
+from rankless.storage import filesystems, posix
 from rankless.storage.http.client import ObjectClient, ObjectRequest, ObjectResponse
 from rankless.storage.object_path import ObjectPath
 from tests.promises.places import Place, state_of
@@ -25,6 +26,9 @@ _FOREIGN = because(
     "DCP in a store",
     "Lightning's format",
 )
+
+
+_CONVERSIONS = ("conversion into a folder", "conversion into a store")
 
 
 def model_files(path: Path) -> dict[str, bytes]:
@@ -81,7 +85,7 @@ def storage_that_fails(number: int) -> Iterator[list[str]]:
 @promise(
     "if storage fails at any moment, the old output or the new one is there, whole, and later saves go on",
     exempt=because("the failing process is another one: crash and fault campaigns do that", "drain of an earlier job")
-    | because("only new paths are written", "conversion into a folder", "conversion into a store"),
+    | because("only new paths are written", *_CONVERSIONS),
     in_one_process=True,
 )
 def test_failing_storage(place: Place) -> None:
@@ -117,3 +121,42 @@ def test_spoilt_outputs_are_named(place: Place) -> None:
             file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(Exception, match="one"):
         place.load("one")
+
+
+_NO_FOLDER = because(
+    "nothing is written into a folder of a file system",
+    "store",
+    "store and tier",
+    "component in a store",
+    "DCP in a store",
+    "conversion into a store",
+)
+
+
+@promise("a bucket that is mounted as a folder is named in a warning", exempt=_NO_FOLDER, in_one_process=True)
+def test_mounted_buckets_are_named(place: Place) -> None:
+    mount = filesystems.BucketMount("gcsfuse", "gs")
+    with (
+        mock.patch.object(pending_dir, "find_bucket_mount", return_value=mount),
+        pytest.warns(UserWarning, match="in a bucket that gcsfuse has mounted"),
+    ):
+        place.save("one", 1.0)
+
+
+def count_bytes(place: Place) -> int:
+    """Return the bytes at and below the parent of all outputs, in whatever form."""
+    parent = place.locate("one").parent
+    if isinstance(parent, ObjectPath):
+        return sum(info.size for info in parent.store.list_objects(parent))
+    return sum(file.stat().st_size for file in parent.rglob("*") if file.is_file())
+
+
+@promise(
+    "an output that is replaced takes the space of one", exempt=because("only new paths are written", *_CONVERSIONS)
+)
+def test_replaced_outputs_are_removed(place: Place) -> None:
+    place.save("one", 1.0, overwrite=True)
+    once = count_bytes(place)
+    for value in (2.0, 3.0, 4.0):
+        place.save("one", value, overwrite=True)
+    assert count_bytes(place) < 1.8 * once  # the journal grows by some lines

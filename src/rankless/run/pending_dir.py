@@ -20,6 +20,7 @@ from pathlib import Path
 from rankless.engine.comm.process_groups import describe_unjoined_ranks
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.formats.native import is_native
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
@@ -29,8 +30,12 @@ from rankless.run.pending_lock import PendingLock, acquire_lock, confirm_lock
 from rankless.run.pointers import find_tag
 from rankless.run.scan import read_info
 from rankless.storage import atomic_rename, directory_trees, posix
+from rankless.storage.filesystems import find_bucket_mount
 from rankless.storage.object_path import ObjectPath, is_bucket
 from rankless.storage.store import store_of
+
+#: The directories for which this process has warned of a mounted bucket.
+_known_mounts: set[Path] = set()
 
 #: The most attempts to replace a path while other processes change it.
 _ATTEMPTS = 100
@@ -79,6 +84,7 @@ class PendingDirectory:
         Raises ``StorageError`` if the file system has not enough space, or if another process uses the name.
         """
         posix.make_durable_directory(self.final.parent)
+        _warn_of_bucket_mount(self.final.parent)
         posix.check_space(self.final.parent, nbytes)
         lock = self._lock = acquire_lock(self.final.parent, self.name)
         weakref.finalize(self, lock.close)
@@ -202,6 +208,18 @@ class PendingDirectory:
             if restore_displaced(self.final.parent, self.name):
                 directory_trees.remove_tree(self.path)
         self.release()
+
+
+def _warn_of_bucket_mount(folder: Path) -> None:
+    """Warn once in a process if a directory is in a bucket that is mounted through FUSE."""
+    mount = find_bucket_mount(folder)
+    if mount is not None and folder not in _known_mounts:
+        _known_mounts.add(folder)
+        url = f"pass its URL instead, such as {mount.scheme}://bucket/{folder.name}" if mount.scheme else "pass its URL"
+        warn_caller(
+            f"{folder} is in a bucket that {mount.program} has mounted. Such mounts may copy files instead of renaming "
+            f"them, so a crash can leave a mixed checkpoint, and a save may fail: {url}"
+        )
 
 
 def claim_output(final: Path) -> PendingLock:

@@ -48,8 +48,6 @@ from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
 from rankless.storage.directory_trees import remove_tree
-from rankless.storage.filesystems import find_bucket_mount
-from rankless.storage.posix import path_exists
 
 
 class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
@@ -206,8 +204,6 @@ class CheckpointSave(TrainingSave):
     def _clean_up(self) -> None:
         """Remove what interrupted saves have left in the run directory, on rank 0."""
         request = self._request
-        if self._cache.saves == 0:
-            _warn_of_bucket_mount(request.path)
         clean_up(request.path, self._identity.run)
         clean_up_first_saves(request.path, request.tag)
 
@@ -302,15 +298,3 @@ class CheckpointSave(TrainingSave):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
             if existing.age > CheckpointInfo.of(self.path, committed).age:
                 raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")
-
-
-def _warn_of_bucket_mount(run: Path) -> None:
-    """Warn if a run directory is in a bucket that is mounted through FUSE."""
-    existing = next(folder for folder in (run, *run.parents) if path_exists(folder))
-    mount = find_bucket_mount(existing)
-    if mount is not None:
-        url = f"pass its URL instead, such as {mount.scheme}://bucket/{run.name}" if mount.scheme else "pass its URL"
-        warn_caller(
-            f"{run} is in a bucket that {mount.program} has mounted. Such mounts may copy files instead of renaming "
-            f"them, so a crash can leave a mixed checkpoint, and a save may fail: {url}"
-        )
