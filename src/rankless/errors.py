@@ -99,6 +99,10 @@ class SpaceShortageError(StorageError):
         self.needed, self.free = needed, free
 
 
+class UnstableReadError(StorageError):
+    """Bytes that were read do not match their CRC, but a second read of them does: what is stored is intact."""
+
+
 class CorruptCheckpointError(RanklessError, ValueError):
     """Stored bytes differ from what was saved. The message names the file and, if one is affected, the tensor."""
 
