@@ -115,6 +115,10 @@ class UnsafeNameError(CorruptCheckpointError):
     """A name in a checkpoint that points outside the checkpoint's directory."""
 
 
+class OutsideLinkError(UnsafeNameError):
+    """A file of a checkpoint that is a link to a place outside of it, where it may be intact. It is not read."""
+
+
 class FormatError(RanklessError, ValueError):
     """The file or directory is not a checkpoint in a supported format, or is in a newer version of one."""
 

@@ -16,9 +16,9 @@ from rankless.errors import (
     FormatError,
     MismatchError,
     NoCheckpointError,
+    OutsideLinkError,
     RanklessError,
     StorageError,
-    UnsafeNameError,
     UnstableReadError,
 )
 from rankless.formats.detect import is_checkpoint
@@ -213,7 +213,7 @@ class CheckpointSelector:
     def _is_proven(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
         """Return whether a checkpoint is corrupt or has lost files: it may be hidden, and its tag used again."""
         if isinstance(error, CorruptCheckpointError):
-            return not isinstance(error, UnsafeNameError)  # a link to a file elsewhere, which may be intact
+            return not isinstance(error, OutsideLinkError)
         is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
         is_missing |= isinstance(error, CheckpointReplacedError)  # but it is still there: its files are lost
         return is_missing and _has_lost_files(selected.locate(self._request.path))

@@ -16,9 +16,9 @@ from rankless.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     FormatError,
+    OutsideLinkError,
     RanklessError,
     StorageError,
-    UnsafeNameError,
 )
 from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
@@ -212,7 +212,7 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
     try:
         info = replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
     except CorruptCheckpointError as error:
-        status: _Status = "unreadable" if isinstance(error, UnsafeNameError) else "damaged"
+        status: _Status = "unreadable" if isinstance(error, OutsideLinkError) else "damaged"
         return CheckpointInfo(tag, folder, status, problem=_error_text(error))
     except FormatError as error:
         return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from rankless.errors import CorruptCheckpointError, UnsafeNameError
+from rankless.errors import CorruptCheckpointError, OutsideLinkError
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.filesystems import forget_names
 from rankless.storage.object_path import ObjectPath
@@ -31,7 +31,7 @@ def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
     """
     try:
         return read()
-    except UnsafeNameError:
+    except OutsideLinkError:
         raise
     except CorruptCheckpointError as error:  # which keeps the first buffer, so that the second one is another
         forget_file(path)
