@@ -14,6 +14,7 @@ import msgspec
 
 from rankless.errors import CheckpointReplacedError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName
+from rankless.run.catalog import cached_checkpoints
 from rankless.run.scan import read_info
 from rankless.storage import atomic_rename, posix
 from rankless.storage.object_path import ObjectPath
