@@ -164,7 +164,9 @@ def _decode_scalar(payload: Any) -> np.generic:
 
 
 def _decode_dtype(payload: Any) -> torch.dtype:
-    dtype = _named_dtypes().get(payload) if isinstance(payload, str) else None
+    if not isinstance(payload, str):
+        raise CorruptCheckpointError(f"{payload!r} is not a dtype")
+    dtype = _named_dtypes().get(payload)
     if dtype is None:
         raise FormatError(f"this version of torch has no dtype {payload!r}: update torch")
     return dtype
