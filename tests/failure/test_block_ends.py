@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -145,6 +146,11 @@ def step_without_optimizer(model: nn.Module) -> None:
             parameter.add_(1)
 
 
+def write_to_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data += 1
+
+
 def replace_weight(model: nn.Module) -> None:
     model.weight = nn.Parameter(torch.ones(2, 2))
 
@@ -159,7 +165,7 @@ def leave_after(checkpointer: rankless.Checkpointer, change: Callable[[], object
         change()
 
 
-@pytest.mark.parametrize("change", [step_without_optimizer, replace_weight, run_forward])
+@pytest.mark.parametrize("change", [step_without_optimizer, write_to_data, replace_weight, run_forward])
 def test_a_changed_model_is_not_saved_as_the_last_step(tmp_path: Path, change: Callable[[nn.Module], None]) -> None:
     model = nn.BatchNorm1d(2) if change is run_forward else nn.Linear(2, 2)
     checkpointer = rankless.Checkpointer(tmp_path, model={"a": model}, signals=())
@@ -242,3 +248,12 @@ def test_a_failed_resume_in_a_block_leaves_signals_to_its_end(tmp_path: Path) ->
         assert signal.getsignal(signal.SIGTERM) is not before
         assert checkpointer.resume(new_ok="new") == 1
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_state_of_any_dtype_that_did_not_change_is_saved(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8)
+    state = {str(dtype): torch.zeros(2, 3).to(dtype).t() for dtype in dtypes}
+    state |= {"empty": torch.zeros(0), "scalar": torch.tensor(math.nan), "deep": torch.zeros(1, 1, 1)}
+    with rankless.Checkpointer(tmp_path, model=state, signals=()) as checkpointer:
+        checkpointer.step(1)
+    assert saved_steps(tmp_path) == [1]

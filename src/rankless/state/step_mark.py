@@ -17,19 +17,27 @@ from rankless.state.optimizer.adapters import optimizer_components
 _Version = tuple[int, int]
 
 
+#: The most tensors of which elements are compared.
+_MAX_SAMPLED = 32
+
+
 class _MarkedTensor(NamedTuple):
-    """A tensor of a model when a step was complete: its version, and for a ``DTensor`` also that of its shard."""
+    """A tensor of a model when a step was complete.
+
+    ``versions`` are its own and, of a ``DTensor``, that of its shard. ``sample`` has some elements, or none.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     versions: list[_Version]
+    sample: torch.Tensor | None
 
 
 class StepMark:
     """Notices changes of a state without reading tensors, for ``Checkpointer``.
 
     If optimizers of torch were passed, their steps are counted, by hooks that are removed with this object. Only
-    without any of them the tensors of the model are compared: their addresses and versions, which writes to ``.data``
-    do not change.
+    without any of them the tensors of the model are compared: their addresses and versions, and because writes to
+    ``.data`` do not change these, two elements of some tensors.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
@@ -57,9 +65,13 @@ class StepMark:
         """Remember the present state as that of the last complete step."""
         self._marked_steps = self._steps
         if not self._is_counting:
+            tensors = list(_iter_tensors(self._model))
+            stride = -(-len(tensors) // _MAX_SAMPLED)
             self._marked_tensors = {
-                name: _MarkedTensor(weakref.ref(tensor), _find_versions(tensor))
-                for name, tensor in _iter_tensors(self._model)
+                name: _MarkedTensor(
+                    weakref.ref(tensor), _find_versions(tensor), None if number % stride else _sample(tensor)
+                )
+                for number, (name, tensor) in enumerate(tensors)
             }
 
     def has_changed(self) -> bool:
@@ -75,6 +87,9 @@ class StepMark:
 def _is_changed(marked: _MarkedTensor, present: torch.Tensor) -> bool:
     tensor = marked.tensor()
     if tensor is None or _find_versions(tensor) != marked.versions:
+        return True
+    sample = None if marked.sample is None else _sample(tensor)
+    if marked.sample is not None and sample is not None and not torch.equal(marked.sample, sample):
         return True
     # FSDP2 puts a whole parameter in the place of its shard for a while, also after a forward pass without gradients.
     return tensor is not present and not isinstance(tensor, DTensor)
@@ -96,8 +111,22 @@ def _iter_tensors(given: Any, prefix: str = "") -> Iterator[tuple[str, torch.Ten
 
 
 def _find_versions(tensor: torch.Tensor) -> list[_Version]:
-    parts = [tensor, tensor._local_tensor] if isinstance(tensor, DTensor) else [tensor]  # noqa: SLF001
+    parts = {id(part): part for part in (tensor, _find_shard(tensor))}.values()
     return [(_find_address(part), -1 if part.is_inference() else part._version) for part in parts]  # noqa: SLF001
+
+
+def _find_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with this rank's elements."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of the first and the last element of this rank. They stay on their device."""
+    shard = _find_shard(tensor).detach()
+    if type(shard) is not torch.Tensor or shard.is_meta or not shard.numel():
+        return None
+    ends = [shard[(position,) * shard.ndim] for position in (0, -1)]
+    return torch.stack(ends).view(torch.uint8)
 
 
 def _find_address(tensor: torch.Tensor) -> int:
