@@ -16,6 +16,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_metrics
 from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
+from rankless.save.collected_failures import CollectedFailures
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
 from rankless.storage.object_path import parse_location
@@ -251,9 +252,11 @@ def finalize() -> None:
     """
     from rankless.inspection.background_statistics import background_statistics  # noqa: PLC0415 - saves need none
 
-    background_saves.finalize()
-    _defaults.drain()
-    background_statistics.wait()
+    failures = CollectedFailures()
+    failures.run(background_saves.finalize)
+    failures.run(_defaults.drain)
+    failures.run(background_statistics.wait)
+    failures.raise_first()
 
 
 def add_metrics(path: str | PathLike[str], tag: TagArgument, metrics: Mapping[str, Any]) -> CheckpointInfo:

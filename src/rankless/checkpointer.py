@@ -33,15 +33,20 @@ from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument
 from rankless.run_directory import RunDirectory
+from rankless.save.collected_failures import CollectedFailures
+from rankless.save.content_copy import copy_content
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
 from rankless.state.mismatches import COMPONENTS
-from rankless.state.optimizer.step_counter import OptimizerStepCounter
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.stateful import check_stateful_object
+from rankless.state.step_mark import StepMark
 from rankless.tier.tier_options import LocalTier
 
 _log = logging.getLogger("rankless")
+
+#: The note in an error that the end of a block raises: a block around it saves its last step, too.
+_LOOP_HAS_ENDED = "the loop had ended before: this is the error of a save, raised at the end of the block"
 
 
 class Checkpointer:
@@ -56,8 +61,9 @@ class Checkpointer:
                     break
 
     At the end of the ``with`` block it saves the last step if that was not saved, waits for all background saves, and
-    raises the error of one that failed. If an exception ends the block, it only waits. So leave the loop right after
-    :meth:`step`: if an optimizer has stepped since, the last step is not saved, with a warning.
+    then raises the error of one that failed, also of one before. If an exception of the loop ends the block, it only
+    waits. So leave the loop right after :meth:`step`: if the state has changed since, the last step is not saved, with
+    a warning.
 
     Args:
         path: The run directory, on a file system that all ranks share, or its URL in an object store.
@@ -127,15 +133,15 @@ class Checkpointer:
         #: The report of the last :meth:`resume`; ``None`` if there was no checkpoint.
         self.restored: RestoreResult | None = None
         self._registered: dict[str, Any] = {}
+        #: Tells whether the objects are still in the state of the last completed step.
+        self._mark = StepMark(model, optimizer)
         for name, candidate in (stateful or {}).items():
             self.register(name, candidate)
         self._save_every = save_every
         self._signals = (signals,) if isinstance(signals, int) else tuple(signals)
         self._process_group, self._timeout = process_group, timeout
         self._stop: Preemption | None = None
-        self._has_begun = self._is_stopping = self._is_prepared = False
-        #: The steps of the optimizers, and how many of them belong to the last completed step.
-        self._counter, self._counted = OptimizerStepCounter(optimizer), 0
+        self._has_begun = self._is_stopping = self._is_prepared = self._is_in_block = False
         #: The last completed step, and the last one of which this object knows a checkpoint.
         self._last, self._saved = 0, 0
         #: The save of the step :attr:`_saved`, if this process has made it.
@@ -176,6 +182,7 @@ class Checkpointer:
         if self.restored is not None and f"stateful/{name}" in self.restored.not_requested:
             self._load_late(name, checked, self.restored)
         self._registered[name] = checked
+        self._mark.add_optimizer(stateful_object)
 
     def _load_late(self, name: str, stateful_object: Any, restored: RestoreResult) -> None:
         """Load an object that is registered after the checkpoint was loaded, before the next save would replace it."""
@@ -213,26 +220,32 @@ class Checkpointer:
             InvalidArgumentError: ``new_ok`` has an unknown name.
             StateError: The checkpoint has no step.
             NoCheckpointError: None of the checkpoints can be read, or there is none with this tag; and all other errors
-                of :func:`rankless.restore`.
+                of :func:`rankless.restore`. Outside of a ``with`` block signals have their earlier effect again then.
         """
         chosen = with_keywords(LoadOptions(), options, more, Checkpointer.resume)
         missing = {*_as_names(chosen.allow_missing), *self._find_components(new_ok)}
         self._begin(resumes=True)
         try:
-            self.restored = self._directory.restore(
+            restored = self._directory.restore(
                 tag,
                 **self._components,
                 stateful=self._registered or None,
                 options=replace(chosen, allow_missing=missing, resume=True),
             )
+            step = _step_of(restored)
         except EmptyRunError as error:
             level = logging.DEBUG if self._directory.rank else logging.INFO
             _log.log(level, "training begins at step 1: %s", error)
             return 0
-        self._last = self._saved = _step_of(self.restored)
+        except BaseException:
+            if not self._is_in_block:  # else its end closes this object
+                self.close()
+            raise
+        self.restored = restored
+        self._last = self._saved = step
         self._handle = None
         self._pending = {}
-        return self._last
+        return step
 
     def step(
         self,
@@ -244,11 +257,15 @@ class Checkpointer:
     ) -> bool:
         """Note that a step is complete. Save it if it is due, or if a rank got a signal to stop.
 
+        If an earlier save in the background has failed, a save that is due begins, and then its error is raised. After
+        a signal :meth:`finalize` or the end of the block raises it.
+
         Args:
             step: The number of the step; it must increase from call to call.
             metrics: Numbers by name, or tensors of one element, which are read only if the step is saved.
-            user_content: See :meth:`rankless.RunDirectory.save`; used if the step is saved.
-            per_rank_content: See :meth:`rankless.RunDirectory.save`; used if the step is saved.
+            user_content: See :meth:`rankless.RunDirectory.save`; used if the step is saved. Of at most 1 MiB and 10,000
+                values it is copied now; a larger one must not change until it is saved.
+            per_rank_content: Like ``user_content``.
 
         Returns:
             Whether to leave the training loop: on all ranks at the same step, after a signal.
@@ -267,11 +284,12 @@ class Checkpointer:
             )
         metrics = {} if metrics is None else metrics
         check_metrics(metrics)
-        self._last, self._counted = step, self._counter.steps
+        self._last = step
+        self._mark.set_mark()
         self._pending = {
             "metrics": copy_metrics(metrics),
-            "user_content": user_content,
-            "per_rank_content": per_rank_content,
+            "user_content": copy_content(user_content),
+            "per_rank_content": copy_content(per_rank_content),
         }
         if self._is_stopping:
             _log.warning("the job got a signal to stop before step %d: leave the loop if step() returns true", step)
@@ -280,10 +298,18 @@ class Checkpointer:
         if stops_now:
             self._save(f"step_{step}", forced=True)
         elif self._save_every is not None and step and step % self._save_every == 0:
-            self.save()
+            self._save_due_step()
         elif not self._is_prepared:
             self._prepare_staging()
         return self._is_stopping
+
+    def _save_due_step(self) -> None:
+        """Save. Then raise the error of an earlier background save, if one has failed: the loop may end with it."""
+        failures = CollectedFailures()
+        failures.run(self._directory.wait_for_turn)
+        if failures.run(self.save):
+            failures.add_note(f"the save of step {self._last} has begun all the same")
+        failures.raise_first()
 
     def _prepare_staging(self) -> None:
         """Let the memory of the first save be prepared, unless only adapters are saved, which need little."""
@@ -342,40 +368,49 @@ class Checkpointer:
         return f"<Checkpointer of {names} in {str(self.path)!r}, step {self._last}>"
 
     def __enter__(self) -> Self:
+        self._is_in_block = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failures = CollectedFailures()
         try:
-            if error is None:
-                self._directory.wait()  # so that it is known whether the last save has failed
-                self._save_last_step()
-                self.finalize()
+            if error is None or _LOOP_HAS_ENDED in getattr(error, "__notes__", ()):
+                self._end_block(failures)
             else:
-                self._finalize_after(error)
+                failures.run_until_success(self._directory.wait)
+            if error is None:
+                failures.raise_first(_LOOP_HAS_ENDED)
+            else:
+                failures.note_in(error)
         finally:
+            self._is_in_block = False
             self.close()
+
+    def _end_block(self, failures: CollectedFailures) -> None:
+        """Save the last step, whichever save fails or has failed. Collect the errors."""
+        failures.run(self._directory.wait)  # so that it is known whether the last save has failed
+        failures.run(self._save_last_step)
+        failures.run_until_success(self._directory.wait)
+        is_drained = failures.run(self._directory.drain)
+        if is_drained and self._last == self._saved and not self._has_last_failed():
+            failures.add_note(f"step {self._last} is saved all the same")
 
     def _save_last_step(self) -> None:
         """Save the last completed step if that was not done, and if the objects are still in its state."""
-        has_failed = self._handle is not None and self._handle.has_failed()
-        if self._last <= self._saved and not has_failed:
+        if self._last <= self._saved and not self._has_last_failed():
             return
-        if self._counter.steps == self._counted:
-            self._save(f"step_{self._last}", forced=True)
-        else:
+        if self._mark.has_changed():
             warn_caller(
-                f"step {self._last} is not saved at the end of the block, because an optimizer has stepped since: "
-                "leave the loop right after step()"
+                f"step {self._last} is not saved at the end of the block, because the model or an optimizer has "
+                "changed since: leave the loop right after step()"
             )
+        else:
+            self._save(f"step_{self._last}", forced=True)
 
-    def _finalize_after(self, error: BaseException) -> None:
-        """Wait for the background saves after an error, which is what the caller must see."""
-        try:
-            self._directory.wait()
-        except Exception as failure:  # noqa: BLE001 - the error that ended the block is raised, and names this one
-            error.add_note(f"a background save into {self.path} has failed, too: {failure!r}")
+    def _has_last_failed(self) -> bool:
+        return self._handle is not None and self._handle.has_failed()
 
     def _begin(self, *, resumes: bool) -> None:
         """Compare the settings of all ranks in the first call, and watch for signals from then on."""

@@ -99,6 +99,10 @@ class SpaceShortageError(StorageError):
         self.needed, self.free = needed, free
 
 
+class UnstableReadError(StorageError):
+    """Bytes that were read do not match their CRC, but a second read of them does: what is stored is intact."""
+
+
 class CorruptCheckpointError(RanklessError, ValueError):
     """Stored bytes differ from what was saved. The message names the file and, if one is affected, the tensor."""
 
@@ -109,6 +113,10 @@ class ReadBudgetError(CorruptCheckpointError):
 
 class UnsafeNameError(CorruptCheckpointError):
     """A name in a checkpoint that points outside the checkpoint's directory."""
+
+
+class OutsideLinkError(UnsafeNameError):
+    """A file of a checkpoint that is a link to a place outside of it, where it may be intact. It is not read."""
 
 
 class FormatError(RanklessError, ValueError):

@@ -38,6 +38,7 @@ from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.save.background import background_saves
 from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from rankless.save.checkpoint_save import CheckpointSave
+from rankless.save.collected_failures import CollectedFailures
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import copy_metrics
 from rankless.save.save_request import SaveRequest
@@ -174,7 +175,8 @@ class RunDirectory:
             async_save: Return as soon as the training state may change again, and write in the background. The next
                 save to the same path, :func:`rankless.finalize` and the end of the process wait for the background
                 save. By default as in the constructor.
-            forced: Save even if the retention policy needs a metric that was not passed.
+            forced: Save even if the retention policy needs a metric that was not passed, or an earlier save in the
+                background has failed: :meth:`finalize` raises its error.
             options: Options that few need, in place of those of the constructor: see :class:`rankless.SaveOptions`.
             more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
 
@@ -226,7 +228,8 @@ class RunDirectory:
             began=began,
         )
         check_ranks_are_joined(self._process_group)
-        with span("save", "call", str(tag)), background_saves.path_turn(self.path, self._process_group):
+        turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
+        with span("save", "call", str(tag)), turn:
             request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
             self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
             request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
@@ -281,13 +284,21 @@ class RunDirectory:
     def finalize(self) -> None:
         """Wait for the background saves of this path. All ranks must call it if there is a local tier.
 
-        Then the newest checkpoint in the local tier is written into the run directory, unless it is there.
+        Then the newest checkpoint in the local tier is written into the run directory, unless it is there, also if a
+        save has failed.
 
         Raises:
             Exception: The error of the first save that failed. Each error is raised once.
         """
-        self.wait()
-        self.drain()
+        failures = CollectedFailures()
+        failures.run(self.wait)
+        failures.run(self.drain)
+        failures.raise_first()
+
+    def wait_for_turn(self) -> None:
+        """Wait until a save may begin. Raise the error of a failed one, as the next save would."""
+        with background_saves.path_turn(self.path, self._process_group):
+            pass
 
     def wait(self) -> None:
         """Wait for the background saves of this path, and for no other rank."""
@@ -402,7 +413,7 @@ class RunDirectory:
             return
         options = DrainOptions(self._local.on_failure, keep, on_event)
         drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
-        with background_saves.path_turn(self.path, self._process_group):
+        with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 
     def drain(self) -> None:

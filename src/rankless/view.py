@@ -15,7 +15,13 @@ from rankless.engine.io.byte_sinks import ByteSink, MemorySink
 from rankless.engine.io.read import read_file_ranges
 from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan.element_ranges import TensorRange
-from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    FormatError,
+    InvalidArgumentError,
+    MismatchError,
+)
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, check_read, detect_replacement, find_file_ranges
 from rankless.inspection.element_values import as_array
@@ -289,7 +295,7 @@ class Checkpoint:
                 self._reader.check_files()
             shared, ranks = (PlaceholderCodec(self._reader.groups.get(group, {})) for group in ("state", "ranks"))
             self._reader.read_values(0, shared, ranks)
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, FormatError, MismatchError) as error:
             yield VerificationResult("", 0, str(error))
         for note in self._reader.unread:
             problem = f"{self.path}: {note.group} {note.name!r} {note.why}"

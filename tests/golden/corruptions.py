@@ -18,6 +18,7 @@ from rankless.errors import (
     FormatError,
     MismatchError,
     NoCheckpointError,
+    OutsideLinkError,
     RanklessError,
     UnsafeNameError,
 )
@@ -290,9 +291,11 @@ DAMAGES = {
         also("../x"), UnsafeNameError, r"'\.\./x', which is not a plain path inside its directory"
     ),
     "an absolute name": Damage(also("/etc/passwd"), UnsafeNameError, "'/etc/passwd', which is not a plain path inside"),
-    "a link out": Damage(link_out(MODEL), UnsafeNameError, "is a link to .*outside, outside of the checkpoint"),
+    "a link out": Damage(
+        link_out(MODEL), OutsideLinkError, "is a link to .*outside, outside of the checkpoint", falls_back=False
+    ),
     "a folder that is a link out": Damage(
-        link_out("model"), UnsafeNameError, "is a link to .*, outside of the checkpoint"
+        link_out("model"), OutsideLinkError, "is a link to .*, outside of the checkpoint", falls_back=False
     ),
     # What the manifest says
     "a newer version": Damage(
@@ -354,7 +357,7 @@ DAMAGES = {
     ),
     # Values
     "an unknown tag": Damage(
-        text(STATE, r"\$uuid", "$uuid9"), CorruptCheckpointError, r"state.json: the tag '\$uuid9' is unknown"
+        text(STATE, r"\$uuid", "$uuid9"), FormatError, r"state.json: the tag '\$uuid9' is unknown", falls_back=False
     ),
     "a tag that is not alone": Damage(
         text(STATE, r'"\$uuid"', '"a":1,"$uuid"'), CorruptCheckpointError, "is not alone"

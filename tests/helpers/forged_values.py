@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-FORGED_VALUES = [
+#: Values that a newer version of rankless, torch or NumPy may have written.
+UNKNOWN_VALUES = [
     '{"$unknown":1}',
     '{"$":1}',
+    '{"$device":"cpu:x"}',
+    '{"$device":"toaster"}',
+    '{"$dtype":"float33"}',
+    '{"$dtype":"nn"}',
+    '{"$numpy":["<U1","41000000"]}',
+    '{"$numpy":["O","0000000000000000"]}',
+    '{"$numpy":["V8","0000000000000000"]}',
+    '{"$numpy":["object","00"]}',
+]
+
+FORGED_VALUES = [
     '{"$tuple":[],"$set":[]}',
     '{"$tuple":[],"a":1}',
     '{"a":1,"$tuple":[]}',
@@ -70,10 +82,6 @@ FORGED_VALUES = [
     '{"$deque":[[1],"2"]}',
     '{"$deque":[[1],99999999999999999999]}',
     '{"$deque":5}',
-    '{"$numpy":["object","00"]}',
-    '{"$numpy":["O","0000000000000000"]}',
-    '{"$numpy":["<U1","41000000"]}',
-    '{"$numpy":["V8","0000000000000000"]}',
     '{"$numpy":["int32",""]}',
     '{"$numpy":["int32","0000"]}',
     '{"$numpy":["int32","0000000000000000"]}',
@@ -83,12 +91,8 @@ FORGED_VALUES = [
     '{"$numpy":"int32"}',
     '{"$numpy":[]}',
     '{"$numpy":{}}',
-    '{"$dtype":"float33"}',
-    '{"$dtype":"nn"}',
     '{"$dtype":["float32"]}',
     '{"$dtype":null}',
-    '{"$device":"toaster"}',
-    '{"$device":"cpu:x"}',
     '{"$device":3}',
     '{"$device":null}',
     '{"$device":["cpu"]}',

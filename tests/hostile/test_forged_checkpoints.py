@@ -21,7 +21,7 @@ import rankless
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, RanklessError, UnsafeNameError
 from rankless.ondisk.block_crcs import crc64
 from tests.helpers.bounded_reads import limit_memory, read_checkpoint
-from tests.helpers.forged_values import FORGED_VALUES
+from tests.helpers.forged_values import FORGED_VALUES, UNKNOWN_VALUES
 from tests.helpers.pairwise import each_value
 from tests.helpers.sealed_checkpoints import (
     DATA,
@@ -381,13 +381,23 @@ def test_an_empty_tensor_of_an_impossible_shape_is_refused(folder: Path, shape: 
 
 @each_value({"forged": FORGED_VALUES, "name": [STATE, RANKS]})
 def test_forged_values_are_refused(folder: Path, forged: str, name: str) -> None:
+    put_value(folder, forged, name)
+    assert_refused(folder, folder / name, CorruptCheckpointError)
+
+
+@each_value({"value": UNKNOWN_VALUES, "name": [STATE, RANKS]})
+def test_values_of_a_newer_version_are_refused(folder: Path, value: str, name: str) -> None:
+    put_value(folder, value, name)
+    assert_refused(folder, folder / name, FormatError)
+
+
+def put_value(folder: Path, value: str, name: str) -> None:
     raw = (folder / name).read_text()
     if name == STATE:
-        (folder / name).write_text(raw.removesuffix("}") + f',"more":{forged}}}')
+        (folder / name).write_text(raw.removesuffix("}") + f',"more":{value}}}')
     else:
-        (folder / name).write_text(f'{{"ranks":[{{"content":{forged}}}]}}')
+        (folder / name).write_text(f'{{"ranks":[{{"content":{value}}}]}}')
     reseal_checkpoint(folder)
-    assert_refused(folder, folder / name, CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("name", [STATE, RANKS])

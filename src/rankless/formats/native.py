@@ -27,6 +27,7 @@ from rankless.ondisk.strict_json import parse_json
 from rankless.ondisk.value_files import restore_order
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.filesystems import forget_names
+from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
 
 #: The names of the model and the optimizer; a name may follow after a slash: ``model/ema``.
@@ -76,9 +77,13 @@ def is_native(path: Path) -> bool:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises ``CheckpointReplacedError`` if there is none, or not any more."""
     file = path / manifest.NAME
-    try:
+
+    def read() -> Manifest:
         store_of(file).check_regular(file, within=(path,))
         return manifest.decode_manifest(store_of(file).read_small(file), str(file))
+
+    try:
+        return read_twice_if_wrong(file, read)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -174,8 +179,12 @@ class NativeReader:
 
     def _open_file(self, name: str, record: FileRecord) -> SafetensorsFile:
         """Read the header of a data file. Raises ``CorruptCheckpointError``."""
-        with _missing_as_corrupt(self.path / name):
-            return SafetensorsFile.open(self._existing_file(name), record)
+
+        def read() -> SafetensorsFile:
+            with _missing_as_corrupt(self.path / name):
+                return SafetensorsFile.open(self._existing_file(name), record)
+
+        return read_twice_if_wrong(self.path / name, read)
 
     def _read_file(self, name: str) -> bytes:
         """Read a file without tensor data. Raises ``CorruptCheckpointError`` if it is missing."""
@@ -219,10 +228,14 @@ class NativeReader:
             raise CorruptCheckpointError(
                 f"the manifest of {self.path} does not name {name}, which every checkpoint has"
             )
-        data = self._read_file(name)
-        if not _matches_record(data, record):
-            raise CorruptCheckpointError(f"{self.path / name} does not match the manifest: the file is corrupt")
-        return data
+
+        def read() -> bytes:
+            data = self._read_file(name)
+            if not _matches_record(data, record):
+                raise CorruptCheckpointError(f"{self.path / name} does not match the manifest: the file is corrupt")
+            return data
+
+        return read_twice_if_wrong(self.path / name, read)
 
     def is_current(self) -> bool:
         """See :class:`rankless.formats.reader.Reader`."""

@@ -55,13 +55,20 @@ def load_with_fallback(
             continue
         if corrupt is not None:
             corrupt.update(attempt.selected.corrupt)
-        for problem in selector.lost_generations:
-            warn_caller(f"loaded {result.tag!r} from the {result.source}, because a newer one could not be: {problem}")
-        skipped = selector.skipped.describe()
-        if skipped:
-            advice = f"run `rankless verify --all {request.path}` for details"
-            warn_caller(f"loaded {result.tag!r} and ignored other checkpoints: {skipped}; {advice}")
-            log_reasons(selector.skipped.reasons)
-        if selector.ignored:
-            warn_caller(selector.ignored)
+        _warn_of_others(request, selector, result)
         return result
+
+
+def _warn_of_others(request: LoadRequest, selector: CheckpointSelector, result: RestoreResult) -> None:
+    """Warn of reads that were wrong, and of the checkpoints that were ignored."""
+    for problem in selector.wrong_reads:
+        warn_caller(f"loaded {result.tag!r} after a read that was wrong: {problem}")
+    for problem in selector.lost_generations:
+        warn_caller(f"loaded {result.tag!r} from the {result.source}, because a newer one could not be: {problem}")
+    skipped = selector.skipped.describe()
+    if skipped:
+        advice = f"run `rankless verify --all {request.path}` for details"
+        warn_caller(f"loaded {result.tag!r} and ignored other checkpoints: {skipped}; {advice}")
+        log_reasons(selector.skipped.reasons)
+    if selector.ignored:
+        warn_caller(selector.ignored)

@@ -16,11 +16,13 @@ from rankless.errors import (
     FormatError,
     MismatchError,
     NoCheckpointError,
+    OutsideLinkError,
     RanklessError,
     StorageError,
+    UnstableReadError,
 )
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.native import holds_checkpoint, is_native, read_manifest
+from rankless.formats.native import NativeReader, holds_checkpoint, is_native, read_manifest
 from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
@@ -128,6 +130,8 @@ class CheckpointSelector:
         ``local`` are the complete checkpoints in the local tier, oldest first.
         """
         self._local = list(local)
+        #: The errors after which a checkpoint was read once more.
+        self.wrong_reads: list[str] = []
         #: The errors of the generations in the local tier that could not be loaded.
         self.lost_generations: list[str] = []
         self._request, self._deadline = request, time.monotonic() + timeout
@@ -136,7 +140,7 @@ class CheckpointSelector:
         self._filling_error: RanklessError | None = None
         #: The errors of failed attempts, by tag and id: a tag may be reused meanwhile, and copies have the same id.
         self._errors: dict[tuple[str, str], RanklessError] = {}
-        #: The tags and ids of checkpoints that were read again, because bytes may have changed on their way.
+        #: The tags and ids of checkpoints that were read again, because bytes may have been read wrong.
         self._read_again: set[tuple[str, str]] = set()
         self.skipped = SkippedCheckpoints()
         self.ignored: str | None = None
@@ -179,31 +183,41 @@ class CheckpointSelector:
                 )
             if self._is_timed_out():
                 raise self._timeout_error(error) from error
+        elif self._may_read_again(selected, error):
+            self._read_again.add((selected.tag, selected.id))
+            self.wrong_reads.append(_error_message(error))
         elif selected.generation is not None:
             self._local = [one for one in self._local if one.key != selected.generation]
             self.lost_generations.append(_error_message(error))
             if isinstance(error, MismatchError):
                 raise self._filling_error or error
-        elif self._may_read_again(selected, error):
-            self._read_again.add((selected.tag, selected.id))
         elif self._may_fall_back(selected, error):
             self._errors[selected.tag, selected.id] = error
         else:
             raise self._filling_error or error
 
     def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
-        """Return whether bytes may have changed on their way through a network without encryption."""
-        is_distant = isinstance(self._request.path, ObjectPath) and isinstance(error, CorruptCheckpointError)
-        return is_distant and (selected.tag, selected.id) not in self._read_again
+        """Return whether what is stored may be intact: bytes may change on their way through a network, too."""
+        is_in_bucket = selected.generation is None and isinstance(self._request.path, ObjectPath)
+        is_unclear = isinstance(error, UnstableReadError) or (
+            is_in_bucket and isinstance(error, CorruptCheckpointError)
+        )
+        return is_unclear and (selected.tag, selected.id) not in self._read_again
 
     def _may_fall_back(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
         """Return whether another checkpoint may be loaded instead."""
         if not selected.is_latest or self._request.on_corruption == "raise":
             return False
+        is_mismatched = isinstance(error, MismatchError) and bool(self._errors)
+        return is_mismatched or self._is_proven(selected, error)
+
+    def _is_proven(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
+        """Return whether a checkpoint is corrupt or has lost files: it may be hidden, and its tag used again."""
+        if isinstance(error, CorruptCheckpointError):
+            return not isinstance(error, OutsideLinkError)
         is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
         is_missing |= isinstance(error, CheckpointReplacedError)  # but it is still there: its files are lost
-        is_mismatched = isinstance(error, MismatchError) and bool(self._errors)
-        return is_missing or is_mismatched or isinstance(error, CorruptCheckpointError)
+        return is_missing and _has_lost_files(selected.locate(self._request.path))
 
     def _is_timed_out(self) -> bool:
         return time.monotonic() > self._deadline
@@ -285,6 +299,15 @@ def _has_collected(run: Path) -> bool:
     if isinstance(run, ObjectPath):
         return run.store.is_directory(run / FOLDER)
     return FOLDER in finish_interrupted_replace(run)
+
+
+def _has_lost_files(folder: Path) -> bool:
+    """Return whether files of a checkpoint are missing or corrupt on this host, and not only on another one."""
+    try:
+        NativeReader(folder).check_files()
+    except RanklessError as error:
+        return isinstance(error, CorruptCheckpointError | NoCheckpointError)
+    return False
 
 
 def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:

@@ -110,7 +110,11 @@ class CheckpointVerification:
                 for file_range in find_file_ranges(self._reader, self._stored[verify_range.tensor], verify_range, files)
             ]
             fragments = read_file_ranges(list(files), file_ranges, lambda _: NullSink())
-            problems = {tensor: str(error) for tensor, error in self._verifier.find_corrupt_blocks(fragments, {})}
+            problems = {
+                tensor: str(error)
+                for tensor, error in self._verifier.find_wrong_blocks(fragments, {})
+                if isinstance(error, CorruptCheckpointError)
+            }
         except CorruptCheckpointError as error:
             if len(batch) > 1:
                 for verify_range in batch:

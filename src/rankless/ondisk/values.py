@@ -13,15 +13,16 @@ import datetime as dt
 import json
 import math
 import pathlib
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import UUID
 
-from rankless.errors import CorruptCheckpointError, UnsupportedValueError
+from rankless.errors import CorruptCheckpointError, FormatError, UnsupportedValueError
 from rankless.ondisk.hash_limits import MAX_EQUAL_HASHES, check_hashes
-from rankless.ondisk.strict_json import parse_json
+from rankless.ondisk.strict_json import parse_json, recursion_error
 
 #: Deeper trees are refused when they are saved.
 MAX_DEPTH = 100
@@ -156,12 +157,15 @@ def as_table(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def load_values(raw: bytes, codec: ArrayCodec, file: str) -> Any:
-    """Decode the JSON of :func:`dump_values`. Raises ``CorruptCheckpointError`` naming ``file`` for any other bytes."""
+    """Decode the JSON of :func:`dump_values`. Raises ``CorruptCheckpointError`` naming ``file`` for any other bytes.
+
+    Raises ``FormatError`` for values of a newer version of rankless or torch.
+    """
     return decode_value(parse_json(raw, file), codec, file)
 
 
 def decode_value(encoded: Any, codec: ArrayCodec, file: str) -> Any:
-    """Decode JSON that is parsed already. Raises ``CorruptCheckpointError`` naming ``file``."""
+    """Decode JSON that is parsed already. Raises the errors of :func:`load_values`."""
     with _errors_naming(file):
         return _decode_any(encoded, codec, 0)
 
@@ -170,8 +174,10 @@ def decode_value(encoded: Any, codec: ArrayCodec, file: str) -> Any:
 def _errors_naming(file: str) -> Iterator[None]:
     try:
         yield
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{file}: {error}") from error
+    except (CorruptCheckpointError, FormatError) as error:
+        raise type(error)(f"{file}: {error}") from error
+    except RecursionError as error:
+        raise recursion_error(file) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise CorruptCheckpointError(f"{file} does not contain values that rankless wrote: {error}") from error
 
@@ -228,9 +234,15 @@ def _is_text(value: str) -> bool:
         return False
 
 
+def _count_integer_bits() -> int:
+    """Return the most bits of an integer that this process may write as text."""
+    digits = sys.get_int_max_str_digits()  # 0 if there is no limit
+    return min(_INT_BITS, int((digits - 1) * math.log2(10))) if digits else _INT_BITS
+
+
 #: Types that JSON has too, each with a test of the values that it can hold.
 _IN_JSON: dict[type, Callable[[Any], bool]] = {
-    int: lambda value: value.bit_length() <= _INT_BITS,
+    int: lambda value: value.bit_length() <= _count_integer_bits(),
     float: math.isfinite,
     str: _is_text,
 }
@@ -274,7 +286,7 @@ def _encode_other(value: Any, path: tuple[object, ...], encoder: _Encoder) -> An
     except (TypeError, ValueError) as error:
         return encoder.add_problem(path, str(error))
     if type(value) is int:
-        return encoder.add_problem(path, f"an integer of more than {_INT_BITS} bits")
+        return encoder.add_problem(path, f"an integer of more than {_count_integer_bits()} bits")
     if encoded is NotImplemented:
         return encoder.add_problem(path, f"{type(value).__module__}.{type(value).__qualname__}")
     return encoded
@@ -311,7 +323,7 @@ def _decode_tag(tag: str, payload: Any, codec: ArrayCodec, depth: int) -> Any:
         return build(plain)
     decoded = codec.decode(tag, payload)
     if decoded is NotImplemented:
-        raise CorruptCheckpointError(f"the tag {tag!r} is unknown; was it written by a newer version? update rankless")
+        raise FormatError(f"the tag {tag!r} is unknown; was it written by a newer version? update rankless")
     return decoded
 
 

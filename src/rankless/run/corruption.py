@@ -1,4 +1,7 @@
-"""Checkpoints that a load found corrupt. They are hidden when the run that continued without them saves again."""
+"""Checkpoints that a load found corrupt. They are hidden when the run that continued without them saves again.
+
+No save removes them: ``rankless prune --leftovers`` does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rankless.errors import CheckpointReplacedError, TagExistsError
-from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import cached_checkpoints
 from rankless.run.scan import read_info
 from rankless.storage import atomic_rename, posix
@@ -70,20 +73,3 @@ def _is_saved_by(run: str, folder: Path, tag: str) -> bool:
         info = read_info(folder, tag)
         return info is not None and info.run == run and info.saved_as == tag
     return False
-
-
-def outdated_corrupt(path: Path, run: str) -> list[Path]:
-    """Return the hidden corrupt checkpoints of a run that are older than all its remaining checkpoints."""
-    oldest = next(
-        (info.age for info in cached_checkpoints(path) if info.status == "complete" and info.run == run), None
-    )
-    outdated = []
-    for folder in posix.list_hidden_directories(path):
-        hidden = parse_hidden_name(folder.name)
-        if oldest is None or hidden is None or hidden.state != "corrupt" or hidden.run != run:
-            continue
-        with suppress(CheckpointReplacedError):
-            info = read_info(folder, hidden.tag)
-            if info is None or info.age < oldest:
-                outdated.append(folder)
-    return outdated

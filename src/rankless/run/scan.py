@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, FormatError, RanklessError, StorageError
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    FormatError,
+    OutsideLinkError,
+    RanklessError,
+    StorageError,
+)
 from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
@@ -24,6 +31,8 @@ from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.filesystems import is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests, store_of
+
+_Status = Literal["complete", "damaged", "unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class CheckpointInfo:
 
     tag: str
     path: Path
-    status: Literal["complete", "damaged", "unreadable"] = "complete"
+    status: _Status = "complete"
     step: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     sequence: int = 0
@@ -138,9 +147,7 @@ def _scan_objects(run: ObjectPath, read_info_of: ReadInfo) -> list[CheckpointInf
 def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
     pointer = entry.pointer
     if isinstance(pointer, RanklessError):
-        status: Literal["damaged", "unreadable"] = (
-            "damaged" if isinstance(pointer, CorruptCheckpointError) else "unreadable"
-        )
+        status: _Status = "damaged" if isinstance(pointer, CorruptCheckpointError) else "unreadable"
         return CheckpointInfo(entry.tag, entry.path, status, problem=_error_text(pointer))
     return CheckpointInfo(
         tag=entry.tag,
@@ -205,7 +212,8 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
     try:
         info = replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
     except CorruptCheckpointError as error:
-        return CheckpointInfo(tag, folder, "damaged", problem=_error_text(error))
+        status: _Status = "unreadable" if isinstance(error, OutsideLinkError) else "damaged"
+        return CheckpointInfo(tag, folder, status, problem=_error_text(error))
     except FormatError as error:
         return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
     if len(info.metrics) <= _MAX_CACHED_METRICS:

@@ -83,11 +83,14 @@ class BackgroundSaves:
         self._memory.prepare_buffer(nbytes)
 
     @contextmanager
-    def path_turn(self, scope: Path, process_group: ProcessGroupArgument) -> Iterator[None]:
+    def path_turn(
+        self, scope: Path, process_group: ProcessGroupArgument, *, raises_failures: bool = True
+    ) -> Iterator[None]:
         """Wait for the saves of ``scope``, then prevent other threads from starting one inside the ``with`` block.
 
         Raises the error of a failed save of the same process group, once. Errors of saves of other groups are not
-        raised here, because other ranks would not raise them in this call.
+        raised here, because other ranks would not raise them in this call. Without ``raises_failures`` none is raised:
+        the next save or :meth:`finalize` raises it.
         """
         group = current_process_group(process_group)
         turn = self._turns.setdefault(scope, _PathTurn())
@@ -98,7 +101,8 @@ class BackgroundSaves:
             with turn.lock:
                 if not all(flight.turn.done() for flight in self._other_flights(scope)):
                     continue
-                self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
+                if raises_failures:
+                    self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
                 self._guard.remove_idle_hook()
                 call = object()
                 self._calls.add(call)

@@ -36,7 +36,7 @@ from rankless.ondisk.hidden_names import HiddenName
 from rankless.ondisk.manifest import Manifest
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
-from rankless.run.corruption import CorruptRecord, outdated_corrupt, set_aside_corrupt
+from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo
@@ -47,7 +47,6 @@ from rankless.save.save_request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
-from rankless.storage.directory_trees import remove_tree
 
 
 class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
@@ -158,8 +157,6 @@ class CheckpointSave(TrainingSave):
                 note_corrupt(path, hidden)
             if keep is not None:
                 list(delete_checkpoints(expired_checkpoints(path, run, keep)))
-                for hidden in outdated_corrupt(path, run):
-                    remove_tree(hidden)
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
         finally:

@@ -6,6 +6,7 @@ torch is imported when a tree has the first of them, so that plain values are re
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rankless.engine.io.byte_sinks import ByteSink
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import NUMPY_NAMES
 from rankless.ondisk.values import ORDER_SUFFIX, PARAMETER_SUFFIXES
@@ -73,7 +74,11 @@ def encode_scalar(value: np.generic) -> Any:
 def allocate_tensor(info: TensorInfo, order: Sequence[int] | None = None) -> torch.Tensor:
     """Return a tensor in the memory of the host that has any values, with its dimensions in ``order`` if given."""
     order = tuple(range(len(info.shape))) if order is None else order
-    tensor: torch.Tensor = _torch().empty_permuted(info.shape, order, dtype=_dtypes()[info.dtype], device="cpu")
+    dtype = _find_dtype(info.dtype)
+    try:
+        tensor: torch.Tensor = _torch().empty_permuted(info.shape, order, dtype=dtype, device="cpu")
+    except RuntimeError as error:  # torch has no other type for it
+        raise MemoryError(f"no memory for a tensor of {info.dtype} {list(info.shape)}: {error}") from error
     return tensor
 
 
@@ -101,6 +106,14 @@ def _dtypes() -> Mapping[str, torch.dtype]:
     from rankless.state.tensor_views import DTYPES  # noqa: PLC0415 - imports torch
 
     return DTYPES
+
+
+def _find_dtype(name: str) -> torch.dtype:
+    """Return the dtype of torch of a name in files. Raises ``FormatError`` if this torch has none."""
+    dtype = _dtypes().get(name)
+    if dtype is None:
+        raise FormatError(f"this version of torch has no dtype for {name!r}: update torch")
+    return dtype
 
 
 def _restore_parameter(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -135,21 +148,28 @@ def _decode_inline(payload: Any) -> torch.Tensor:
     name, shape, text, *orders = payload
     raw = bytearray(base64.b64decode(text, validate=True))
     if not raw:
+        if math.prod(shape):
+            raise CorruptCheckpointError(f"a tensor of the shape {shape} has no bytes")
         return allocate_tensor(TensorInfo(name, shape))
-    tensor: torch.Tensor = _torch().frombuffer(raw, dtype=_dtypes()[name]).reshape(shape)
+    tensor: torch.Tensor = _torch().frombuffer(raw, dtype=_find_dtype(name)).reshape(shape)
     return allocate_tensor(TensorInfo(name, tuple(shape)), orders[0]).copy_(tensor) if orders else tensor
 
 
 def _decode_scalar(payload: Any) -> np.generic:
     name, hex_digits = payload
     if name not in NUMPY_DTYPES:
-        raise CorruptCheckpointError(f"{name!r} is not a NumPy dtype that rankless writes")
+        raise FormatError(f"the dtype {name!r} of NumPy is unknown; was it written by a newer version? update rankless")
     (scalar,) = np.frombuffer(bytes.fromhex(hex_digits), dtype=name)
     return scalar  # type: ignore[no-any-return]
 
 
 def _decode_dtype(payload: Any) -> torch.dtype:
-    return _named_dtypes()[payload]
+    if not isinstance(payload, str):
+        raise CorruptCheckpointError(f"{payload!r} is not a dtype")
+    dtype = _named_dtypes().get(payload)
+    if dtype is None:
+        raise FormatError(f"this version of torch has no dtype {payload!r}: update torch")
+    return dtype
 
 
 @cache
@@ -171,7 +191,7 @@ def _decode_device(payload: Any) -> torch.device:
     try:
         device: torch.device = _torch().device(payload)
     except RuntimeError as error:
-        raise CorruptCheckpointError(f"{payload!r} is not a device") from error
+        raise FormatError(f"this version of torch has no device {payload!r}: {error}") from error
     return device
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError, MismatchError
 from rankless.ondisk.values import decode_value
 from rankless.state import rng, stateful
 from rankless.state.array_decoder import ArrayComparer, ArrayDecoder
@@ -100,7 +100,7 @@ def restore_same_world_size(
 ) -> RankState:
     """Return the state of this rank, with ``rank_values``, for as many ranks as saved.
 
-    Raises ``CorruptCheckpointError`` if the state of a generator is missing.
+    Raises ``MismatchError`` if the state of a generator is missing, or is of another kind.
     """
     state = RankState(
         content=rank_values.get(CONTENT),
@@ -114,7 +114,10 @@ def restore_same_world_size(
     if generators and RNG in rank_values:
         missing = [name for name in rng.EVERYWHERE if name not in rank_values[RNG]]
         if missing:
-            raise CorruptCheckpointError(f"{saved.source}: the random number generator {missing[0]!r} is missing")
+            raise MismatchError(
+                f"{saved.source} has no state of the random number generator {missing[0]!r}: pass rng=False to leave "
+                "the generators as they are"
+            )
         state.generators = _check_states(rank_values[RNG], saved.source)
         missing = [name for name in rng.generator_names() if name not in rank_values[RNG]]
         if missing:
@@ -194,8 +197,8 @@ def _digest_states(all_states: Sequence[Mapping[str, Any]]) -> str:
 def _check_states(states: dict[str, Any], source: str) -> dict[str, Any]:
     try:
         rng.check_generators(states)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{source}: {error}") from error
+    except MismatchError as error:
+        raise MismatchError(f"{source}: {error}") from error
     return states
 
 

@@ -9,13 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 from rankless.engine.io.device_streams import require_no_capture
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import MismatchError
 
 #: The generators that every process has.
 PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
 EVERYWHERE = (PYTHON, NUMPY, TORCH)
+
+#: The kinds of NumPy's global generator, any of which ``mtrand.set_bit_generator`` may have chosen.
+_NUMPY_KINDS: Mapping[str, Any] = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
 
 
 def generator_names() -> list[str]:
@@ -42,13 +49,19 @@ def _get_state(name: str) -> Any:
 
 
 def check_generators(state: Mapping[str, Any]) -> None:
-    """Raise ``CorruptCheckpointError`` if a state does not have the form of :func:`capture_generators`'s.
+    """Raise ``MismatchError`` if this process cannot have a state. Arrays need not be filled yet."""
+    for name in generator_names():
+        if name in state and not _has_same_form(state[name], _get_state_like(name, state[name])):
+            raise MismatchError(
+                f"the state of the random number generator {name!r} is of another kind than those of this process: use "
+                "the same kind, or pass rng=False to leave the generators as they are"
+            )
 
-    Arrays need not be filled yet.
-    """
-    for name, current in capture_generators().items():
-        if name in state and not _has_same_form(state[name], current):
-            raise CorruptCheckpointError(f"the state of the random number generator {name!r} has an unexpected form")
+
+def _get_state_like(name: str, saved: Any) -> Any:
+    """Return a state of a generator; for NumPy's one of the same kind as a saved one, if NumPy has this kind."""
+    kind = _NUMPY_KINDS.get(str(saved.get("bit_generator"))) if name == NUMPY and isinstance(saved, dict) else None
+    return _get_state(name) if kind is None else np.random.RandomState(kind(0)).get_state(legacy=False)
 
 
 def _has_same_form(saved: Any, current: Any) -> bool:
@@ -58,6 +71,8 @@ def _has_same_form(saved: Any, current: Any) -> bool:
             and saved.keys() == current.keys()
             and all(_has_same_form(saved[key], current[key]) for key in current)
         )
+    if isinstance(current, str):  # the kind of a generator
+        return bool(saved == current)
     if isinstance(current, np.ndarray | torch.Tensor):
         return type(saved) is type(current) and saved.dtype == current.dtype and saved.shape == current.shape
     return type(saved) is type(current) or {type(saved), type(current)} == {float, type(None)}
@@ -70,18 +85,25 @@ def restore_generators(state: Mapping[str, Any]) -> None:
             if name in state:
                 _set_state(name, state[name])
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"the state of a random number generator is corrupt: {error}") from error
+        raise MismatchError(f"the state of a random number generator cannot be restored: {error}") from error
 
 
 def _set_state(name: str, state: Any) -> None:
     if name == PYTHON:
         random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
     elif name == NUMPY:
+        if state["bit_generator"] != _numpy_generator().__class__.__name__:
+            mtrand.set_bit_generator(_NUMPY_KINDS[state["bit_generator"]](0))
         np.random.set_state(state)  # noqa: NPY002
     elif name == TORCH:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(name).set_rng_state(state)
+
+
+def _numpy_generator() -> Any:
+    """Return what NumPy's global generator draws its bits from."""
+    return mtrand.get_bit_generator()
 
 
 def seed_generators(name: str, text: str) -> None:
@@ -90,7 +112,11 @@ def seed_generators(name: str, text: str) -> None:
     if name == PYTHON:
         random.seed(int.from_bytes(digest))
     elif name == NUMPY:
-        np.random.seed(np.frombuffer(digest, "<u4"))  # noqa: NPY002
+        words = np.frombuffer(digest, "<u4")
+        if isinstance(_numpy_generator(), np.random.MT19937):
+            np.random.seed(words)  # noqa: NPY002
+        else:  # which have no legacy seeding
+            mtrand.set_bit_generator(type(_numpy_generator())(words))
     else:
         number = int.from_bytes(digest[:8]) >> 1
         generator = torch.default_generator if name == TORCH else torch.get_device_module(name)

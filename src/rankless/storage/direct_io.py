@@ -196,15 +196,20 @@ class BufferedReader(ClosingMixin):
             while done < len(into):
                 n = os.preadv(fd, [into[done:]], offset + done)
                 if n == 0:
-                    raise CorruptCheckpointError(
-                        f"{self._path} ends at byte {offset + done}, inside its data: it is truncated"
-                    )
+                    raise truncated_error(fd, self._path, offset + done)
                 done += n
 
     def close(self) -> None:
         """Close the file."""
         fd, self._fd = self._fd, _CLOSED
         close_file(fd, self._path)
+
+
+def truncated_error(fd: int, path: Path, offset: int) -> CorruptCheckpointError:
+    """Return the error of a read that got no bytes. Raises ``OSError`` if the file has some there nevertheless."""
+    if os.fstat(fd).st_size > offset:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return CorruptCheckpointError(f"{path} ends at byte {offset}, inside its data: it is truncated")
 
 
 def open_direct(path: Path, access: int) -> int | None:

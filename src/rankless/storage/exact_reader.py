@@ -16,9 +16,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rankless.errors import CorruptCheckpointError
 from rankless.storage.aligned_memory import BufferPool
-from rankless.storage.direct_io import NOT_DIRECT, SECTOR_BYTES, BufferedReader, close_file, open_direct
+from rankless.storage.direct_io import (
+    NOT_DIRECT,
+    SECTOR_BYTES,
+    BufferedReader,
+    close_file,
+    open_direct,
+    truncated_error,
+)
 from rankless.storage.posix import wrap_os_errors
 
 #: The number of the system call ``cachestat`` (Linux 6.5) on every architecture except Alpha.
@@ -110,9 +116,7 @@ class ExactReader(BufferedReader):
             sectors = buffer[: -(-(lead + size) // SECTOR_BYTES) * SECTOR_BYTES]
             read = os.preadv(fd, [sectors.data], offset + done - lead) - lead
             if read <= 0:
-                raise CorruptCheckpointError(
-                    f"{self._path} ends at byte {offset + done}, inside its data: it is truncated"
-                )
+                raise truncated_error(fd, self._path, offset + done)
             chunk = sectors[lead : lead + min(read, size)]
             np.copyto(into[done : done + len(chunk)], chunk)
             done += len(chunk)

@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
 
-from rankless.errors import InvalidArgumentError, RanklessError, StorageError, UnsafeNameError
+from rankless.errors import InvalidArgumentError, OutsideLinkError, RanklessError, StorageError, UnsafeNameError
 
 #: The flag with which a directory is opened in order to look at it. With Linux's ``O_PATH`` it need not be readable.
 _INSPECT = getattr(os, "O_PATH", os.O_RDONLY)
@@ -212,7 +212,7 @@ def check_regular(path: Path, *, within: tuple[Path, ...]) -> None:
     with wrap_os_errors("inspect", path):
         real = Path(os.path.realpath(path, strict=True))
         if not any(real.is_relative_to(folder.resolve()) for folder in within):
-            raise UnsafeNameError(f"{path} is a link to {real}, outside of the checkpoint: refused")
+            raise OutsideLinkError(f"{path} is a link to {real}, outside of the checkpoint: refused")
         if not stat.S_ISREG(real.stat().st_mode):
             raise UnsafeNameError(f"{path} is not a regular file: refused")
 

@@ -20,8 +20,9 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -46,11 +47,14 @@ from rankless.storage.posix import (
     overwrite_small,
     read_small,
 )
+from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
 from rankless.tier.epochs import parse_job_epoch
 from rankless.tier.generation import Common, check_common
 from rankless.tier.part import VERSION, ParityTable, PartTable, decode_checked, encode_checked
 from rankless.tier.part_names import COMMON_SUFFIX, GenerationKey, PartName, parse_generation_name, parse_part_name
+
+T = TypeVar("T")
 
 _MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
 
@@ -158,7 +162,7 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     def read_part(self, name: PartName) -> PartTable:
         """Read a table. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed meanwhile."""
-        table = PartTable.decode(self._read(name.name), str(self.path / name.name))
+        table = self._read_checked(name.name, PartTable.decode)
         if table.name != name:
             raise CorruptCheckpointError(f"{self.path / name.name} is corrupt: it is of another part")
         return table
@@ -174,7 +178,7 @@ class TierFolder(msgspec.Struct, frozen=True):
     def read_parity(self, name: PartName) -> ParityTable:
         """Read the table of a parity. Raises ``CorruptCheckpointError``, or ``StorageError`` if it was removed."""
         path = self.path / name.parity_name
-        table: ParityTable = decode_checked(self._read(path.name), ParityTable, str(path))
+        table: ParityTable = self._read_checked(path.name, partial(decode_checked, kind=ParityTable))
         if not table.data.endswith(DATA_SUFFIX) or {"/", "\0"} & set(table.data):
             raise CorruptCheckpointError(f"{path} is corrupt: it names a file outside of the folder")
         return table
@@ -187,12 +191,12 @@ class TierFolder(msgspec.Struct, frozen=True):
         """Read what a generation has in addition to its parts. Return ``None`` if this host has none."""
         path = self.path / f"{key.name}{COMMON_SUFFIX}"
         try:
-            raw = self._read(path.name)
+            common: Common = self._read_checked(path.name, partial(decode_checked, kind=Common))
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
             return None
-        return check_common(decode_checked(raw, Common, str(path)), key, str(path))
+        return check_common(common, key, str(path))
 
     def list_commons(self) -> list[GenerationKey]:
         """Return the generations whose label is here, oldest first. All ranks have completed their parts of these."""
@@ -281,6 +285,11 @@ class TierFolder(msgspec.Struct, frozen=True):
         store = store_of(self.path)
         store.check_regular(self.path / name, within=(self.path,))  # a FIFO would block
         return store.read_small(self.path / name, _TABLE_BYTES)
+
+    def _read_checked(self, name: str, decode: Callable[..., T]) -> T:
+        """Read and decode a table, a second time if it is corrupt. ``decode`` gets the bytes and ``file``, the path."""
+        path = self.path / name
+        return read_twice_if_wrong(path, lambda: decode(self._read(name), file=str(path)))
 
     def _write(self, name: str, data: bytes) -> None:
         store_of(self.path).replace_small(self.path / name, data)

@@ -151,7 +151,8 @@ def find_corrupt_ranges(table: PartTable, memory: Bytes) -> list[FileRange]:
     def compare(item: tuple[FileRange, int]) -> FileRange | None:
         file_range, crc = item
         stored = memory[file_range.local : file_range.local + file_range.stop - file_range.start]
-        return None if crc64(stored) == crc else file_range
+        is_intact = crc64(stored) == crc or crc64(stored.copy()) == crc  # a second read, into another buffer
+        return None if is_intact else file_range
 
     return [found for found in run_in_threads(compare, list(table.rows.iter_ranges())) if found]
 

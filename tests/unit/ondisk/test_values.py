@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankless
-from rankless.errors import CorruptCheckpointError, UnsupportedValueError
+from rankless.errors import CorruptCheckpointError, FormatError, UnsupportedValueError
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
@@ -33,7 +33,7 @@ from rankless.state.array_encoder import ArrayEncoder
 from rankless.state.tensor_views import NAMES
 from tests.helpers.examples import examples
 from tests.helpers.fingerprint import fingerprint
-from tests.helpers.forged_values import FORGED_VALUES
+from tests.helpers.forged_values import FORGED_VALUES, UNKNOWN_VALUES
 from tests.helpers.value_strategies import make_namespace, trees
 
 FILE = "step_1/state.json"
@@ -289,6 +289,12 @@ def test_values_that_rankless_could_not_have_written_are_refused(forged: str) ->
     for raw in (f'{{"a":{forged}}}', forged):
         with pytest.raises(CorruptCheckpointError, match=FILE):
             values.load_values(raw.encode(), ArrayDecoder(infos), FILE)
+
+
+@pytest.mark.parametrize("value", UNKNOWN_VALUES)
+def test_values_of_a_newer_version_are_not_called_corrupt(value: str) -> None:
+    with pytest.raises(FormatError, match=FILE):
+        values.load_values(f'{{"a":{value}}}'.encode(), ArrayDecoder({}), FILE)
 
 
 def test_a_huge_range_is_only_its_ends() -> None:

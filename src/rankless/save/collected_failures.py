@@ -1,0 +1,46 @@
+"""Errors that are raised only after further work, such as the save of a last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class CollectedFailures:
+    """The errors of saves and drains, for ``Checkpointer`` and ``finalize()``: the first one is raised in the end."""
+
+    def __init__(self) -> None:
+        self._errors: list[Exception] = []
+
+    def run(self, function: Callable[[], object]) -> bool:
+        """Call a function. Collect its error, and return whether there was none."""
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - raised later
+            self._errors.append(error)
+            return False
+        return True
+
+    def run_until_success(self, function: Callable[[], object]) -> None:
+        """Call a function that raises one error at a time, until there are no more. Collect all of them."""
+        while not self.run(function):
+            pass
+
+    def add_note(self, note: str) -> None:
+        """Add a note to the first error, if there is one."""
+        if self._errors:
+            self._errors[0].add_note(note)
+
+    def note_in(self, error: BaseException) -> None:
+        """Add all errors to another one, which the caller sees instead of them."""
+        for failure in self._errors:
+            if failure is not error:
+                error.add_note(f"a save has failed, too: {failure!r}")
+
+    def raise_first(self, *notes: str) -> None:
+        """Raise the first error, which names the others and has the notes. Return if there is none."""
+        if not self._errors:
+            return
+        self.note_in(self._errors[0])
+        for note in notes:
+            self.add_note(note)
+        raise self._errors[0]
