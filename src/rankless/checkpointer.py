@@ -21,7 +21,7 @@ from typing import Any, Self, Unpack
 
 from rankless.engine.comm.call_check import CallDescription
 from rankless.engine.comm.process_groups import ProcessGroupArgument
-from rankless.errors import EmptyRunError, InvalidArgumentError, StateError
+from rankless.errors import CorruptCheckpointError, EmptyRunError, InvalidArgumentError, StateError, StorageError
 from rankless.formats.native import is_native
 from rankless.liveness.preemption import Preemption, preemption
 from rankless.load.load_result import RestoreResult
@@ -393,9 +393,20 @@ class Checkpointer:
         failures.run(self._directory.wait)  # so that it is known whether the last save has failed
         failures.run(self._save_last_step)
         failures.run_until_success(self._directory.wait)
-        is_drained = failures.run(self._directory.drain)
+        is_drained = failures.run(self._drain)
         if is_drained and self._last == self._saved and not self._has_last_failed():
             failures.add_note(f"step {self._last} is saved all the same")
+
+    def _drain(self) -> None:
+        """Drain the newest checkpoint. If the tier has lost it, the step is saved again: its state is still here."""
+        try:
+            self._directory.drain()
+        except (CorruptCheckpointError, StorageError) as error:
+            if self._directory.has_undrained or self._last != self._saved or self._mark.has_changed():
+                raise
+            warn_caller(f"step_{self._last} is saved again, because the local tier has lost it: {error}")
+            self._save(f"step_{self._last}", forced=True)
+            self._directory.wait()
 
     def _save_last_step(self) -> None:
         """Save the last completed step if that was not done, and if the objects are still in its state."""

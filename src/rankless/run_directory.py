@@ -416,12 +416,17 @@ class RunDirectory:
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 
+    @property
+    def has_undrained(self) -> bool:
+        """True if the local tier has a checkpoint of this job that the run directory lacks."""
+        return self._tier is not None and self._tier.newest is not None and not self._tier.is_drained
+
     def drain(self) -> None:
         """Write the newest checkpoint of this job into the run directory, if only the local tier has it.
 
         Saves in the background must have ended. All ranks must call it.
         """
-        if self._tier is None or self._tier.newest is None or self._tier.is_drained:
+        if self._tier is None or self._tier.newest is None or not self.has_undrained:
             return
         from rankless.load.tier_load import TierLoad  # noqa: PLC0415 - as above
 
