@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -25,11 +26,14 @@ from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
 from tests.helpers.object_histories import (
+    OLD,
     brief_retries,
     check_all,
     check_nothing_is_left,
+    do_nothing,
     run_path,
     save,
+    state,
     store_with_two_checkpoints,
 )
 from tests.helpers.pairwise import first_of
@@ -65,6 +69,37 @@ def stop_answers(fake: FakeStore) -> None:
 
 class TestUnreadablePointers:
     """A pointer that cannot be read may name any checkpoint of its tag."""
+
+    @pytest.mark.parametrize(
+        ("member", "value"),
+        [
+            ("id", "0123456789abcdef\n"),
+            ("checkpoint", "0123456789abcdef\n"),
+            ("run", "a"),
+            ("sequence", 2**80),
+            ("sequence", -1),
+            ("time", 1e308),
+            ("time", -1),
+            ("nbytes", -5),
+            ("world_size", -1),
+            ("step", 2**80),
+        ],
+    )
+    def test_a_pointer_with_a_value_out_of_range_is_corrupt(self, fake: FakeStore, member: str, value: object) -> None:
+        (key,) = (key for key in fake.objects if ".tags/s2/" in key)
+        stored = fake.objects[key]
+        changed = {**json.loads(stored.data), "sequence": 9, member: value}
+        fake.objects[key] = replace(stored, data=json.dumps(changed).encode(), etag='"changed"')
+        pointers._pointers.clear()
+        with pytest.warns(UserWarning, match="s2 is corrupt"):
+            assert rankless.restore(run_path(), model={"net": state(0)}).tag == "s1"
+        with pytest.raises(CorruptCheckpointError, match=r"\.tags/s2/1"):
+            rankless.restore(run_path(), "s2", model={"net": state(0)})
+        save(3)
+        assert [(info.tag, info.sequence) for info in rankless.list_checkpoints(run_path())][1:] == [
+            ("s1", 1),
+            ("s3", 2),
+        ]
 
     @pytest.mark.parametrize("content", [b"", b"page", b'{"id": "0123456789abcdef", "version": 2}'])
     def test_a_clean_up_keeps_the_checkpoints_of_a_corrupt_pointer(self, fake: FakeStore, content: bytes) -> None:
@@ -121,6 +156,71 @@ class TestUnreadablePointers:
             save(3, keep=1)
         stop_answers(fake)
         assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+class TestPointersThatCannotBeReadForAMoment:
+    """The newest checkpoint is unknown then: no load goes back, no save takes its number, no retention removes it."""
+
+    ANSWERS = (
+        failure(403, "AccessDenied"),
+        failure(404, "NoSuchKey", **REQUEST_ID),
+        replace(PAGE, headers={**PAGE.headers, **REQUEST_ID, "etag": '"page"'}),
+    )
+
+    @pytest.fixture(params=ANSWERS, ids=["refused", "not found", "a page"])
+    def answer(self, request: pytest.FixtureRequest, fake: FakeStore) -> Iterator[None]:
+        pointers._pointers.clear()
+        fake.on_request = answer_to("get", ".tags/s2/", request.param)
+        with brief_retries():
+            yield
+
+    @pytest.mark.usefixtures("answer")
+    def test_a_load_raises(self) -> None:
+        for tag in (None, "s2"):
+            with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+                rankless.restore(run_path(), tag, model={"net": state(0)})
+        with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+            rankless.open(run_path(), "s2")
+        with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+            rankless.has_checkpoint(run_path())
+
+    @pytest.mark.usefixtures("answer")
+    def test_the_list_names_the_tag(self) -> None:
+        statuses = {info.tag: info.status for info in rankless.list_checkpoints(run_path())}
+        assert statuses == {"s1": "complete", "s2": "unreadable"}
+
+    @pytest.mark.usefixtures("answer")
+    def test_a_save_raises_and_the_next_one_continues_the_numbers(self, fake: FakeStore) -> None:
+        with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+            save(3, keep=1)
+        stop_answers(fake)
+        assert check_all() == OLD
+        save(3)
+        assert [info.sequence for info in rankless.list_checkpoints(run_path())] == [1, 2, 3]
+
+    @pytest.mark.usefixtures("answer")
+    def test_retention_removes_nothing(self, fake: FakeStore) -> None:
+        wrong, fake.on_request = fake.on_request, do_nothing
+
+        def answer_wrongly_after_the_commit(request: Any, stage: str) -> HttpResponse | None:
+            if (request.kind, stage) == ("put", "after") and ".tags/s3/" in request.key:
+                pointers._pointers.clear()
+                fake.on_request = wrong
+            return None
+
+        fake.on_request = answer_wrongly_after_the_commit
+        with pytest.warns(UserWarning, match="could not be removed"):
+            save(3, keep=1)
+        stop_answers(fake)
+        assert check_all() == {**OLD, "s3": 3}
+
+    def test_a_tag_is_gone_if_only_a_list_that_lags_has_its_pointer(self, fake: FakeStore) -> None:
+        fake.objects = {key: stored for key, stored in fake.objects.items() if "/s2." not in key}
+        pointers._pointers.clear()
+        fake.on_request = answer_to("get", ".tags/s2/", failure(404, "NoSuchKey", **REQUEST_ID))
+        assert check_all() == {"s1": 1}
+        save(3)
+        assert check_all() == {"s1": 1, "s3": 3}
 
 
 class TestAzure:

@@ -10,14 +10,13 @@ from rankless.errors import NoCheckpointError
 from rankless.formats.native import is_native
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
-from rankless.run.object_run import list_unpublished, tag_of_folder
-from rankless.run.pointers import list_tags
+from rankless.run.folder_names import tag_of_folder
+from rankless.run.object_run import list_unpublished
+from rankless.run.pointers import find_tagged_folder, list_tags
 from rankless.run.scan import (
     CheckpointInfo,
     displaced_checkpoints,
     is_rankless_checkpoint,
-    read_info,
-    read_info_strictly,
     scan_run,
 )
 from rankless.storage import posix
@@ -43,7 +42,7 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
 
 def cached_checkpoints(path: Path) -> list[CheckpointInfo]:
     """Return the checkpoints like :func:`list_checkpoints`, but as cached objects, which must not be changed."""
-    return scan_run(path, read_info)
+    return scan_run(path, is_strict=False)
 
 
 def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
@@ -51,7 +50,7 @@ def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
 
     The latest checkpoint is unknown then.
     """
-    return scan_run(path, read_info_strictly)
+    return scan_run(path, is_strict=True)
 
 
 def is_run_directory(path: Path) -> bool:
@@ -64,6 +63,8 @@ def find_checkpoint(path: Path, tag: str) -> Path:
 
     Raises ``NoCheckpointError``, which names the existing tags, if there is none.
     """
+    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
+        return folder
     if is_native(path / tag):
         return path / tag
     infos = cached_checkpoints(path)

@@ -17,7 +17,7 @@ from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import collected_parts
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
-from rankless.run.catalog import cached_checkpoints
+from rankless.run.catalog import cached_checkpoints, list_checkpoints_strictly
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
@@ -198,10 +198,11 @@ def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> boo
 def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[CheckpointInfo]:
     """Return the checkpoints of a run, or of all runs if ``run`` is ``None``, that a policy does not keep.
 
-    The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not considered.
+    The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not considered. Raises
+    ``StorageError`` if a checkpoint cannot be read now: it may be the newest one.
     """
-    candidates = [info for info in cached_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
-    complete = [info for info in candidates if run in {None, info.run}]
+    candidates = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
+    complete = [info for info in candidates if info.tag == info.saved_as and run in {None, info.run}]
     kept = policy.select_kept(complete, time.time())
     return [info for info in complete[:-1] if info.id not in kept]
 

@@ -11,8 +11,8 @@ from rankless.formats.detect import describe_contents, is_checkpoint, open_reade
 from rankless.formats.native import NativeReader, is_native
 from rankless.formats.reader import Reader
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
-from rankless.run.object_run import checkpoint_folder, has_lost_files, lost_files_error
-from rankless.run.pointers import Pointer, find_tag
+from rankless.run.object_run import has_lost_files, lost_files_error
+from rankless.run.pointers import find_tagged_folder
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.storage import posix
@@ -88,10 +88,7 @@ def _resolve_object_path(path: ObjectPath) -> Path:
     is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
     if is_in_bucket_root or is_native(path):
         return path
-    entry = find_tag(path.parent, path.name)
-    if entry is None or not isinstance(entry.pointer, Pointer):
-        return path
-    return checkpoint_folder(path.parent, entry.tag, entry.pointer.id)
+    return find_tagged_folder(path.parent, path.name) or path
 
 
 def checkpoint_path(path: Path, tag: str | Best) -> Path:
@@ -101,6 +98,8 @@ def checkpoint_path(path: Path, tag: str | Best) -> Path:
     the tag is invalid or ``path`` is a checkpoint itself.
     """
     tag = resolve_tag(path, tag)
+    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
+        return folder
     tagged = path / tag
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
         return tagged

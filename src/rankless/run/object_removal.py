@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rankless.errors import StorageError
 from rankless.ondisk.manifest import NAME
-from rankless.run.object_run import FOLDER, checkpoint_folder
+from rankless.run.folder_names import FOLDER, checkpoint_folder
 from rankless.run.pointers import Pointer, TagEntry, is_published, list_pointers
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests

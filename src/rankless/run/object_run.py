@@ -15,35 +15,16 @@ does not end with an id, is a checkpoint with this tag.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from rankless.ondisk.manifest import NAME
+from rankless.run.folder_names import FOLDER, tag_of_folder
 from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
-
-#: The name of the folder of a checkpoint.
-FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
-
-
-def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
-    """Return the prefix of the keys of a checkpoint."""
-    return run / f"{tag}.{folder_id}"
-
-
-def is_copied_folder(name: str) -> bool:
-    """Return whether a prefix in a run may be a checkpoint that was copied there: no save gives such a name."""
-    return not name.startswith(".") and FOLDER.fullmatch(name) is None
-
-
-def tag_of_folder(name: str) -> str:
-    """Return the tag of a checkpoint in a run from the name of its prefix."""
-    match = FOLDER.fullmatch(name)
-    return match["tag"] if match else name
 
 
 def check_output_name(final: ObjectPath) -> None:

@@ -6,7 +6,7 @@ So a directory that always contains a checkpoint never appears to be empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics
-from rankless.run.object_run import checkpoint_folder, is_copied_folder
-from rankless.run.pointers import TAGS, TagEntry, list_tags
+from rankless.run.folder_names import checkpoint_folder, is_copied_folder
+from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.filesystems import is_local
@@ -85,10 +85,6 @@ class CheckpointInfo:
         return self.sequence, self.time, self.id
 
 
-#: A function that reads the checkpoint in a directory with a tag; it returns ``None`` if there is none.
-ReadInfo = Callable[[Path, str], CheckpointInfo | None]
-
-
 #: Cached checkpoints of all directories. Without it, each save would read all manifests, possibly thousands.
 _MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
 
@@ -96,13 +92,15 @@ _MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
 _MAX_CACHED_METRICS = 64
 
 
-def scan_run(path: Path, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
     """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
 
+    If the scan ``is_strict``, raise ``StorageError`` if one cannot be read now: the latest checkpoint is unknown then.
     The objects are cached and shared: callers must not change them.
     """
     if isinstance(path, ObjectPath):
-        return _scan_objects(path, read_info_of)
+        return _scan_objects(path, is_strict=is_strict)
+    read_info_of = read_info_strictly if is_strict else read_info
     infos: dict[str, CheckpointInfo | None] = {}
     while True:
         names = posix.list_names(path)
@@ -119,10 +117,13 @@ def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
 
 
-def _scan_objects(run: ObjectPath, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+def _scan_objects(run: ObjectPath, *, is_strict: bool) -> list[CheckpointInfo]:
     """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there."""
+    read_info_of = read_info_strictly if is_strict else read_info
     names = run.store.list_names(run)
     entries = list_tags(run) if TAGS in names else []
+    if is_strict:
+        check_readable(entries)
     infos = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
     copied = [name for name in sorted(names - infos.keys()) if is_copied_folder(name)]
 

@@ -19,9 +19,17 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
+from rankless.run.folder_names import checkpoint_folder
 from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, is_intact
-from rankless.run.object_run import checkpoint_folder
-from rankless.run.pointers import Pointer, TagEntry, find_highest_number, find_tag, is_pointer, pointer_path
+from rankless.run.pointers import (
+    Pointer,
+    TagEntry,
+    check_readable,
+    find_highest_number,
+    find_tag,
+    is_pointer,
+    pointer_path,
+)
 from rankless.run.retention import Retention
 from rankless.storage.object_path import ObjectPath
 
@@ -75,6 +83,7 @@ class ObjectPublication:
         for _ in range(_PUBLISH_ATTEMPTS):
             self._checks.before()
             entry = find_tag(self._run, self._tag)
+            check_readable([] if entry is None else [entry])
             if entry is not None and entry.names_folder(self.folder_id):  # by an attempt that seemed to fail
                 self._may_be_published = True
                 self._check_intact(entry.path, finished)
