@@ -15,6 +15,11 @@ def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
     return run / f"{tag}.{folder_id}"
 
 
+def is_saved_folder(name: str) -> bool:
+    """Return whether a prefix in a run has a name as saves give them."""
+    return not name.startswith(".") and FOLDER.fullmatch(name) is not None
+
+
 def is_copied_folder(name: str) -> bool:
     """Return whether a prefix in a run may be a checkpoint that was copied there: no save gives such a name."""
     return not name.startswith(".") and FOLDER.fullmatch(name) is None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from rankless.ondisk.manifest import NAME
-from rankless.run.folder_names import FOLDER, tag_of_folder
+from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
 from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
@@ -42,32 +42,38 @@ def tag_of(checkpoint: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnpublishedFolder:
-    """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size."""
+    """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size.
+
+    It ``is_whole`` if it has a manifest, which is written last: perhaps a checkpoint that was copied there.
+    """
 
     path: ObjectPath
     time: float
     nbytes: int
+    is_whole: bool
 
 
 def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[UnpublishedFolder]:
     """Return the folders of saves that no pointer names. ``entries`` are all tags of the run.
 
-    Folders of a tag whose pointer cannot be read are left out: it may name any of them.
+    Folders of a tag whose pointer cannot be read are left out: it may name any of them. So are the whole folders of a
+    run without pointers, which are its checkpoints.
     """
     published = {f"{entry.tag}.{entry.pointer.id}" for entry in entries if isinstance(entry.pointer, Pointer)}
     unreadable = {entry.tag for entry in entries if not isinstance(entry.pointer, Pointer)}
-    changes: dict[str, list[tuple[float, int]]] = {}
+    uploads: dict[str, list[float]] = {}
     for upload, began in run.store.list_uploads(run):
-        changes.setdefault(_folder_in(run, upload.path), []).append((began, 0))
-    names = {*run.store.list_names(run), *changes}
-    for name in names:
-        if FOLDER.fullmatch(name) and name not in published:
-            changes.setdefault(name, []).extend((info.time, info.size) for info in run.store.list_objects(run / name))
-    return [
-        UnpublishedFolder(run / name, max(time for time, _ in found), sum(size for _, size in found))
-        for name, found in sorted(changes.items())
-        if found and not name.startswith(".") and name not in published and tag_of_folder(name) not in unreadable
-    ]
+        uploads.setdefault(_folder_in(run, upload.path), []).append(began)
+    folders = []
+    for name in sorted({*run.store.list_names(run), *uploads}):
+        if name.startswith(".") or name in published or tag_of_folder(name) in unreadable:
+            continue
+        infos = run.store.list_objects(run / name) if is_saved_folder(name) else []
+        changes = [*(info.time for info in infos), *uploads.get(name, [])]
+        is_whole = any(info.path == run / name / NAME for info in infos)
+        if changes and not (is_whole and not entries):
+            folders.append(UnpublishedFolder(run / name, max(changes), sum(info.size for info in infos), is_whole))
+    return folders
 
 
 def _folder_in(run: ObjectPath, path: ObjectPath) -> str:

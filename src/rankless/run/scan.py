@@ -17,7 +17,7 @@ from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics
-from rankless.run.folder_names import checkpoint_folder, is_copied_folder
+from rankless.run.folder_names import checkpoint_folder, is_copied_folder, is_saved_folder, tag_of_folder
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
@@ -99,7 +99,7 @@ def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
     The objects are cached and shared: callers must not change them.
     """
     if isinstance(path, ObjectPath):
-        return _scan_objects(path, is_strict=is_strict)
+        return scan_objects(path, is_strict=is_strict).checkpoints
     read_info_of = read_info_strictly if is_strict else read_info
     infos: dict[str, CheckpointInfo | None] = {}
     while True:
@@ -117,23 +117,37 @@ def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
 
 
-def _scan_objects(run: ObjectPath, *, is_strict: bool) -> list[CheckpointInfo]:
-    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there."""
+@dataclass(frozen=True, slots=True)
+class ObjectScan:
+    """The checkpoints of a run in an object store, oldest first, and those of them that no pointer names."""
+
+    checkpoints: list[CheckpointInfo]
+    unnamed: list[CheckpointInfo]
+
+
+def scan_objects(run: ObjectPath, *, is_strict: bool) -> ObjectScan:
+    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there.
+
+    If the run has no pointer at all, its whole folders are its checkpoints: a copy may lack hidden names.
+    """
     read_info_of = read_info_strictly if is_strict else read_info
     names = run.store.list_names(run)
     entries = list_tags(run) if TAGS in names else []
     if is_strict:
         check_readable(entries)
-    infos = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
-    copied = [name for name in sorted(names - infos.keys()) if is_copied_folder(name)]
+    named = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
 
-    def read_copied(name: str) -> CheckpointInfo | None:
+    def read_folder(name: str) -> CheckpointInfo | None:
         with suppress(CheckpointReplacedError):
-            return read_info_of(run / name, name)
+            return read_info_of(run / name, tag_of_folder(name))
         return None
 
-    found = [*infos.values(), *(info for info in map_requests(read_copied, copied) if info is not None)]
-    return _sort_infos(_with_added_metrics(run, names, found))
+    copied = [name for name in sorted(names - named.keys()) if is_copied_folder(name)]
+    unnamed = [] if entries else [name for name in sorted(names) if is_saved_folder(name)]
+    found = [info for info in map_requests(read_folder, [*copied, *unnamed]) if info is not None]
+    newest = {info.tag: info for info in _sort_infos(found)}
+    infos = _sort_infos(_with_added_metrics(run, names, [*named.values(), *newest.values()]))
+    return ObjectScan(infos, [info for info in infos if info.path.name in unnamed])
 
 
 def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
