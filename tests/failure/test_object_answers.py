@@ -223,6 +223,46 @@ class TestPointersThatCannotBeReadForAMoment:
         assert check_all() == {"s1": 1, "s3": 3}
 
 
+class TestListsThatLag:
+    """A list is no proof that an object is missing."""
+
+    @pytest.mark.parametrize("options", [{}, {"keep": 1}, {"tag": "s2", "value": 3, "overwrite": True}])
+    def test_a_save_succeeds(self, fake: FakeStore, options: dict[str, Any]) -> None:
+        age(fake)
+        fake.list_lag = 3600.0
+        save(3, **options)
+        fake.list_lag = 0.0
+        assert check_all()[options.get("tag", "s3")] == 3
+
+    def test_a_file_that_was_confirmed_and_is_not_there_ends_the_save(self, fake: FakeStore) -> None:
+        def lose_a_file(request: Any, stage: str) -> None:
+            if (request.kind, stage) == ("put", "before") and ".tags/s3/" in request.key:
+                fake.objects = {key: stored for key, stored in fake.objects.items() if "model/" not in key}
+
+        fake.on_request = lose_a_file
+        with pytest.raises(StorageError, match="not there after the server has confirmed them"):
+            save(3)
+        stop_answers(fake)
+        assert "s3" not in {info.tag for info in rankless.list_checkpoints(run_path())}
+
+    def test_a_mark_that_no_list_has_ends_the_save(self, fake: FakeStore) -> None:
+        """Another process took the save for dead."""
+        age(fake)
+        fake.list_lag = 3600.0
+
+        def mark(request: Any, stage: str) -> None:
+            if (request.kind, stage) == ("put", "after") and ".tags/s3/" in request.key:
+                (folder,) = {key.split("/")[1] for key in fake.objects if key.split("/")[1].startswith("s3.")}
+                fake.on_request = do_nothing
+                run_path().store.replace_small(run_path() / folder / ".removed", b"")
+
+        fake.on_request = mark
+        with pytest.raises(StorageError, match="another process deletes"):
+            save(3)
+        fake.list_lag = 0.0
+        assert check_all() == OLD
+
+
 class TestAzure:
     @pytest.fixture
     def azure(self) -> Iterator[FakeAzure]:

@@ -49,6 +49,12 @@ class FakeStore(ABC):
         self.on_request: OnRequest = lambda request, stage: None  # noqa: ARG005
         self.lock = threading.RLock()
         self.clock: Callable[[], float] = time.time
+        #: For how many seconds lists do not have a new object.
+        self.list_lag = 0.0
+
+    def listed_objects(self) -> dict[str, Any]:
+        """Return the objects that lists have, by their keys."""
+        return {key: stored for key, stored in self.objects.items() if self.clock() - stored.time >= self.list_lag}
 
     @abstractmethod
     def store_at(self, endpoint: str, **options: Any) -> ObjectStore:

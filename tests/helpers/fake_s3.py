@@ -276,12 +276,13 @@ class FakeS3(FakeStore):
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         limit, after = int(query.get("max-keys", 1000)), query.get("continuation-token", "")
         entries: dict[str, str] = {}
-        for name in sorted(self.objects):
+        objects = self.listed_objects()
+        for name in sorted(objects):
             if not name.startswith(prefix):
                 continue
             rest = name[len(prefix) :]
             common = prefix + rest[: rest.index(delimiter) + 1] if delimiter and delimiter in rest else ""
-            stored = self.objects[name]
+            stored = objects[name]
             entries[common or name] = (
                 f"<CommonPrefixes><Prefix>{quote(common)}</Prefix></CommonPrefixes>"
                 if common

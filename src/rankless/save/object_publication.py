@@ -20,7 +20,7 @@ from rankless.ondisk import manifest
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
 from rankless.run.folder_names import checkpoint_folder
-from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, is_intact
+from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, find_damage
 from rankless.run.pointers import (
     Pointer,
     TagEntry,
@@ -123,13 +123,9 @@ class ObjectPublication:
         """Withdraw the pointer if another process has begun to delete the files, because this one seemed to be dead."""
         sizes = {name: record.size for name, record in finished.files.items()}
         sizes[manifest.NAME] = len(manifest.encode_manifest(finished))
-        if not is_intact(self.folder, sizes):
+        if damage := find_damage(self.folder, sizes):
             self._run.store.remove_file(pointer)
-            raise StorageError(
-                errno.ENOENT,
-                f"files of {self.folder} were removed or changed while they were being saved: save again, and let "
-                "clean-ups remove only what is a day old",
-            )
+            raise StorageError(errno.ENOENT, damage)
 
     def _check_still_allowed(self, pointer: ObjectPath) -> None:
         """Withdraw the pointer if it was forbidden while the request for it was under way."""
