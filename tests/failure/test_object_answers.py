@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -221,6 +222,60 @@ class TestPointersThatCannotBeReadForAMoment:
         assert check_all() == {"s1": 1}
         save(3)
         assert check_all() == {"s1": 1, "s3": 3}
+
+
+class TestManifestsThatAreNotFound:
+    """A replica that lags answers 404 once; a lifecycle rule removes the manifest for good."""
+
+    MISSING = failure(404, "NoSuchKey", **REQUEST_ID)
+
+    @staticmethod
+    def restore(tag: str | None = None) -> str:
+        return rankless.restore(run_path(), tag, model={"net": state(0)}).tag
+
+    def miss(self, fake: FakeStore, times: int) -> list[HttpResponse]:
+        """Let the manifest of ``s2`` be missing so often. Return the answers that are left."""
+        misses = [self.MISSING] * times
+
+        def answer(request: Any, stage: str) -> HttpResponse | None:
+            is_manifest = (request.kind, stage) == ("get", "before") and request.key.endswith("manifest.json")
+            return misses.pop() if is_manifest and "/s2." in request.key and misses else None
+
+        fake.on_request = answer
+        return misses
+
+    @pytest.mark.parametrize("times", [1, 2, 3])
+    def test_a_load_reads_it_again(self, fake: FakeStore, times: int) -> None:
+        misses = self.miss(fake, times)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert self.restore() == "s2"
+        assert not misses
+
+    def test_a_pin_reads_it_again(self, fake: FakeStore) -> None:
+        misses = self.miss(fake, 1)
+        with rankless.pin(run_path(), "s2") as checkpoint:
+            assert checkpoint.step == 2
+        assert not misses
+
+    @pytest.mark.parametrize("kinds", [("get",), ("get", "head")])
+    def test_a_lost_one_is_an_error_that_says_so(self, fake: FakeStore, kinds: tuple[str, ...]) -> None:
+        """Also if the server finds it, but cannot give it."""
+        fake.on_request = lambda request, stage: (
+            self.MISSING if stage == "before" and request.kind in kinds and "manifest.json" in request.key else None
+        )
+        for tag in (None, "s2"):
+            fake.requests.clear()
+            with pytest.raises(CorruptCheckpointError, match="no manifest, but its tag still names it"):
+                self.restore(tag)
+            assert len(fake.requests) < 80
+        with pytest.raises(CorruptCheckpointError, match="no manifest, but its tag still names it"):
+            rankless.open(run_path())
+
+    def test_a_load_takes_the_one_before_a_lost_one(self, fake: FakeStore) -> None:
+        fake.objects = {key: stored for key, stored in fake.objects.items() if not ("/s2." in key and "manif" in key)}
+        with pytest.warns(UserWarning, match="s2 is corrupt"):
+            assert self.restore() == "s1"
 
 
 class TestListsThatLag:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +29,18 @@ from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.collected_parts import FOLDER
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
-from rankless.run.object_run import has_lost_files, lost_files_error
+from rankless.run.object_run import has_lost_files, is_named, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tag_arguments import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.tier.generation_catalog import LocalCheckpoint
 from rankless.tier.part import GenerationKey
 
-#: Seconds between two attempts to select a checkpoint while others are replaced.
-_RETRY_SECONDS = 0.01
+#: Seconds between two attempts to select a checkpoint while others are replaced; in an object store they grow.
+_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.01, 1.0
+
+#: How often an attempt in an object store may fail for the same reason.
+_MOST_RECURRENCES = 12
 
 #: The maximum number of tags that a message names.
 _MAX_SHOWN = 5
@@ -63,7 +67,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     def still_exists(self, run: Path) -> bool:
         """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
         folder = self.locate(run)
-        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
+        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or is_named(folder)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class CheckpointSelector:
         self._errors: dict[tuple[str, str], RanklessError] = {}
         #: The tags and ids of checkpoints that were read again, because bytes may have changed on their way.
         self._read_again: set[tuple[str, str]] = set()
+        #: How often each event has ended an attempt in an object store.
+        self._events: Counter[str] = Counter()
         self.skipped = SkippedCheckpoints()
         self.ignored: str | None = None
         self.filled: set[tuple[str, str]] = set()
@@ -171,7 +177,7 @@ class CheckpointSelector:
 
     def _handle_failure(self, selected: SelectedCheckpoint, error: RanklessError) -> None:
         """Return if another attempt may succeed; raise the error otherwise."""
-        if not selected.still_exists(self._request.path):
+        if not selected.still_exists(self._request.path) and not self._recurs(selected.folder):
             if self._filling_error is error:
                 self._filling_error = CheckpointReplacedError(
                     f"{selected.folder} was replaced or removed while it was loaded: {_error_message(error)}"
@@ -186,23 +192,36 @@ class CheckpointSelector:
         elif self._may_read_again(selected, error):
             self._read_again.add((selected.tag, selected.id))
         elif self._may_fall_back(selected, error):
-            self._errors[selected.tag, selected.id] = error
+            folder = selected.locate(self._request.path)
+            is_lost = isinstance(error, CheckpointReplacedError) and has_lost_files(folder)
+            self._errors[selected.tag, selected.id] = lost_files_error(folder) if is_lost else error
         else:
             raise self._filling_error or error
 
     def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
-        """Return whether bytes may have changed on their way through a network without encryption."""
-        is_distant = isinstance(self._request.path, ObjectPath) and isinstance(error, CorruptCheckpointError)
-        return is_distant and (selected.tag, selected.id) not in self._read_again
+        """Return whether bytes may have changed on their way, or a replica of the store may lag: once."""
+        is_distant = isinstance(self._request.path, ObjectPath)
+        may_be_wrong = _is_missing(error) or isinstance(error, CorruptCheckpointError)
+        return is_distant and may_be_wrong and (selected.tag, selected.id) not in self._read_again
 
     def _may_fall_back(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
         """Return whether another checkpoint may be loaded instead."""
         if not selected.is_latest or self._request.on_corruption == "raise":
             return False
-        is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
-        is_missing |= isinstance(error, CheckpointReplacedError)  # but it is still there: its files are lost
         is_mismatched = isinstance(error, MismatchError) and bool(self._errors)
-        return is_missing or is_mismatched or isinstance(error, CorruptCheckpointError)
+        return _is_missing(error) or is_mismatched or isinstance(error, CorruptCheckpointError)
+
+    def _recurs(self, event: str) -> bool:
+        """Wait before another attempt. Return whether the same event has ended too many of them.
+
+        In an object store the names of folders are never used again, so nothing changes then.
+        """
+        if not isinstance(self._request.path, ObjectPath):
+            time.sleep(_RETRY_SECONDS)
+            return False
+        self._events[event] += 1
+        time.sleep(min(_LONGEST_RETRY_SECONDS, _RETRY_SECONDS * 2 ** self._events[event]))
+        return self._events[event] > _MOST_RECURRENCES
 
     def _is_timed_out(self) -> bool:
         return time.monotonic() > self._deadline
@@ -219,9 +238,14 @@ class CheckpointSelector:
             try:
                 return self._select_checkpoint()
             except CheckpointReplacedError as error:
+                if error in self._errors.values():
+                    raise self._filling_error or error from None
                 if self._is_timed_out():
                     raise self._timeout_error(error) from error
-                time.sleep(_RETRY_SECONDS)
+                if self._recurs(_error_message(error)):
+                    raise StorageError(
+                        errno.EIO, f"{_error_message(error)}, but the server still names it: try again later"
+                    ) from error
             except (CorruptCheckpointError, NoCheckpointError) as error:
                 if self._filling_error is None:
                     raise
@@ -295,6 +319,13 @@ def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
         raise
     except RanklessError:  # all ranks raise it when they read the manifest
         return SelectedCheckpoint(str(folder), tag)
+
+
+def _is_missing(error: RanklessError) -> bool:
+    """Return whether a file was missing, though the checkpoint still exists: the file is lost."""
+    return isinstance(error, CheckpointReplacedError) or (
+        isinstance(error, StorageError) and error.errno == errno.ENOENT
+    )
 
 
 def _error_message(error: RanklessError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +20,9 @@ from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
-#: The maximum number of attempts to open the latest checkpoint while others are replaced or removed.
-_ATTEMPTS = 100
+#: The maximum number of attempts to open the latest checkpoint while others are replaced or removed, and the seconds
+#: between two of them.
+_ATTEMPTS, _RETRY_SECONDS = 100, 0.01
 
 
 def latest_checkpoint(path: Path) -> CheckpointInfo:
@@ -63,6 +65,7 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
             return open_reader(resolved, keys)
         if has_lost_files(resolved):
             raise lost_files_error(resolved)
+        time.sleep(_RETRY_SECONDS)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
 
 

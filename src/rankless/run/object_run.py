@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankless.errors import CorruptCheckpointError, InvalidArgumentError
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, RanklessError
+from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
 from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import store_of
 
 
 def check_output_name(final: ObjectPath) -> None:
@@ -80,13 +80,26 @@ def _folder_in(run: ObjectPath, path: ObjectPath) -> str:
     return path.relative_to(run).parts[0]
 
 
-def has_lost_files(folder: Path) -> bool:
-    """Return whether a pointer names a folder in an object store, although its manifest is missing."""
+def is_named(folder: Path) -> bool:
+    """Return whether a pointer names a folder in an object store: so nobody has replaced or removed the checkpoint."""
     match = FOLDER.fullmatch(folder.name) if isinstance(folder, ObjectPath) else None
-    if match is None or not isinstance(folder, ObjectPath) or store_of(folder).is_file(folder / NAME):
+    if match is None or not isinstance(folder, ObjectPath):
         return False
     entry = find_tag(folder.parent, match["tag"])
     return entry is not None and entry.names_folder(match["id"])
+
+
+def has_lost_files(folder: Path) -> bool:
+    """Return whether a pointer names a folder in an object store, although its manifest is missing."""
+    if not is_named(folder):
+        return False
+    try:
+        read_manifest(folder)
+    except CheckpointReplacedError:
+        return True
+    except RanklessError:  # it is there
+        return False
+    return False
 
 
 def lost_files_error(folder: Path) -> CorruptCheckpointError:

@@ -6,6 +6,7 @@ So a directory that always contains a checkpoint never appears to be empty.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.filesystems import is_local
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import map_requests, store_of
+from rankless.storage.store import map_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,8 @@ def scan_objects(run: ObjectPath, *, is_strict: bool) -> ObjectScan:
     def read_folder(name: str) -> CheckpointInfo | None:
         with suppress(CheckpointReplacedError):
             return read_info_of(run / name, tag_of_folder(name))
+        if is_strict and NAME in run.store.list_names(run / name):
+            raise StorageError(errno.EIO, f"{run / name / NAME} is listed, but the server does not find it: try again")
         return None
 
     copied = [name for name in sorted(names - named.keys()) if is_copied_folder(name)]
@@ -235,7 +238,8 @@ def _is_other_directory(folder: Path) -> bool:
     left. Then it asks again.
     """
     if isinstance(folder, ObjectPath):
-        return not store_of(folder).is_file(folder / NAME)
+        store = folder.store
+        return not store.is_file(folder / NAME) and NAME not in store.list_names(folder)  # a replica may lag
     if not posix.is_directory_without(folder, NAME):
         return False
     if is_local(folder.parent):
