@@ -137,7 +137,7 @@ class FakeAzure(FakeStore):
             return self.failure(404, "BlobNotFound")
         if headers.get("if-match", blob.etag) != blob.etag:
             return self.failure(412, "ConditionNotMet")
-        described = {"etag": blob.etag, "content-length": str(len(blob.data)), **blob.notes}
+        described = {"etag": blob.etag, "content-length": str(len(blob.data)), **blob.notes, **self.times_of(blob)}
         if "range" not in headers:
             return HttpResponse(200, described, blob.data)
         first, last = (int(number) for number in headers["range"].removeprefix("bytes=").split("-"))

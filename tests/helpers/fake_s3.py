@@ -150,7 +150,7 @@ class FakeS3(FakeStore):
         if headers.get("if-match", stored.etag) != stored.etag:
             return failure(412, "PreconditionFailed")
         notes = {f"{self._note_prefix}{name}": value for name, value in stored.notes.items()}
-        tags = {"etag": stored.etag, **notes, **self._hashes_of(stored)}
+        tags = {"etag": stored.etag, **notes, **self._hashes_of(stored), **self.times_of(stored)}
         if "range" not in headers:
             return HttpResponse(200, tags | {"content-length": str(len(stored.data))}, stored.data)
         first, last = (int(number) for number in headers["range"].removeprefix("bytes=").split("-"))
