@@ -303,7 +303,7 @@ class FakeS3(FakeStore):
 
 def store_at(endpoint: str, **options: Any) -> S3:
     """Return a store with settings for tests: failures are repeated for a short time only."""
-    return S3(endpoint, credentials=("key", "secret"), **({"retry_seconds": 5.0} | options))  # type: ignore[arg-type]
+    return S3(endpoint, **({"retry_seconds": 5.0, "credentials": ("key", "secret")} | options))  # type: ignore[arg-type]
 
 
 def gcs_at(endpoint: str, **options: Any) -> GCS:

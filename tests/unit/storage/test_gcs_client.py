@@ -183,14 +183,6 @@ class TestTokens:
         assert error.value.errno == errno.EACCES
         assert len(fake.requests) == 4
 
-    def test_a_function_that_fails_is_an_error(self, fake: FakeS3) -> None:
-        def refuse() -> str:
-            raise RuntimeError("no key")
-
-        store = gcs_at("http://fake", credentials=refuse)
-        with pytest.raises(StorageError, match=r"GOOGLE_APPLICATION_CREDENTIALS.*no key"):
-            store.read_small(store.path(f"{BUCKET}/a"))
-
     def test_one_token_of_a_key_file_serves_all_threads(self, fake: FakeS3, folder: ObjectPath, tmp_path: Path) -> None:
         fake.tokens.add("token-1")
         with TokenServer().served() as tokens:
