@@ -278,6 +278,35 @@ class TestManifestsThatAreNotFound:
             assert self.restore() == "s1"
 
 
+def test_a_pointer_that_is_not_found_at_first_is_published(fake: FakeStore) -> None:
+    misses = [failure(404, "NoSuchKey", **REQUEST_ID)] * 3
+
+    def miss(request: Any, stage: str) -> HttpResponse | None:
+        is_pointer = (request.kind, stage) == ("get", "before") and ".tags/s3/" in request.key
+        return misses.pop() if is_pointer and misses else None
+
+    fake.on_request = miss
+    save(3)
+    assert not misses
+    assert check_all() == {**OLD, "s3": 3}
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"), [(".tags/s3/", "s3/1 is not there after"), ("/model/", "(are|is) not there after")]
+)
+def test_a_proxy_that_confirms_what_it_does_not_store_is_named(fake: FakeStore, part: str, reason: str) -> None:
+    def confirm(request: Any, stage: str) -> HttpResponse | None:
+        if stage == "after" and request.kind in {"put", "complete"} and part in request.key:
+            fake.objects.pop(request.key)
+        return None
+
+    fake.on_request = confirm
+    with pytest.raises(StorageError, match=f"{reason} .*a proxy answers"):
+        save(3)
+    stop_answers(fake)
+    assert check_all() == OLD
+
+
 class TestListsThatLag:
     """A list is no proof that an object is missing."""
 

@@ -245,6 +245,22 @@ def _decode_pointer(info: ObjectInfo) -> Pointer | None:
     return None
 
 
+def read_back(path: ObjectPath) -> bytes:
+    """Return the bytes of a pointer that was just written. Raises ``StorageError`` if it is not there."""
+    for _ in range(_ATTEMPTS):
+        try:
+            return path.store.read_small(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+        time.sleep(_ATTEMPT_SECONDS)  # a replica may lag
+    raise StorageError(
+        errno.EIO,
+        f"{path} is not there after the server has confirmed it: check whether a proxy answers for the server, and "
+        "save again",
+    )
+
+
 def is_pointer(data: bytes) -> bool:
     """Return whether these bytes are a pointer."""
     try:

@@ -29,6 +29,7 @@ from rankless.run.pointers import (
     find_tag,
     is_pointer,
     pointer_path,
+    read_back,
 )
 from rankless.run.retention import Retention
 from rankless.storage.object_path import ObjectPath
@@ -108,7 +109,7 @@ class ObjectPublication:
         if not store.create_object(path, data):
             self._may_be_published = False
             return False
-        if (stored := store.read_small(path)) != data:
+        if (stored := read_back(path)) != data:
             self._may_be_published = not is_pointer(stored)  # what is no pointer may be the answer of a proxy
             return False
         if find_highest_number(self._run, tag) > number:  # another process has removed the lower ones meanwhile

@@ -140,7 +140,7 @@ class TestUploads:
 
     def test_an_object_that_disappears_is_an_error(self, fake: FakeS3, folder: ObjectPath) -> None:
         fake.on_request = Answers(failure(404, "NoSuchKey"), kind="head")
-        with pytest.raises(StorageError, match="removed while it was being saved"):
+        with pytest.raises(StorageError, match="is not there after the server has confirmed it"):
             self.upload(folder)
 
     def test_bytes_that_change_on_their_way_are_an_error(self, fake: FakeS3, folder: ObjectPath) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rankless import GCS, S3, Azure
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, StorageError
 from rankless.storage.http import retries
+from rankless.storage.http.connection import HttpResponse
 from rankless.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
@@ -157,3 +158,11 @@ def test_the_error_of_a_function_for_credentials_is_not_repeated(fake: FakeStore
         store.read_small(store.path(f"{BUCKET}/a"))
     assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
     assert caught.value.__context__ is None
+
+
+def test_a_redirect_that_is_not_followed_says_where_it_leads(fake: FakeStore, folder: ObjectPath) -> None:
+    answer = HttpResponse(307, {"location": "https://login.example:8443/b/a?sig=s3cr3t", "x-ms-request-id": "1"})
+    fake.on_request = lambda request, stage: answer if stage == "before" else None  # noqa: ARG005
+    with pytest.raises(StorageError, match=r"redirects to https://login\.example:8443, .*pass the endpoint") as caught:
+        folder.store.read_small(folder / "a")
+    assert "s3cr3t" not in str(caught.value)
