@@ -76,6 +76,11 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
                 stack.push(pinned.pop_all())
                 return checkpoint
         time.sleep(_RETRY_SECONDS)
+    if waits:
+        raise CheckpointReplacedError(
+            f"{checkpoint.path} could not be pinned: another process is removing it, or has died while it did. Pin "
+            "another one, or try again in some minutes"
+        )
     raise CheckpointReplacedError(f"{checkpoint.path} was replaced or removed while it was being pinned")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -25,11 +27,14 @@ from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
 from tests.helpers.object_histories import (
+    OLD,
     brief_retries,
     check_all,
     check_nothing_is_left,
+    do_nothing,
     run_path,
     save,
+    state,
     store_with_two_checkpoints,
 )
 from tests.helpers.pairwise import first_of
@@ -65,6 +70,37 @@ def stop_answers(fake: FakeStore) -> None:
 
 class TestUnreadablePointers:
     """A pointer that cannot be read may name any checkpoint of its tag."""
+
+    @pytest.mark.parametrize(
+        ("member", "value"),
+        [
+            ("id", "0123456789abcdef\n"),
+            ("checkpoint", "0123456789abcdef\n"),
+            ("run", "a"),
+            ("sequence", 2**80),
+            ("sequence", -1),
+            ("time", 1e308),
+            ("time", -1),
+            ("nbytes", -5),
+            ("world_size", -1),
+            ("step", 2**80),
+        ],
+    )
+    def test_a_pointer_with_a_value_out_of_range_is_corrupt(self, fake: FakeStore, member: str, value: object) -> None:
+        (key,) = (key for key in fake.objects if ".tags/s2/" in key)
+        stored = fake.objects[key]
+        changed = {**json.loads(stored.data), "sequence": 9, member: value}
+        fake.objects[key] = replace(stored, data=json.dumps(changed).encode(), etag='"changed"')
+        pointers._pointers.clear()
+        with pytest.warns(UserWarning, match="s2 is corrupt"):
+            assert rankless.restore(run_path(), model={"net": state(0)}).tag == "s1"
+        with pytest.raises(CorruptCheckpointError, match=r"\.tags/s2/1"):
+            rankless.restore(run_path(), "s2", model={"net": state(0)})
+        save(3)
+        assert [(info.tag, info.sequence) for info in rankless.list_checkpoints(run_path())][1:] == [
+            ("s1", 1),
+            ("s3", 2),
+        ]
 
     @pytest.mark.parametrize("content", [b"", b"page", b'{"id": "0123456789abcdef", "version": 2}'])
     def test_a_clean_up_keeps_the_checkpoints_of_a_corrupt_pointer(self, fake: FakeStore, content: bytes) -> None:
@@ -121,6 +157,194 @@ class TestUnreadablePointers:
             save(3, keep=1)
         stop_answers(fake)
         assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+class TestPointersThatCannotBeReadForAMoment:
+    """The newest checkpoint is unknown then: no load goes back, no save takes its number, no retention removes it."""
+
+    ANSWERS = (
+        failure(403, "AccessDenied"),
+        failure(404, "NoSuchKey", **REQUEST_ID),
+        replace(PAGE, headers={**PAGE.headers, **REQUEST_ID, "etag": '"page"'}),
+    )
+
+    @pytest.fixture(params=ANSWERS, ids=["refused", "not found", "a page"])
+    def answer(self, request: pytest.FixtureRequest, fake: FakeStore) -> Iterator[None]:
+        pointers._pointers.clear()
+        fake.on_request = answer_to("get", ".tags/s2/", request.param)
+        with brief_retries():
+            yield
+
+    @pytest.mark.usefixtures("answer")
+    def test_a_load_raises(self) -> None:
+        for tag in (None, "s2"):
+            with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+                rankless.restore(run_path(), tag, model={"net": state(0)})
+        with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+            rankless.open(run_path(), "s2")
+        with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+            rankless.has_checkpoint(run_path())
+
+    @pytest.mark.usefixtures("answer")
+    def test_the_list_names_the_tag(self) -> None:
+        statuses = {info.tag: info.status for info in rankless.list_checkpoints(run_path())}
+        assert statuses == {"s1": "complete", "s2": "unreadable"}
+
+    @pytest.mark.usefixtures("answer")
+    def test_a_save_raises_and_the_next_one_continues_the_numbers(self, fake: FakeStore) -> None:
+        with pytest.raises(StorageError, match=r"\.tags/s2/1"):
+            save(3, keep=1)
+        stop_answers(fake)
+        assert check_all() == OLD
+        save(3)
+        assert [info.sequence for info in rankless.list_checkpoints(run_path())] == [1, 2, 3]
+
+    @pytest.mark.usefixtures("answer")
+    def test_retention_removes_nothing(self, fake: FakeStore) -> None:
+        wrong, fake.on_request = fake.on_request, do_nothing
+
+        def answer_wrongly_after_the_commit(request: Any, stage: str) -> HttpResponse | None:
+            if (request.kind, stage) == ("put", "after") and ".tags/s3/" in request.key:
+                pointers._pointers.clear()
+                fake.on_request = wrong
+            return None
+
+        fake.on_request = answer_wrongly_after_the_commit
+        with pytest.warns(UserWarning, match="could not be removed"):
+            save(3, keep=1)
+        stop_answers(fake)
+        assert check_all() == {**OLD, "s3": 3}
+
+    def test_a_tag_is_gone_if_only_a_list_that_lags_has_its_pointer(self, fake: FakeStore) -> None:
+        fake.objects = {key: stored for key, stored in fake.objects.items() if "/s2." not in key}
+        pointers._pointers.clear()
+        fake.on_request = answer_to("get", ".tags/s2/", failure(404, "NoSuchKey", **REQUEST_ID))
+        assert check_all() == {"s1": 1}
+        save(3)
+        assert check_all() == {"s1": 1, "s3": 3}
+
+
+class TestManifestsThatAreNotFound:
+    """A replica that lags answers 404 once; a lifecycle rule removes the manifest for good."""
+
+    MISSING = failure(404, "NoSuchKey", **REQUEST_ID)
+
+    @staticmethod
+    def restore(tag: str | None = None) -> str:
+        return rankless.restore(run_path(), tag, model={"net": state(0)}).tag
+
+    def miss(self, fake: FakeStore, times: int) -> list[HttpResponse]:
+        """Let the manifest of ``s2`` be missing so often. Return the answers that are left."""
+        misses = [self.MISSING] * times
+
+        def answer(request: Any, stage: str) -> HttpResponse | None:
+            is_manifest = (request.kind, stage) == ("get", "before") and request.key.endswith("manifest.json")
+            return misses.pop() if is_manifest and "/s2." in request.key and misses else None
+
+        fake.on_request = answer
+        return misses
+
+    @pytest.mark.parametrize("times", [1, 2, 3])
+    def test_a_load_reads_it_again(self, fake: FakeStore, times: int) -> None:
+        misses = self.miss(fake, times)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert self.restore() == "s2"
+        assert not misses
+
+    def test_a_pin_reads_it_again(self, fake: FakeStore) -> None:
+        misses = self.miss(fake, 1)
+        with rankless.pin(run_path(), "s2") as checkpoint:
+            assert checkpoint.step == 2
+        assert not misses
+
+    @pytest.mark.parametrize("kinds", [("get",), ("get", "head")])
+    def test_a_lost_one_is_an_error_that_says_so(self, fake: FakeStore, kinds: tuple[str, ...]) -> None:
+        """Also if the server finds it, but cannot give it."""
+        fake.on_request = lambda request, stage: (
+            self.MISSING if stage == "before" and request.kind in kinds and "manifest.json" in request.key else None
+        )
+        for tag in (None, "s2"):
+            fake.requests.clear()
+            with pytest.raises(CorruptCheckpointError, match="no manifest, but its tag still names it"):
+                self.restore(tag)
+            assert len(fake.requests) < 80
+        with pytest.raises(CorruptCheckpointError, match="no manifest, but its tag still names it"):
+            rankless.open(run_path())
+
+    def test_a_load_takes_the_one_before_a_lost_one(self, fake: FakeStore) -> None:
+        fake.objects = {key: stored for key, stored in fake.objects.items() if not ("/s2." in key and "manif" in key)}
+        with pytest.warns(UserWarning, match="s2 is corrupt"):
+            assert self.restore() == "s1"
+
+
+def test_a_pointer_that_is_not_found_at_first_is_published(fake: FakeStore) -> None:
+    misses = [failure(404, "NoSuchKey", **REQUEST_ID)] * 3
+
+    def miss(request: Any, stage: str) -> HttpResponse | None:
+        is_pointer = (request.kind, stage) == ("get", "before") and ".tags/s3/" in request.key
+        return misses.pop() if is_pointer and misses else None
+
+    fake.on_request = miss
+    save(3)
+    assert not misses
+    assert check_all() == {**OLD, "s3": 3}
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"), [(".tags/s3/", "s3/1 is not there after"), ("/model/", "(are|is) not there after")]
+)
+def test_a_proxy_that_confirms_what_it_does_not_store_is_named(fake: FakeStore, part: str, reason: str) -> None:
+    def confirm(request: Any, stage: str) -> HttpResponse | None:
+        if stage == "after" and request.kind in {"put", "complete"} and part in request.key:
+            fake.objects.pop(request.key)
+        return None
+
+    fake.on_request = confirm
+    with pytest.raises(StorageError, match=f"{reason} .*a proxy answers"):
+        save(3)
+    stop_answers(fake)
+    assert check_all() == OLD
+
+
+class TestListsThatLag:
+    """A list is no proof that an object is missing."""
+
+    @pytest.mark.parametrize("options", [{}, {"keep": 1}, {"tag": "s2", "value": 3, "overwrite": True}])
+    def test_a_save_succeeds(self, fake: FakeStore, options: dict[str, Any]) -> None:
+        age(fake)
+        fake.list_lag = 3600.0
+        save(3, **options)
+        fake.list_lag = 0.0
+        assert check_all()[options.get("tag", "s3")] == 3
+
+    def test_a_file_that_was_confirmed_and_is_not_there_ends_the_save(self, fake: FakeStore) -> None:
+        def lose_a_file(request: Any, stage: str) -> None:
+            if (request.kind, stage) == ("put", "before") and ".tags/s3/" in request.key:
+                fake.objects = {key: stored for key, stored in fake.objects.items() if "model/" not in key}
+
+        fake.on_request = lose_a_file
+        with pytest.raises(StorageError, match="not there after the server has confirmed them"):
+            save(3)
+        stop_answers(fake)
+        assert "s3" not in {info.tag for info in rankless.list_checkpoints(run_path())}
+
+    def test_a_mark_that_no_list_has_ends_the_save(self, fake: FakeStore) -> None:
+        """Another process took the save for dead."""
+        age(fake)
+        fake.list_lag = 3600.0
+
+        def mark(request: Any, stage: str) -> None:
+            if (request.kind, stage) == ("put", "after") and ".tags/s3/" in request.key:
+                (folder,) = {key.split("/")[1] for key in fake.objects if key.split("/")[1].startswith("s3.")}
+                fake.on_request = do_nothing
+                run_path().store.replace_small(run_path() / folder / ".removed", b"")
+
+        fake.on_request = mark
+        with pytest.raises(StorageError, match="another process deletes"):
+            save(3)
+        fake.list_lag = 0.0
+        assert check_all() == OLD
 
 
 class TestAzure:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 
 import rankless
 from rankless import evaluation
+from rankless.ondisk.hidden_names import HiddenName
 from rankless.run import cleanup, lease
-from tests.helpers.fake_azure import FakeAzure
+from rankless.storage.http.connection import HttpResponse
+from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import FakeStore
-from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3
+from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
 from tests.helpers.object_histories import (
     OPERATIONS,
     Start,
@@ -62,11 +65,63 @@ def test_a_pin_of_a_dead_process_ends_after_an_hour(fake: FakeStore) -> None:
     with rankless.pin(run_path(), "s1"):
         (key,) = pins(fake)
         for age, kept in ((3500, {"s1", "s3"}), (3700, {"s3"})):
-            renewed = msgspec.json.encode({"renewed": time.time() - age})
-            run_path().store.replace_small(run_path() / key.rpartition("/")[2], renewed)
+            fake.objects[key] = replace(fake.objects[key], time=time.time() - age)
             save(3, overwrite=True, keep=1)
             assert check_all().keys() == kept
         assert not pins(fake)
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_the_clock_of_the_holder_does_not_matter(fake: FakeStore, hours: int) -> None:
+    with ExitStack() as stack:
+        with mock.patch.object(lease, "time", mock.Mock(time=lambda: time.time() + 3600 * hours)):
+            stack.enter_context(rankless.pin(run_path(), "s1"))
+        save(3, keep=1)
+        assert check_all().keys() == {"s1", "s3"}
+        (key,) = pins(fake)
+        fake.objects[key] = replace(fake.objects[key], time=time.time() - 3700)
+        save(4, keep=1)
+        assert check_all().keys() == {"s4"}
+
+
+class TestKeysThatMayNotDelete:
+    """Saves succeed, and what cannot be removed stays. It blocks nobody."""
+
+    @pytest.fixture(autouse=True)
+    def _refuse(self, fake: FakeStore) -> None:
+        fake.on_request = refuse_deletions
+
+    def test_the_locks_of_removals_that_failed_block_no_pin(self, fake: FakeStore) -> None:
+        for step in (3, 4):
+            with pytest.warns(UserWarning, match="could not be removed"):
+                save(step, keep=1)
+        assert any(key.endswith(".lock") for key in fake.objects)
+        with mock.patch.object(evaluation, "_ATTEMPTS", 1), rankless.pin(run_path(), "s1") as checkpoint:
+            assert checkpoint.step == 1
+
+    def test_a_pin_that_is_over_protects_nothing(self, fake: FakeStore) -> None:
+        with rankless.pin(run_path(), "s1"):
+            pass
+        assert len(pins(fake)) == 1
+        fake.on_request = do_nothing
+        save(3, keep=1)
+        assert check_all().keys() == {"s3"}
+        assert not pins(fake)
+
+
+def test_a_pin_that_waits_in_vain_says_for_what(fake: FakeStore) -> None:
+    lock = HiddenName("s1", rankless.list_checkpoints(run_path())[0].run, 16 * "0", "lock")
+    with (
+        lease.held_lease(run_path() / lock.name),
+        mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001),
+        pytest.raises(rankless.CheckpointReplacedError, match="another process is removing it"),
+        rankless.pin(run_path(), "s1"),
+    ):
+        pytest.fail("it was pinned")
+
+
+def refuse_deletions(request: Any, stage: str) -> HttpResponse | None:
+    return failure(403, "AccessDenied", **REQUEST_ID) if (request.kind, stage) == ("delete", "before") else None
 
 
 def test_a_pin_is_renewed_while_its_holder_lives(fake: FakeStore) -> None:

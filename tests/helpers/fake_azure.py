@@ -137,7 +137,7 @@ class FakeAzure(FakeStore):
             return self.failure(404, "BlobNotFound")
         if headers.get("if-match", blob.etag) != blob.etag:
             return self.failure(412, "ConditionNotMet")
-        described = {"etag": blob.etag, "content-length": str(len(blob.data)), **blob.notes}
+        described = {"etag": blob.etag, "content-length": str(len(blob.data)), **blob.notes, **self.times_of(blob)}
         if "range" not in headers:
             return HttpResponse(200, described, blob.data)
         first, last = (int(number) for number in headers["range"].removeprefix("bytes=").split("-"))
@@ -212,7 +212,7 @@ class FakeAzure(FakeStore):
     def _list(self, key: str, query: Mapping[str, str], headers: Any, body: bytes) -> HttpResponse:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         limit, after = min(int(query.get("maxresults", 5000)), self.page), query.get("marker", "")
-        found = {name: (len(blob.data), blob.etag, blob.time) for name, blob in self.objects.items()}
+        found = {name: (len(blob.data), blob.etag, blob.time) for name, blob in self.listed_objects().items()}
         if query.get("include") == "uncommittedblobs":
             found |= {name: (0, "", blob.time) for name, blob in self.uploads.items() if name not in found}
         entries: dict[str, str] = {}

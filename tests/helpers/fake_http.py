@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.client import RemoteDisconnected
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
@@ -49,6 +50,16 @@ class FakeStore(ABC):
         self.on_request: OnRequest = lambda request, stage: None  # noqa: ARG005
         self.lock = threading.RLock()
         self.clock: Callable[[], float] = time.time
+        #: For how many seconds lists do not have a new object.
+        self.list_lag = 0.0
+
+    def times_of(self, stored: Any) -> dict[str, str]:
+        """Return the headers of an object that tell its time and the server's."""
+        return {"last-modified": formatdate(stored.time, usegmt=True), "date": formatdate(self.clock(), usegmt=True)}
+
+    def listed_objects(self) -> dict[str, Any]:
+        """Return the objects that lists have, by their keys."""
+        return {key: stored for key, stored in self.objects.items() if self.clock() - stored.time >= self.list_lag}
 
     @abstractmethod
     def store_at(self, endpoint: str, **options: Any) -> ObjectStore:
@@ -88,7 +99,9 @@ class FakeStore(ABC):
                 except ConnectionError:
                     self.close_connection = True
                     return
-                self.send_response(response.status)
+                self.send_response_only(response.status)
+                if "date" not in response.headers:
+                    self.send_header("date", self.date_time_string())
                 told = {name: value for name, value in response.headers.items() if name != "content-length"}
                 length = response.headers.get("content-length") if self.command == "HEAD" else len(response.body)
                 for name, value in {**told, "content-length": str(length or 0)}.items():

@@ -150,7 +150,7 @@ class FakeS3(FakeStore):
         if headers.get("if-match", stored.etag) != stored.etag:
             return failure(412, "PreconditionFailed")
         notes = {f"{self._note_prefix}{name}": value for name, value in stored.notes.items()}
-        tags = {"etag": stored.etag, **notes, **self._hashes_of(stored)}
+        tags = {"etag": stored.etag, **notes, **self._hashes_of(stored), **self.times_of(stored)}
         if "range" not in headers:
             return HttpResponse(200, tags | {"content-length": str(len(stored.data))}, stored.data)
         first, last = (int(number) for number in headers["range"].removeprefix("bytes=").split("-"))
@@ -276,12 +276,13 @@ class FakeS3(FakeStore):
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         limit, after = int(query.get("max-keys", 1000)), query.get("continuation-token", "")
         entries: dict[str, str] = {}
-        for name in sorted(self.objects):
+        objects = self.listed_objects()
+        for name in sorted(objects):
             if not name.startswith(prefix):
                 continue
             rest = name[len(prefix) :]
             common = prefix + rest[: rest.index(delimiter) + 1] if delimiter and delimiter in rest else ""
-            stored = self.objects[name]
+            stored = objects[name]
             entries[common or name] = (
                 f"<CommonPrefixes><Prefix>{quote(common)}</Prefix></CommonPrefixes>"
                 if common
@@ -302,7 +303,7 @@ class FakeS3(FakeStore):
 
 def store_at(endpoint: str, **options: Any) -> S3:
     """Return a store with settings for tests: failures are repeated for a short time only."""
-    return S3(endpoint, credentials=("key", "secret"), **({"retry_seconds": 5.0} | options))  # type: ignore[arg-type]
+    return S3(endpoint, **({"retry_seconds": 5.0, "credentials": ("key", "secret")} | options))  # type: ignore[arg-type]
 
 
 def gcs_at(endpoint: str, **options: Any) -> GCS:

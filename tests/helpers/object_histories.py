@@ -63,7 +63,7 @@ def save(step: int, tag: str | None = None, value: int | None = None, **options:
 def clean_up() -> None:
     """Remove leftovers as if a day had passed."""
     with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
-        cleanup.clean_up(run_path())
+        cleanup.clean_up(run_path(), with_whole=True)
 
 
 def load_all() -> None:

@@ -99,6 +99,7 @@ def _print_json(listing: RunListing, leftovers: Sequence[StaleDirectory], tier: 
                 "path": str(leftover.path),
                 "time": leftover.time,
                 "bytes": leftover.nbytes,
+                "whole": leftover.is_whole,
             }
             for leftover in leftovers
         ],
@@ -131,5 +132,11 @@ def _print_table(listing: RunListing, leftovers: Sequence[StaleDirectory]) -> No
     for info in listing.checkpoints:
         if info.problem:
             out.print(f"{escape_control_characters(info.tag)}: {escape_control_characters(info.problem)}", style="red")
+    for leftover in listing.leftovers:
+        if leftover.is_whole:
+            name = escape_control_characters(leftover.name)
+            out.print(
+                f"{name}: a whole checkpoint that no tag means; prune --leftovers says how to keep it", style="dim"
+            )
     if leftovers:
         out.print("unfinished: a save that is still running, or was interrupted", style="dim")

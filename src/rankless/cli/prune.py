@@ -49,6 +49,9 @@ def prune(  # noqa: PLR0917 - options of the command
     undrained: Annotated[
         bool, typer.Option("--undrained", help="With --local: also remove what only the tier has.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --leftovers: also whole checkpoints in a bucket without a tag.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -62,6 +65,8 @@ def prune(  # noqa: PLR0917 - options of the command
     """
     if local is not None and (keep is not None or remains):
         raise InvalidArgumentError("--local cannot be used with --keep or --leftovers: call prune twice")
+    if force and not remains:
+        raise InvalidArgumentError("--force needs --leftovers")
     if undrained and local is None:
         raise InvalidArgumentError("--undrained needs --local")
     if local is not None:
@@ -80,14 +85,16 @@ def prune(  # noqa: PLR0917 - options of the command
     expired = expired_checkpoints(path, None, KeepLast(keep)) if keep is not None else []
     protected = {info.tag: reason for info in expired if (reason := find_protection(info))}
     found = list_stale_directories(path) if remains else []
-    young = tuple(leftover for leftover in found if seems_alive(leftover.path, leftover.time))
+    kept_leftovers = tuple(
+        leftover for leftover in found if seems_alive(leftover.path, leftover.time) or (leftover.is_whole and not force)
+    )
     removable = _Removable(
         [info for info in expired if info.tag not in protected],
-        [leftover for leftover in found if leftover not in young],
-        young,
+        [leftover for leftover in found if leftover not in kept_leftovers],
+        kept_leftovers,
     )
     if not dry_run:
-        removable = _remove_all(path, removable, with_leftovers=remains)
+        removable = _remove_all(path, removable, with_leftovers=remains, with_whole=force)
     if as_json:
         names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
         kept = [*protected, *(leftover.name for leftover in removable.kept)]
@@ -110,9 +117,9 @@ def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as
     prune_tier(run, local, with_undrained=with_undrained, dry_run=dry_run, as_json=as_json)
 
 
-def _remove_all(path: Path, removable: _Removable, *, with_leftovers: bool) -> _Removable:
+def _remove_all(path: Path, removable: _Removable, *, with_leftovers: bool, with_whole: bool) -> _Removable:
     deleted = list(delete_checkpoints(removable.checkpoints))
-    cleaned = {folder.name for folder in clean_up(path, None)} if with_leftovers else set()
+    cleaned = {folder.name for folder in clean_up(path, None, with_whole=with_whole)} if with_leftovers else set()
     kept = (leftover for leftover in removable.leftovers if leftover.name not in cleaned)
     return _Removable(
         deleted,
@@ -128,9 +135,18 @@ def _print_removed(removable: _Removable, protected: Mapping[str, str], action: 
     for tag, reason in protected.items():
         out.print(f"kept {escape_control_characters(tag)}: {reason}")
     for leftover in removable.kept:
-        name = escape_control_characters(leftover.name)
-        young = "something of it has changed in the last 24 hours, so a process may still write it"
-        used = "a process uses it or may use it, or it cannot be locked or removed"
-        out.print(f"kept {name}: {young if seems_alive(leftover.path, leftover.time) else used}")
+        out.print(f"kept {escape_control_characters(leftover.name)}: {_reason_to_keep(leftover)}")
     total = format_count(len(removable.checkpoints), "checkpoint"), format_count(len(removable.leftovers), "leftover")
     out.print(f"{action} {total[0]} and {total[1]}, {format_size(removable.nbytes)}", style="dim")
+
+
+def _reason_to_keep(leftover: StaleDirectory) -> str:
+    if seems_alive(leftover.path, leftover.time):
+        return "something of it has changed in the last 24 hours, so a process may still write it"
+    if leftover.is_whole:
+        name = f"{leftover.tag}-copy"
+        return (
+            "it is a whole checkpoint, and no tag means it: copy it to a name without the id to keep it, such as "
+            f"{escape_control_characters(name)}, or remove it with --force"
+        )
+    return "a process uses it or may use it, or it cannot be locked or removed"

@@ -111,6 +111,8 @@ def _format_leftover(leftover: StaleDirectory) -> list[Cell]:
 
 
 def _leftover_status(leftover: StaleDirectory) -> Cell:
+    if leftover.is_whole:
+        return "whole, no tag", "yellow"
     return ("corrupt", "bold red") if leftover.state == "corrupt" else ("unfinished", "yellow")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from rankless.ondisk.strict_json import parse_json
 from rankless.ondisk.value_files import restore_order
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.filesystems import forget_names
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
 
@@ -35,6 +37,10 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 #: The file of the values that all ranks share, and the file of the values of each rank.
 STATE, RANKS = values.SHARED_FILE, values.RANKS_FILE
+
+
+#: Seconds after which a manifest that is missing in an object store is looked for again.
+_ABSENCE_SECONDS = 0.1
 
 
 class _Group(msgspec.Struct):
@@ -80,7 +86,7 @@ def read_manifest(path: Path) -> Manifest:
 
     def read() -> Manifest:
         store_of(file).check_regular(file, within=(path,))
-        return manifest.decode_manifest(store_of(file).read_small(file), str(file))
+        return manifest.decode_manifest(_read_again_if_missing(file), str(file))
 
     try:
         return read_twice_if_wrong(file, read)
@@ -88,6 +94,17 @@ def read_manifest(path: Path) -> Manifest:
         if error.errno != errno.ENOENT:
             raise
         raise CheckpointReplacedError(f"{path} was removed while it was being opened") from error
+
+
+def _read_again_if_missing(file: Path) -> bytes:
+    """Return the bytes of a file. One replica of an object store may lag: one answer that it is missing is no proof."""
+    try:
+        return store_of(file).read_small(file)
+    except StorageError as error:
+        if error.errno != errno.ENOENT or not isinstance(file, ObjectPath):
+            raise
+    time.sleep(_ABSENCE_SECONDS)
+    return store_of(file).read_small(file)
 
 
 def claims_to_be_native(path: Path) -> bool:

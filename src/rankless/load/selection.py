@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.collected_parts import FOLDER
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
-from rankless.run.object_run import has_lost_files, lost_files_error
+from rankless.run.object_run import has_lost_files, is_named, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tag_arguments import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
@@ -39,8 +40,11 @@ from rankless.tier.part_names import GenerationKey
 if TYPE_CHECKING:
     from rankless.tier.generation_catalog import LocalCheckpoint  # few jobs have a local tier
 
-#: Seconds between two attempts to select a checkpoint while others are replaced.
-_RETRY_SECONDS = 0.01
+#: Seconds between two attempts to select a checkpoint while others are replaced; in an object store they grow.
+_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.01, 1.0
+
+#: How often an attempt in an object store may fail for the same reason.
+_MOST_RECURRENCES = 12
 
 #: The maximum number of tags that a message names.
 _MAX_SHOWN = 5
@@ -67,7 +71,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     def still_exists(self, run: Path) -> bool:
         """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
         folder = self.locate(run)
-        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or has_lost_files(folder)
+        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or is_named(folder)
 
 
 class SkippedCheckpoints(msgspec.Struct, frozen=True):
@@ -142,6 +146,8 @@ class CheckpointSelector:
         self._errors: dict[tuple[str, str], RanklessError] = {}
         #: The tags and ids of checkpoints that were read again, because bytes may have been read wrong.
         self._read_again: set[tuple[str, str]] = set()
+        #: How often each event has ended an attempt in an object store.
+        self._events: Counter[str] = Counter()
         self.skipped = SkippedCheckpoints()
         self.ignored: str | None = None
         self.filled: set[tuple[str, str]] = set()
@@ -176,7 +182,7 @@ class CheckpointSelector:
 
     def _handle_failure(self, selected: SelectedCheckpoint, error: RanklessError) -> None:
         """Return if another attempt may succeed; raise the error otherwise."""
-        if not selected.still_exists(self._request.path):
+        if not selected.still_exists(self._request.path) and not self._recurs(selected.folder):
             if self._filling_error is error:
                 self._filling_error = CheckpointReplacedError(
                     f"{selected.folder} was replaced or removed while it was loaded: {_error_message(error)}"
@@ -192,16 +198,17 @@ class CheckpointSelector:
             if isinstance(error, MismatchError):
                 raise self._filling_error or error
         elif self._may_fall_back(selected, error):
-            self._errors[selected.tag, selected.id] = error
+            folder = selected.locate(self._request.path)
+            is_lost = isinstance(error, CheckpointReplacedError) and has_lost_files(folder)
+            self._errors[selected.tag, selected.id] = lost_files_error(folder) if is_lost else error
         else:
             raise self._filling_error or error
 
     def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
-        """Return whether what is stored may be intact: bytes may change on their way through a network, too."""
-        is_in_bucket = selected.generation is None and isinstance(self._request.path, ObjectPath)
-        is_unclear = isinstance(error, UnstableReadError) or (
-            is_in_bucket and isinstance(error, CorruptCheckpointError)
-        )
+        """Return whether what is stored may be intact: bytes change on their way, and replicas of a store lag, too."""
+        is_distant = selected.generation is None and isinstance(self._request.path, ObjectPath)
+        may_be_wrong = _is_missing(error) or isinstance(error, CorruptCheckpointError)
+        is_unclear = isinstance(error, UnstableReadError) or (is_distant and may_be_wrong)
         return is_unclear and (selected.tag, selected.id) not in self._read_again
 
     def _may_fall_back(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
@@ -215,9 +222,19 @@ class CheckpointSelector:
         """Return whether a checkpoint is corrupt or has lost files: it may be hidden, and its tag used again."""
         if isinstance(error, CorruptCheckpointError):
             return not isinstance(error, OutsideLinkError)
-        is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
-        is_missing |= isinstance(error, CheckpointReplacedError)  # but it is still there: its files are lost
-        return is_missing and _has_lost_files(selected.locate(self._request.path))
+        return _is_missing(error) and _has_lost_files(selected.locate(self._request.path))
+
+    def _recurs(self, event: str) -> bool:
+        """Wait before another attempt. Return whether the same event has ended too many of them.
+
+        In an object store the names of folders are never used again, so nothing changes then.
+        """
+        if not isinstance(self._request.path, ObjectPath):
+            time.sleep(_RETRY_SECONDS)
+            return False
+        self._events[event] += 1
+        time.sleep(min(_LONGEST_RETRY_SECONDS, _RETRY_SECONDS * 2 ** self._events[event]))
+        return self._events[event] > _MOST_RECURRENCES
 
     def _is_timed_out(self) -> bool:
         return time.monotonic() > self._deadline
@@ -234,9 +251,14 @@ class CheckpointSelector:
             try:
                 return self._select_checkpoint()
             except CheckpointReplacedError as error:
+                if error in self._errors.values():
+                    raise self._filling_error or error from None
                 if self._is_timed_out():
                     raise self._timeout_error(error) from error
-                time.sleep(_RETRY_SECONDS)
+                if self._recurs(_error_message(error)):
+                    raise StorageError(
+                        errno.EIO, f"{_error_message(error)}, but the server still names it: try again later"
+                    ) from error
             except (CorruptCheckpointError, NoCheckpointError) as error:
                 if self._filling_error is None:
                     raise
@@ -320,6 +342,13 @@ def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
         raise
     except RanklessError:  # all ranks raise it when they read the manifest
         return SelectedCheckpoint(str(folder), tag)
+
+
+def _is_missing(error: RanklessError) -> bool:
+    """Return whether a file was missing, though the checkpoint still exists: the file is lost."""
+    return isinstance(error, CheckpointReplacedError) or (
+        isinstance(error, StorageError) and error.errno == errno.ENOENT
+    )
 
 
 def _error_message(error: RanklessError) -> str:

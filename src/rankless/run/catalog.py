@@ -12,16 +12,17 @@ from rankless.errors import NoCheckpointError
 from rankless.formats.native import is_native
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
-from rankless.run.object_run import list_unpublished, tag_of_folder
-from rankless.run.pointers import list_tags
+from rankless.run.folder_names import tag_of_folder
+from rankless.run.object_run import list_unpublished
+from rankless.run.pointers import find_tagged_folder, list_tags
 from rankless.run.scan import (
     CheckpointInfo,
     displaced_checkpoints,
     is_rankless_checkpoint,
-    read_info,
-    read_info_strictly,
+    scan_objects,
     scan_run,
 )
+from rankless.run.unnamed_checkpoints import name_checkpoints
 from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
 
@@ -45,7 +46,7 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
 
 def cached_checkpoints(path: Path) -> list[CheckpointInfo]:
     """Return the checkpoints like :func:`list_checkpoints`, but as cached objects, which must not be changed."""
-    return scan_run(path, read_info)
+    return scan_run(path, is_strict=False)
 
 
 def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
@@ -53,7 +54,7 @@ def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
 
     The latest checkpoint is unknown then.
     """
-    return scan_run(path, read_info_strictly)
+    return scan_run(path, is_strict=True)
 
 
 def is_run_directory(path: Path) -> bool:
@@ -66,6 +67,8 @@ def find_checkpoint(path: Path, tag: str) -> Path:
 
     Raises ``NoCheckpointError``, which names the existing tags, if there is none.
     """
+    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
+        return folder
     if is_native(path / tag):
         return path / tag
     infos = cached_checkpoints(path)
@@ -89,8 +92,16 @@ def next_identity(path: Path, runs: frozenset[str]) -> CheckpointIdentity:
 
     The checkpoint continues the newest of the ``runs``, given by their ids, that has a checkpoint in the directory. If
     none has, it starts a new run. Raises ``StorageError`` if the existing checkpoints cannot be read.
+
+    In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`.
     """
-    complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
+    if isinstance(path, ObjectPath):
+        scan = scan_objects(path, is_strict=True)
+        name_checkpoints(path, scan.unnamed)
+        infos = scan.checkpoints
+    else:
+        infos = list_checkpoints_strictly(path)
+    complete = [info for info in infos if info.status == "complete"]
     sequence = min(complete[-1].sequence + 1, LARGEST) if complete else 1
     continued = [info.run for info in complete if info.run in runs]
     return CheckpointIdentity(sequence, continued[-1] if continued else secrets.token_hex(8), secrets.token_hex(8))
@@ -100,7 +111,8 @@ class StaleDirectory(msgspec.Struct, frozen=True):
     """A hidden directory of an interrupted save or removal, or of one that is still in progress: this is unknown here.
 
     ``state`` is ``"partial"``, ``"replaced"``, ``"removed"`` or ``"corrupt"``. ``nbytes`` is the disk usage of its
-    files, ``time`` the time of its last change in seconds since 1970.
+    files, ``time`` the time of its last change in seconds since 1970. In an object store it ``is_whole`` if it has a
+    manifest, but no pointer names it.
     """
 
     name: str
@@ -109,6 +121,7 @@ class StaleDirectory(msgspec.Struct, frozen=True):
     time: float
     nbytes: int
     state: str = "partial"
+    is_whole: bool = False
 
 
 def list_stale_directories(run: Path) -> list[StaleDirectory]:
@@ -129,6 +142,13 @@ def list_stale_directories(run: Path) -> list[StaleDirectory]:
 def _list_unpublished(run: ObjectPath) -> list[StaleDirectory]:
     """Return the folders in an object store that no pointer names, and the uploads in progress."""
     return [
-        StaleDirectory(folder.path.name, tag_of_folder(folder.path.name), folder.path, folder.time, folder.nbytes)
+        StaleDirectory(
+            folder.path.name,
+            tag_of_folder(folder.path.name),
+            folder.path,
+            folder.time,
+            folder.nbytes,
+            is_whole=folder.is_whole,
+        )
         for folder in list_unpublished(run, list_tags(run))
     ]

@@ -18,7 +18,7 @@ from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import collected_parts
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
-from rankless.run.catalog import cached_checkpoints
+from rankless.run.catalog import cached_checkpoints, list_checkpoints_strictly
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
@@ -40,14 +40,16 @@ from rankless.storage.store import store_of
 _ABANDONED_SECONDS = 600.0
 
 
-def clean_up(path: Path, run: str | None = None, *, tag: str | None = None) -> list[Path]:
+def clean_up(path: Path, run: str | None = None, *, tag: str | None = None, with_whole: bool = False) -> list[Path]:
     """Remove the stale directories of dead saves. Return the removed paths.
 
     ``run`` and ``tag`` restrict the removal to one run and one tag; ``None`` means all. A directory is kept if a living
-    process uses it, or if that is unknown. Hidden corrupt checkpoints are removed only if both are ``None``.
+    process uses it, or if that is unknown. Hidden corrupt checkpoints are removed only if both are ``None``. In an
+    object store, a folder with a manifest that no pointer names may have been copied there: it is kept unless
+    ``with_whole``.
     """
     if isinstance(path, ObjectPath):
-        return _clean_up_objects(path)
+        return _clean_up_objects(path, with_whole=with_whole)
     finish_interrupted_replace(path)
     listed = list_names(path)
     removed, names = [], _parse_hidden(listed)
@@ -79,7 +81,7 @@ def _remove_stale_metrics(path: Path) -> None:
             remove_metrics_of(path, file.tag, file.id)
 
 
-def _clean_up_objects(run: ObjectPath) -> list[Path]:
+def _clean_up_objects(run: ObjectPath, *, with_whole: bool) -> list[Path]:
     """Remove what saves into an object store have left, if nothing of it has changed for a day.
 
     No lock tells whether the save is alive. If it is, it finds its uploads aborted, and fails.
@@ -89,7 +91,7 @@ def _clean_up_objects(run: ObjectPath) -> list[Path]:
         if time.time() - entry.objects[-1].time > ABANDONED_SECONDS:  # else its save may still withdraw it
             for outdated in entry.objects[:-1]:
                 run.store.remove_version(outdated.path, outdated.etag)
-    unpublished = list_unpublished(run, entries)
+    unpublished = [folder for folder in list_unpublished(run, entries) if with_whole or not folder.is_whole]
     abandoned = [folder.path for folder in unpublished if not seems_alive(folder.path, folder.time)]
     removed, failures = _discard_abandoned(abandoned)
     for upload, began in run.store.list_uploads(run):  # its reply was lost, and the save has begun another one
@@ -200,10 +202,11 @@ def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> boo
 def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[CheckpointInfo]:
     """Return the checkpoints of a run, or of all runs if ``run`` is ``None``, that a policy does not keep.
 
-    The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not considered.
+    The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not considered. Raises
+    ``StorageError`` if a checkpoint cannot be read now: it may be the newest one.
     """
-    candidates = [info for info in cached_checkpoints(path) if info.status == "complete" and info.tag == info.saved_as]
-    complete = [info for info in candidates if run in {None, info.run}]
+    candidates = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
+    complete = [info for info in candidates if info.tag == info.saved_as and run in {None, info.run}]
     kept = policy.select_kept(complete, time.time())
     return [info for info in complete[:-1] if info.id not in kept]
 
@@ -272,7 +275,7 @@ def _delete_object_checkpoint(info: CheckpointInfo, folder: ObjectPath) -> bool:
 def _delete_if_unchanged(info: CheckpointInfo, folder: ObjectPath) -> bool:
     """Delete a checkpoint in an object store unless it was replaced. Return whether it is deleted."""
     run, entry = folder.parent, find_tag(folder.parent, info.tag)
-    if folder.name == info.tag:  # it was copied there, without a pointer
+    if folder.name == info.tag or (entry is None and holds_checkpoint(folder, info.id)):  # it has no pointer
         delete_prefix(folder)
     elif entry is not None and entry.names_checkpoint(info.id):
         delete_checkpoint_objects(run, entry)

@@ -1,8 +1,8 @@
 """Leases in an object store, which has no locks: small objects that their holder renews as long as it lives.
 
 A lease is over if its holder has removed it, or has not renewed it for an hour; that of a removal, for which others
-wait, after five minutes. A holder that was stopped for longer has lost its lease. Clocks of hosts may differ by a few
-minutes.
+wait, after five minutes. A holder that was stopped for longer has lost its lease. A holder that may not delete writes
+that the lease is over. The time since the renewal is that of the store's clock, so clocks of hosts may differ.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _MAX_BYTES = 1000
 
 
 class _Lease(msgspec.Struct, frozen=True):
-    """The content of a lease: when it was renewed, in seconds since 1970."""
+    """The content of a lease: when it was renewed, in seconds since 1970; 0 if it is over."""
 
     renewed: float
+
+
+_OVER = _Lease(0.0)
 
 
 @contextmanager
@@ -49,12 +52,20 @@ def held_lease(path: ObjectPath) -> Iterator[None]:
         if os.getpid() == owner:  # a forked process does not hold it
             if thread.ident is not None:
                 thread.join()
-            with suppress(StorageError):  # it ends by itself
-                path.store.remove_file(path)
+            _end(path)
 
 
 def _renew(path: ObjectPath) -> None:
     path.store.replace_small(path, msgspec.json.encode(_Lease(time.time())))
+
+
+def _end(path: ObjectPath) -> None:
+    """Remove a lease. If that fails, it ends by itself; sooner if at least a write is allowed."""
+    with suppress(StorageError):
+        try:
+            path.store.remove_file(path)
+        except StorageError:
+            path.store.replace_small(path, msgspec.json.encode(_OVER))
 
 
 def _renew_until(path: ObjectPath, ended: threading.Event) -> None:
@@ -64,18 +75,25 @@ def _renew_until(path: ObjectPath, ended: threading.Event) -> None:
 
 
 def remove_if_over(path: ObjectPath, seconds: float = LEASE_SECONDS) -> bool:
-    """Remove a lease that was not renewed for some seconds. Return whether it is removed, now or before."""
+    """Remove a lease that was not renewed for some seconds. Return whether it is over.
+
+    If it cannot be removed, it is over all the same.
+    """
     try:
-        lease = msgspec.json.decode(path.store.read_small(path, _MAX_BYTES), type=_Lease)
+        data, age = path.store.read_with_age(path, _MAX_BYTES)
+        lease = msgspec.json.decode(data, type=_Lease)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        lease = _Lease(0.0)  # it is no lease
+        lease, age = _OVER, None  # it is no lease
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return True
         if error.errno != errno.EFBIG:
             raise
-        lease = _Lease(0.0)
-    if time.time() - lease.renewed <= seconds:
+        lease, age = _OVER, None
+    if age is None:
+        age = time.time() - lease.renewed
+    if lease != _OVER and age <= seconds:
         return False
-    path.store.remove_file(path)
+    with suppress(StorageError):
+        path.store.remove_file(path)
     return True

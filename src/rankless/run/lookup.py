@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,16 +12,17 @@ from rankless.formats.detect import describe_contents, is_checkpoint, open_reade
 from rankless.formats.native import NativeReader, is_native
 from rankless.formats.reader import Reader
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
-from rankless.run.object_run import checkpoint_folder, has_lost_files, lost_files_error
-from rankless.run.pointers import Pointer, find_tag
+from rankless.run.object_run import has_lost_files, lost_files_error
+from rankless.run.pointers import find_tagged_folder
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
-#: The maximum number of attempts to open the latest checkpoint while others are replaced or removed.
-_ATTEMPTS = 100
+#: The maximum number of attempts to open the latest checkpoint while others are replaced or removed, and the seconds
+#: between two of them.
+_ATTEMPTS, _RETRY_SECONDS = 100, 0.01
 
 
 def latest_checkpoint(path: Path) -> CheckpointInfo:
@@ -63,6 +65,7 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
             return open_reader(resolved, keys)
         if has_lost_files(resolved):
             raise lost_files_error(resolved)
+        time.sleep(_RETRY_SECONDS)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
 
 
@@ -88,10 +91,7 @@ def _resolve_object_path(path: ObjectPath) -> Path:
     is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
     if is_in_bucket_root or is_native(path):
         return path
-    entry = find_tag(path.parent, path.name)
-    if entry is None or not isinstance(entry.pointer, Pointer):
-        return path
-    return checkpoint_folder(path.parent, entry.tag, entry.pointer.id)
+    return find_tagged_folder(path.parent, path.name) or path
 
 
 def checkpoint_path(path: Path, tag: str | Best) -> Path:
@@ -101,6 +101,8 @@ def checkpoint_path(path: Path, tag: str | Best) -> Path:
     the tag is invalid or ``path`` is a checkpoint itself.
     """
     tag = resolve_tag(path, tag)
+    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
+        return folder
     tagged = path / tag
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
         return tagged

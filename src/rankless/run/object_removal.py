@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rankless.errors import StorageError
 from rankless.ondisk.manifest import NAME
-from rankless.run.object_run import FOLDER, checkpoint_folder
+from rankless.run.folder_names import FOLDER, checkpoint_folder
 from rankless.run.pointers import Pointer, TagEntry, is_published, list_pointers
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
@@ -59,10 +59,41 @@ def discard_abandoned(folder: ObjectPath) -> bool:
     return not is_kept
 
 
-def is_intact(folder: ObjectPath, sizes: Mapping[str, int]) -> bool:
-    """Return whether a folder has all these files with these sizes, and no process has begun to delete it."""
-    found = {str(info.path.relative_to(folder)): info.size for info in folder.store.list_objects(folder)}
-    return found.items() >= sizes.items() and _REMOVED not in found
+def find_damage(folder: ObjectPath, sizes: Mapping[str, int]) -> str | None:
+    """Return why a folder is not what was uploaded: it lacks one of these files, or another process deletes it.
+
+    The list of a store may lag, or come from a proxy. So each file that it lacks is asked for, and so is the mark.
+    """
+    if folder.store.is_file(folder / _REMOVED):
+        return (
+            f"another process deletes {folder}, because its save seemed to be dead: save again, and let clean-ups "
+            "remove only what is a day old"
+        )
+    listed = {str(info.path.relative_to(folder)): info.size for info in folder.store.list_objects(folder)}
+    unlisted = [name for name, size in sizes.items() if listed.get(name) != size]
+    stored = dict(zip(unlisted, map_requests(lambda name: _find_size(folder / name), unlisted), strict=True))
+    if missing := [name for name, size in stored.items() if size is None]:
+        return (
+            f"{len(missing)} of {len(sizes)} files of {folder} are not there after the server has confirmed them, such "
+            f"as {missing[0]}: check whether something else than rankless removes objects there, or a proxy answers "
+            "for the server, and save again"
+        )
+    if changed := [name for name, size in stored.items() if size != sizes[name]]:
+        return (
+            f"{folder / changed[0]} has another size than was sent: check whether something else than rankless writes "
+            "there, or a proxy answers for the server, and save again"
+        )
+    return None
+
+
+def _find_size(path: ObjectPath) -> int | None:
+    """Return the size of an object; ``None`` if there is none."""
+    try:
+        return path.store.file_size(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return None
 
 
 def delete_prefix(folder: ObjectPath) -> None:

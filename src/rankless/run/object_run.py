@@ -15,36 +15,17 @@ does not end with an id, is a checkpoint with this tag.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from rankless.errors import CorruptCheckpointError, InvalidArgumentError
+from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, RanklessError
+from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import NAME
+from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
 from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import store_of
-
-#: The name of the folder of a checkpoint.
-FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
-
-
-def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
-    """Return the prefix of the keys of a checkpoint."""
-    return run / f"{tag}.{folder_id}"
-
-
-def is_copied_folder(name: str) -> bool:
-    """Return whether a prefix in a run may be a checkpoint that was copied there: no save gives such a name."""
-    return not name.startswith(".") and FOLDER.fullmatch(name) is None
-
-
-def tag_of_folder(name: str) -> str:
-    """Return the tag of a checkpoint in a run from the name of its prefix."""
-    match = FOLDER.fullmatch(name)
-    return match["tag"] if match else name
 
 
 def check_output_name(final: ObjectPath) -> None:
@@ -61,45 +42,64 @@ def tag_of(checkpoint: Path) -> str:
 
 
 class UnpublishedFolder(msgspec.Struct, frozen=True):
-    """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size."""
+    """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size.
+
+    It ``is_whole`` if it has a manifest, which is written last: perhaps a checkpoint that was copied there.
+    """
 
     path: ObjectPath
     time: float
     nbytes: int
+    is_whole: bool
 
 
 def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[UnpublishedFolder]:
     """Return the folders of saves that no pointer names. ``entries`` are all tags of the run.
 
-    Folders of a tag whose pointer cannot be read are left out: it may name any of them.
+    Folders of a tag whose pointer cannot be read are left out: it may name any of them. So are the whole folders of a
+    run without pointers, which are its checkpoints.
     """
     published = {f"{entry.tag}.{entry.pointer.id}" for entry in entries if isinstance(entry.pointer, Pointer)}
     unreadable = {entry.tag for entry in entries if not isinstance(entry.pointer, Pointer)}
-    changes: dict[str, list[tuple[float, int]]] = {}
+    uploads: dict[str, list[float]] = {}
     for upload, began in run.store.list_uploads(run):
-        changes.setdefault(_folder_in(run, upload.path), []).append((began, 0))
-    names = {*run.store.list_names(run), *changes}
-    for name in names:
-        if FOLDER.fullmatch(name) and name not in published:
-            changes.setdefault(name, []).extend((info.time, info.size) for info in run.store.list_objects(run / name))
-    return [
-        UnpublishedFolder(run / name, max(time for time, _ in found), sum(size for _, size in found))
-        for name, found in sorted(changes.items())
-        if found and not name.startswith(".") and name not in published and tag_of_folder(name) not in unreadable
-    ]
+        uploads.setdefault(_folder_in(run, upload.path), []).append(began)
+    folders = []
+    for name in sorted({*run.store.list_names(run), *uploads}):
+        if name.startswith(".") or name in published or tag_of_folder(name) in unreadable:
+            continue
+        infos = run.store.list_objects(run / name) if is_saved_folder(name) else []
+        changes = [*(info.time for info in infos), *uploads.get(name, [])]
+        is_whole = any(info.path == run / name / NAME for info in infos)
+        if changes and not (is_whole and not entries):
+            folders.append(UnpublishedFolder(run / name, max(changes), sum(info.size for info in infos), is_whole))
+    return folders
 
 
 def _folder_in(run: ObjectPath, path: ObjectPath) -> str:
     return path.relative_to(run).parts[0]
 
 
-def has_lost_files(folder: Path) -> bool:
-    """Return whether a pointer names a folder in an object store, although its manifest is missing."""
+def is_named(folder: Path) -> bool:
+    """Return whether a pointer names a folder in an object store: so nobody has replaced or removed the checkpoint."""
     match = FOLDER.fullmatch(folder.name) if isinstance(folder, ObjectPath) else None
-    if match is None or not isinstance(folder, ObjectPath) or store_of(folder).is_file(folder / NAME):
+    if match is None or not isinstance(folder, ObjectPath):
         return False
     entry = find_tag(folder.parent, match["tag"])
     return entry is not None and entry.names_folder(match["id"])
+
+
+def has_lost_files(folder: Path) -> bool:
+    """Return whether a pointer names a folder in an object store, although its manifest is missing."""
+    if not is_named(folder):
+        return False
+    try:
+        read_manifest(folder)
+    except CheckpointReplacedError:
+        return True
+    except RanklessError:  # it is there
+        return False
+    return False
 
 
 def lost_files_error(folder: Path) -> CorruptCheckpointError:

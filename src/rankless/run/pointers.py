@@ -18,8 +18,9 @@ from typing import Annotated
 import msgspec
 
 from rankless.errors import CorruptCheckpointError, RanklessError, StorageError
-from rankless.ondisk.manifest import Manifest
+from rankless.ondisk.manifest import NAME, Count, Hex64, Manifest, Step
 from rankless.ondisk.validation import is_tag
+from rankless.run.folder_names import checkpoint_folder, tag_of_folder
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import ObjectInfo, map_requests
 
@@ -30,6 +31,9 @@ _POINTER_NAME = re.compile("[1-9][0-9]{0,99}")
 
 #: The errors of JSON that is none, or not this one.
 _DECODING_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+#: The year 10000, which calendars of programs do not know, in seconds since 1970.
+_END_OF_TIME = 253_402_300_800
 
 #: The most bytes of a pointer.
 _MAX_POINTER_BYTES = 2**20
@@ -50,15 +54,15 @@ class Pointer(msgspec.Struct, frozen=True):
     to drain a checkpoint of the local tier has a folder of its own.
     """
 
-    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    run: str
-    sequence: int
-    time: float
-    nbytes: int
-    world_size: int
-    step: int | float | None = None
+    id: Hex64
+    run: Hex64
+    sequence: Count
+    time: Annotated[float, msgspec.Meta(ge=0, lt=_END_OF_TIME)]
+    nbytes: Count
+    world_size: Count
+    step: Step | float | None = None
     metrics: dict[str, float | None] = {}
-    checkpoint: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
+    checkpoint: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
 
     @property
     def checkpoint_id(self) -> str:
@@ -128,8 +132,20 @@ def list_tags(run: ObjectPath) -> list[TagEntry]:
     return entries
 
 
+def check_readable(entries: Sequence[TagEntry]) -> None:
+    """Raise ``StorageError`` if a pointer could not be read: it may name any checkpoint of its tag."""
+    for entry in entries:
+        if isinstance(entry.pointer, StorageError):
+            raise entry.pointer
+
+
 def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
-    """Return one tag of a run with the pointer that counts; ``None`` if there is none."""
+    """Return one tag of a run with the pointer that counts; ``None`` if there is none.
+
+    A pointer that stays listed, but is not found, was removed a moment ago if no checkpoint of the tag has a manifest:
+    the list lags. Otherwise it cannot be read: a replica of the store lags.
+    """
+    found: list[ObjectInfo] = []
     for _ in range(_ATTEMPTS):
         found = list_pointers(run, tag)
         pointer = _read_pointer(found[-1]) if found else None
@@ -138,7 +154,24 @@ def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
         if not found:
             return None
         time.sleep(_ATTEMPT_SECONDS)  # it was removed, or the list of the store lags
-    return None
+    folders = (run / name for name in run.store.list_names(run) if tag_of_folder(name) == tag)
+    if not any(run.store.is_file(folder / NAME) for folder in folders):
+        return None
+    unread = StorageError(errno.EIO, f"{found[-1].path} is listed, but the server does not find it: try again")
+    return _make_entry(tag, found, unread)
+
+
+def find_tagged_folder(run: ObjectPath, tag: str) -> ObjectPath | None:
+    """Return the folder that the pointer of a tag names; ``None`` if there is no pointer.
+
+    Raises ``StorageError`` or ``CorruptCheckpointError`` if the pointer cannot be read.
+    """
+    entry = find_tag(run, tag)
+    if entry is None:
+        return None
+    if not isinstance(entry.pointer, Pointer):
+        raise entry.pointer
+    return checkpoint_folder(run, tag, entry.pointer.id)
 
 
 def find_highest_number(run: ObjectPath, tag: str) -> int:
@@ -181,7 +214,7 @@ def _read_pointer(info: ObjectInfo) -> Pointer | RanklessError | None:
     if info.etag and key in _pointers:
         return _pointers[key]
     try:
-        pointer = _decode_pointer(info.path) or _decode_pointer(info.path)
+        pointer = _decode_pointer(info) or _decode_pointer(info)
     except StorageError as error:
         return None if error.errno == errno.ENOENT else error
     if pointer is None:
@@ -193,11 +226,37 @@ def _read_pointer(info: ObjectInfo) -> Pointer | RanklessError | None:
     return pointer
 
 
-def _decode_pointer(path: ObjectPath) -> Pointer | None:
-    """Read a pointer. Return ``None`` if it is corrupt, or if its bytes have changed on their way."""
+def _decode_pointer(info: ObjectInfo) -> Pointer | None:
+    """Read a pointer. Return ``None`` if it is corrupt, or if its bytes have changed on their way.
+
+    Raises ``StorageError`` if there is no answer, or one of another size, such as a page of a proxy.
+    """
+    data = info.path.store.read_small(info.path, _MAX_POINTER_BYTES)
     with suppress(*_DECODING_ERRORS):
-        return msgspec.json.decode(path.store.read_small(path, _MAX_POINTER_BYTES), type=Pointer)
+        return msgspec.json.decode(data, type=Pointer)
+    if len(data) != info.size:
+        raise StorageError(
+            errno.EIO,
+            f"{info.path} has {info.size} bytes, but the answer to its request has {len(data)}: try again, and check "
+            "whether a proxy answers for the server",
+        )
     return None
+
+
+def read_back(path: ObjectPath) -> bytes:
+    """Return the bytes of a pointer that was just written. Raises ``StorageError`` if it is not there."""
+    for _ in range(_ATTEMPTS):
+        try:
+            return path.store.read_small(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+        time.sleep(_ATTEMPT_SECONDS)  # a replica may lag
+    raise StorageError(
+        errno.EIO,
+        f"{path} is not there after the server has confirmed it: check whether a proxy answers for the server, and "
+        "save again",
+    )
 
 
 def is_pointer(data: bytes) -> bool:

@@ -6,7 +6,8 @@ So a directory that always contains a checkpoint never appears to be empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import errno
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +25,13 @@ from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics
-from rankless.run.object_run import checkpoint_folder, is_copied_folder
-from rankless.run.pointers import TAGS, TagEntry, list_tags
+from rankless.run.folder_names import checkpoint_folder, is_copied_folder, is_saved_folder, tag_of_folder
+from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.filesystems import is_local
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import map_requests, store_of
+from rankless.storage.store import map_requests
 
 _Status = Literal["complete", "damaged", "unreadable"]
 
@@ -94,10 +95,6 @@ class CheckpointInfo:
         return self.sequence, self.time, self.id
 
 
-#: A function that reads the checkpoint in a directory with a tag; it returns ``None`` if there is none.
-ReadInfo = Callable[[Path, str], CheckpointInfo | None]
-
-
 #: Cached checkpoints of all directories. Without it, each save would read all manifests, possibly thousands.
 _MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
 
@@ -105,13 +102,15 @@ _MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
 _MAX_CACHED_METRICS = 64
 
 
-def scan_run(path: Path, read_info_of: ReadInfo) -> list[CheckpointInfo]:
+def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
     """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
 
+    If the scan ``is_strict``, raise ``StorageError`` if one cannot be read now: the latest checkpoint is unknown then.
     The objects are cached and shared: callers must not change them.
     """
     if isinstance(path, ObjectPath):
-        return _scan_objects(path, read_info_of)
+        return scan_objects(path, is_strict=is_strict).checkpoints
+    read_info_of = read_info_strictly if is_strict else read_info
     infos: dict[str, CheckpointInfo | None] = {}
     while True:
         names = posix.list_names(path)
@@ -128,20 +127,39 @@ def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
 
 
-def _scan_objects(run: ObjectPath, read_info_of: ReadInfo) -> list[CheckpointInfo]:
-    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there."""
+@dataclass(frozen=True, slots=True)
+class ObjectScan:
+    """The checkpoints of a run in an object store, oldest first, and those of them that no pointer names."""
+
+    checkpoints: list[CheckpointInfo]
+    unnamed: list[CheckpointInfo]
+
+
+def scan_objects(run: ObjectPath, *, is_strict: bool) -> ObjectScan:
+    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there.
+
+    If the run has no pointer at all, its whole folders are its checkpoints: a copy may lack hidden names.
+    """
+    read_info_of = read_info_strictly if is_strict else read_info
     names = run.store.list_names(run)
     entries = list_tags(run) if TAGS in names else []
-    infos = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
-    copied = [name for name in sorted(names - infos.keys()) if is_copied_folder(name)]
+    if is_strict:
+        check_readable(entries)
+    named = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
 
-    def read_copied(name: str) -> CheckpointInfo | None:
+    def read_folder(name: str) -> CheckpointInfo | None:
         with suppress(CheckpointReplacedError):
-            return read_info_of(run / name, name)
+            return read_info_of(run / name, tag_of_folder(name))
+        if is_strict and NAME in run.store.list_names(run / name):
+            raise StorageError(errno.EIO, f"{run / name / NAME} is listed, but the server does not find it: try again")
         return None
 
-    found = [*infos.values(), *(info for info in map_requests(read_copied, copied) if info is not None)]
-    return _sort_infos(_with_added_metrics(run, names, found))
+    copied = [name for name in sorted(names - named.keys()) if is_copied_folder(name)]
+    unnamed = [] if entries else [name for name in sorted(names) if is_saved_folder(name)]
+    found = [info for info in map_requests(read_folder, [*copied, *unnamed]) if info is not None]
+    newest = {info.tag: info for info in _sort_infos(found)}
+    infos = _sort_infos(_with_added_metrics(run, names, [*named.values(), *newest.values()]))
+    return ObjectScan(infos, [info for info in infos if info.path.name in unnamed])
 
 
 def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
@@ -228,7 +246,8 @@ def _is_other_directory(folder: Path) -> bool:
     left. Then it asks again.
     """
     if isinstance(folder, ObjectPath):
-        return not store_of(folder).is_file(folder / NAME)
+        store = folder.store
+        return not store.is_file(folder / NAME) and NAME not in store.list_names(folder)  # a replica may lag
     if not posix.is_directory_without(folder, NAME):
         return False
     if is_local(folder.parent):

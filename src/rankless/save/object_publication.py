@@ -19,9 +19,18 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
-from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, is_intact
-from rankless.run.object_run import checkpoint_folder
-from rankless.run.pointers import Pointer, TagEntry, find_highest_number, find_tag, is_pointer, pointer_path
+from rankless.run.folder_names import checkpoint_folder
+from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, find_damage
+from rankless.run.pointers import (
+    Pointer,
+    TagEntry,
+    check_readable,
+    find_highest_number,
+    find_tag,
+    is_pointer,
+    pointer_path,
+    read_back,
+)
 from rankless.run.retention import Retention
 from rankless.storage.object_path import ObjectPath
 
@@ -75,6 +84,7 @@ class ObjectPublication:
         for _ in range(_PUBLISH_ATTEMPTS):
             self._checks.before()
             entry = find_tag(self._run, self._tag)
+            check_readable([] if entry is None else [entry])
             if entry is not None and entry.names_folder(self.folder_id):  # by an attempt that seemed to fail
                 self._may_be_published = True
                 self._check_intact(entry.path, finished)
@@ -99,7 +109,7 @@ class ObjectPublication:
         if not store.create_object(path, data):
             self._may_be_published = False
             return False
-        if (stored := store.read_small(path)) != data:
+        if (stored := read_back(path)) != data:
             self._may_be_published = not is_pointer(stored)  # what is no pointer may be the answer of a proxy
             return False
         if find_highest_number(self._run, tag) > number:  # another process has removed the lower ones meanwhile
@@ -114,13 +124,9 @@ class ObjectPublication:
         """Withdraw the pointer if another process has begun to delete the files, because this one seemed to be dead."""
         sizes = {name: record.size for name, record in finished.files.items()}
         sizes[manifest.NAME] = len(manifest.encode_manifest(finished))
-        if not is_intact(self.folder, sizes):
+        if damage := find_damage(self.folder, sizes):
             self._run.store.remove_file(pointer)
-            raise StorageError(
-                errno.ENOENT,
-                f"files of {self.folder} were removed or changed while they were being saved: save again, and let "
-                "clean-ups remove only what is a day old",
-            )
+            raise StorageError(errno.ENOENT, damage)
 
     def _check_still_allowed(self, pointer: ObjectPath) -> None:
         """Withdraw the pointer if it was forbidden while the request for it was under way."""

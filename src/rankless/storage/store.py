@@ -130,6 +130,12 @@ class ObjectStore(Store, Protocol):
         Of several processes that call it at a time, one creates the object.
         """
 
+    def read_with_age(self, path: ObjectPath, limit: int) -> tuple[bytes, float | None]:
+        """Return all bytes of a small object, and for how many seconds it was not written, by the store's clock.
+
+        The age is ``None`` if the store does not tell it. Raises ``StorageError`` if it has more than ``limit`` bytes.
+        """
+
     def find_version(self, path: ObjectPath) -> str | None:
         """Return the ETag of an object; ``None`` if there is none."""
 

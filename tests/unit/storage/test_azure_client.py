@@ -135,12 +135,18 @@ class TestCredentials:
         ):
             store.read_small(store.path(f"{BUCKET}/a"))
 
-    def test_a_function_that_fails_says_why(self, fake: FakeAzure) -> None:
+    def test_a_login_that_fails_says_why(self, fake: FakeAzure) -> None:
         def fail() -> str:
             raise RuntimeError("the login has expired")
 
-        store = fake.store_at("http://fake", credentials=fail)
-        with pytest.raises(StorageError, match="no token was given: the login has expired"):
+        identity = ModuleType("azure.identity")
+        identity.DefaultAzureCredential = lambda: "credential"  # type: ignore[attr-defined]
+        identity.get_bearer_token_provider = lambda *_: fail  # type: ignore[attr-defined]
+        store = fake.store_at("http://fake", credentials=None, timeout=2.0)  # so it has a client of its own
+        with (
+            mock.patch.dict(sys.modules, {"azure": ModuleType("azure"), "azure.identity": identity}),
+            pytest.raises(StorageError, match="no token was given: the login has expired"),
+        ):
             store.read_small(store.path(f"{BUCKET}/a"))
 
 
@@ -321,3 +327,20 @@ class TestSettings:
         path = Azure(ACCOUNT, credentials=KEY).path("container/run")
         assert pickle.loads(pickle.dumps(path)) == path  # noqa: S301 - what this test has written
         assert KEY not in repr(path.store)
+
+    @pytest.mark.parametrize(
+        "variables",
+        [
+            {"AZURE_STORAGE_ACCOUNT": ACCOUNT, "AZURE_STORAGE_KEY": KEY},
+            {"AZURE_STORAGE_CONNECTION_STRING": f"AccountName={ACCOUNT};AccountKey={KEY}"},
+        ],
+    )
+    def test_a_key_of_the_environment_is_not_pickled_but_looked_up_again(self, variables: dict[str, str]) -> None:
+        with mock.patch.dict(os.environ, variables, clear=True):
+            path = Azure.from_environment().path("container/run")
+            pickled = pickle.dumps(path)
+            assert pickle.loads(pickled) == path  # noqa: S301 - what this test has written
+        assert KEY.encode() not in pickled
+        with mock.patch.dict(os.environ, {}, clear=True):
+            store = pickle.loads(pickled).store  # noqa: S301
+        assert (store.account, store.credentials) == (ACCOUNT, None)

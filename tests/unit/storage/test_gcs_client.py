@@ -140,7 +140,7 @@ class TestUploads:
 
     def test_an_object_that_disappears_is_an_error(self, fake: FakeS3, folder: ObjectPath) -> None:
         fake.on_request = Answers(failure(404, "NoSuchKey"), kind="head")
-        with pytest.raises(StorageError, match="removed while it was being saved"):
+        with pytest.raises(StorageError, match="is not there after the server has confirmed it"):
             self.upload(folder)
 
     def test_bytes_that_change_on_their_way_are_an_error(self, fake: FakeS3, folder: ObjectPath) -> None:
@@ -182,14 +182,6 @@ class TestTokens:
             store.read_small(store.path(f"{BUCKET}/a"))
         assert error.value.errno == errno.EACCES
         assert len(fake.requests) == 4
-
-    def test_a_function_that_fails_is_an_error(self, fake: FakeS3) -> None:
-        def refuse() -> str:
-            raise RuntimeError("no key")
-
-        store = gcs_at("http://fake", credentials=refuse)
-        with pytest.raises(StorageError, match=r"GOOGLE_APPLICATION_CREDENTIALS.*no key"):
-            store.read_small(store.path(f"{BUCKET}/a"))
 
     def test_one_token_of_a_key_file_serves_all_threads(self, fake: FakeS3, folder: ObjectPath, tmp_path: Path) -> None:
         fake.tokens.add("token-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,8 +11,9 @@ from unittest import mock
 import pytest
 
 from rankless import GCS, S3, Azure
-from rankless.errors import CheckpointReplacedError, InvalidArgumentError
+from rankless.errors import CheckpointReplacedError, InvalidArgumentError, StorageError
 from rankless.storage.http import retries
+from rankless.storage.http.connection import HttpResponse
 from rankless.storage.object_path import ObjectPath, parse_location
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
@@ -143,3 +145,24 @@ def test_a_path_can_be_sent_to_another_process(fake: FakeStore) -> None:
     path = fake.store_at("http://a").path("b/c")
     assert pickle.loads(pickle.dumps(path)) == path  # noqa: S301 - what this test has written
     assert path != fake.store_at("http://b").path("b/c")
+
+
+def test_the_error_of_a_function_for_credentials_is_not_repeated(fake: FakeStore) -> None:
+    """It may contain a secret, which would be in the logs."""
+
+    def fail() -> str:
+        raise RuntimeError("the key s3cr3t has expired")
+
+    store = fake.store_at("http://fake", credentials=fail)
+    with pytest.raises(StorageError, match="has raised a RuntimeError") as caught:
+        store.read_small(store.path(f"{BUCKET}/a"))
+    assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__context__ is None
+
+
+def test_a_redirect_that_is_not_followed_says_where_it_leads(fake: FakeStore, folder: ObjectPath) -> None:
+    answer = HttpResponse(307, {"location": "https://login.example:8443/b/a?sig=s3cr3t", "x-ms-request-id": "1"})
+    fake.on_request = lambda request, stage: answer if stage == "before" else None  # noqa: ARG005
+    with pytest.raises(StorageError, match=r"redirects to https://login\.example:8443, .*pass the endpoint") as caught:
+        folder.store.read_small(folder / "a")
+    assert "s3cr3t" not in str(caught.value)

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.storage.body import count_bytes
 from rankless.storage.http.connection import HttpRequest, HttpResponse
-from rankless.storage.http.settings import is_header_text
+from rankless.storage.http.settings import call_credentials, is_header_text
 
 #: A function that returns a token of Microsoft Entra ID. It is called for each request, so it should keep it in memory.
 TokenFunction = Callable[[], str]
@@ -143,14 +143,17 @@ class BearerSigner:
         return is_refused
 
     def _token(self) -> str:
-        self._default = self._default or self._function or _default_token_function()
-        try:
-            token = self._default()
-        except Exception as error:
-            raise StorageError(errno.EACCES, _no_credentials(f"no token was given: {error}")) from error
+        token = self._default_token() if self._function is None else call_credentials(self._function)
         if not isinstance(token, str) or not is_header_text(token):
             raise StorageError(errno.EACCES, "the function in credentials must return a token, a text of one line")
         return token
+
+    def _default_token(self) -> str:
+        self._default = self._default or _default_token_function()
+        try:
+            return self._default()
+        except Exception as error:
+            raise StorageError(errno.EACCES, _no_credentials(f"no token was given: {error}")) from error
 
 
 def _default_token_function() -> TokenFunction:

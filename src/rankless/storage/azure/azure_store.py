@@ -11,16 +11,17 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.storage.azure.azure_credentials import TokenFunction, check_credentials
 from rankless.storage.azure.azure_dialect import AzureService, split_endpoint
-from rankless.storage.azure.environment import read_environment
+from rankless.storage.azure.environment import find_credentials, read_environment
 from rankless.storage.azure.uncommitted_blocks import (
     MARK,
     MARK_DATA,
@@ -129,6 +130,12 @@ class Azure(ObjectReads):
         needed. Raises ``StorageError`` if no account is named.
         """
         return cls(*read_environment(os.environ))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out credentials of the environment: where the store is unpickled, they are looked up again."""
+        if self.credentials is None or self.credentials != _find_credentials(self.account):
+            return super().__reduce__()  # type: ignore[return-value]
+        return _restore, (replace(self, credentials=None),)
 
     def path(self, location: str) -> ObjectPath:
         """Return the path of ``"container/name"`` in this account. Raises ``InvalidArgumentError``."""
@@ -333,6 +340,15 @@ class Azure(ObjectReads):
 
     def _path_of(self, prefix: ObjectPath, element: Element) -> ObjectPath:
         return path_class(self)(f"/{prefix.bucket}/{find_text(element, 'Name')}")
+
+
+def _find_credentials(account: str) -> str | TokenFunction | None:
+    return check_credentials(find_credentials(os.environ, account))
+
+
+def _restore(store: Azure) -> Azure:
+    """Return a store that was pickled without its credentials."""
+    return replace(store, credentials=_find_credentials(store.account))
 
 
 @cache

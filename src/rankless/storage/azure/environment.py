@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from rankless.errors import InvalidArgumentError, StorageError
+from rankless.errors import InvalidArgumentError, RanklessError, StorageError
 
 
 class Settings(NamedTuple):
@@ -34,6 +34,15 @@ def read_environment(variables: Mapping[str, str]) -> Settings:
         )
     credentials = variables.get("AZURE_STORAGE_KEY") or variables.get("AZURE_STORAGE_SAS_TOKEN") or None
     return Settings(account, None, credentials)
+
+
+def find_credentials(variables: Mapping[str, str], account: str) -> str | None:
+    """Return the credentials of an account that environment variables describe; ``None`` if there are none."""
+    try:
+        settings = read_environment(variables)
+    except RanklessError:
+        return None
+    return settings.credentials if settings.account == account else None
 
 
 def parse_connection_string(text: str) -> Settings:

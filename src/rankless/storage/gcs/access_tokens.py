@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankless.errors import InvalidArgumentError, StorageError
-from rankless.storage.http.settings import is_header_text
+from rankless.storage.http.settings import call_credentials, is_header_text
 
 #: A function that returns an access token. It is called for each request, so it should keep the token in memory.
 TokenFunction = Callable[[], str]
@@ -46,10 +46,7 @@ class AccessTokens:
         """Return the headers of a request. Raises ``StorageError`` if there are no credentials."""
         if not callable(self._credentials):
             return self._of_process(self._credentials).headers()
-        try:
-            token = self._credentials()
-        except Exception as error:
-            raise _refuse(error) from error
+        token = call_credentials(self._credentials)
         if not isinstance(token, str) or not is_header_text(token):
             raise StorageError(errno.EACCES, "the function in credentials must return a token, a text of one line")
         return {"authorization": f"Bearer {token}"} if token else {}

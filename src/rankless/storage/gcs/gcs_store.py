@@ -133,7 +133,11 @@ class GCS(XmlStore):
                 errno.EIO, f"the parts of {path} were sent with other bytes than were hashed: save again"
             )
         if response is None:
-            raise StorageError(errno.ENOENT, f"{path} was removed while it was being saved: save again")
+            raise StorageError(
+                errno.ENOENT,
+                f"{path} is not there after the server has confirmed it: check whether something else than rankless "
+                "removes objects there, or a proxy answers for the server, and save again",
+            )
         reported = find_crc32c(response.headers.get("x-goog-hash", ""))
         if reported not in {"", encode_crc32c(sent.crc32c)} or int(response.headers["content-length"]) != size:
             raise StorageError(errno.EIO, f"{path} has other bytes than were sent: save again")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import http.client
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.storage.http.connection import MAX_BODY, Address, ConnectionPool, HttpRequest, HttpResponse
@@ -18,6 +20,11 @@ from rankless.storage.object_path import ObjectPath
 #: Statuses of failures that may be over at the next attempt.
 _TRANSIENT_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _THROTTLED = frozenset({429, 503})
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_REDIRECT_ADVICE = (
+    "pass the endpoint and the region of the bucket, or check whether a gateway or a login page is in between"
+)
 
 _ERRNO_BY_STATUS = {
     401: errno.EACCES,
@@ -174,6 +181,18 @@ def _refusal(request: ObjectRequest, response: HttpResponse, code: str, *, is_re
         message = f"{message}; the credentials need the permission {request.permission}"
     if response.status == HTTPStatus.UNAUTHORIZED:
         message = f"{message}; the server does not accept the credentials: pass others"
+    if response.status in _REDIRECTS:
+        target = _redirect_target(response)
+        message = f"{message}; the server redirects to {target}, which is not followed: {_REDIRECT_ADVICE}"
     number = _ERRNO_BY_STATUS.get(response.status, errno.EIO)
     described = f"could not {request.action} {request.path}: {message}"
     return RefusedRequestError(number, described, response.status, code, is_repeated=is_repeated)
+
+
+def _redirect_target(response: HttpResponse) -> str:
+    """Return the server of a redirect, without the path and the query: they may contain a signature."""
+    with suppress(ValueError):
+        parts = urlsplit(response.headers.get("location", ""))
+        if parts.scheme and parts.hostname:
+            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return "another address"

@@ -76,11 +76,16 @@ class HttpResponse:
     @property
     def date(self) -> datetime | None:
         """The time of the server's clock; ``None`` if it is not known."""
-        try:
-            date = parsedate_to_datetime(self.headers["date"])
-            return date if date.tzinfo is not None else date.replace(tzinfo=UTC)
-        except (KeyError, ValueError, TypeError):
-            return None
+        return parse_http_date(self.headers.get("date", ""))
+
+
+def parse_http_date(text: str) -> datetime | None:
+    """Return the time in a header; ``None`` if it is none."""
+    try:
+        date = parsedate_to_datetime(text)
+        return date if date.tzinfo is not None else date.replace(tzinfo=UTC)
+    except (ValueError, TypeError):
+        return None
 
 
 class _Proxy(NamedTuple):

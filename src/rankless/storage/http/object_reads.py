@@ -19,7 +19,7 @@ from rankless.storage.http.client import (
     RefusedRequestError,
     unexpected_answer_error,
 )
-from rankless.storage.http.connection import MAX_BODY
+from rankless.storage.http.connection import MAX_BODY, parse_http_date
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.object_reader import ObjectReader
 
@@ -156,10 +156,20 @@ class ObjectReads(ABC):
 
     def read_small(self, path: Path, limit: int = 2**30) -> bytes:
         """See :class:`~rankless.storage.store.Store`."""
-        data, size, _ = self.get_start(as_object(path), limit)
-        if size > limit:
-            raise StorageError(errno.EFBIG, f"could not read {path}: it has more than {limit} bytes")
-        return data
+        response = self._get_start(as_object(path), limit)
+        if response is None:
+            return b""
+        _check_size(path, response, limit)
+        return response.body
+
+    def read_with_age(self, path: ObjectPath, limit: int) -> tuple[bytes, float | None]:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+        response = self._get_start(path, limit)
+        if response is None:
+            return b"", None
+        _check_size(path, response, limit)
+        now, written = (parse_http_date(response.headers.get(name, "")) for name in ("date", "last-modified"))
+        return response.body, None if now is None or written is None else (now - written).total_seconds()
 
     def check_regular(self, path: Path, *, within: tuple[Path, ...]) -> None:
         """See :class:`~rankless.storage.store.Store`. Objects are no links; a missing one is found by the read."""
@@ -193,16 +203,28 @@ class ObjectReads(ABC):
 
     def get_start(self, path: ObjectPath, limit: int) -> tuple[bytes, int, str]:
         """See :class:`~rankless.storage.object_reader.RangeSource`."""
+        response = self._get_start(path, limit)
+        if response is None:
+            return b"", 0, ""
+        return response.body, _find_range(response, path)[1], response.headers.get("etag", "")
+
+    def _get_start(self, path: ObjectPath, limit: int) -> ObjectResponse | None:
+        """Request an object, or its first ``limit`` bytes; ``None`` if it is empty."""
         try:
             response = self._get(path, [("range", f"bytes=0-{limit - 1}")], limit=limit)
         except RefusedRequestError as error:
-            if error.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:  # it is empty
-                return b"", 0, ""
+            if error.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return None
             raise
         start, size = _find_range(response, path)
         if start or len(response.body) != min(size, limit):
             raise unexpected_answer_error("read", path)
-        return response.body, size, response.headers.get("etag", "")
+        return response
+
+
+def _check_size(path: Path, response: ObjectResponse, limit: int) -> None:
+    if _find_range(response, as_object(path))[1] > limit:
+        raise StorageError(errno.EFBIG, f"could not read {path}: it has more than {limit} bytes")
 
 
 def _find_range(response: ObjectResponse, path: ObjectPath) -> tuple[int, int]:

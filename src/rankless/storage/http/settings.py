@@ -1,13 +1,16 @@
-"""Checks of the settings of stores. No message contains a secret."""
+"""Checks of the settings of stores, and calls of those that are functions. No message contains a secret."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
-from rankless.errors import InvalidArgumentError
+from rankless.errors import InvalidArgumentError, StorageError
+
+T = TypeVar("T")
 
 #: Headers of requests as stores keep them: sorted pairs of names and values.
 Headers = tuple[tuple[str, str], ...]
@@ -32,6 +35,22 @@ def check_headers(headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> Hea
 def is_header_text(text: str) -> bool:
     """Return whether a text can be sent in a header."""
     return text.isascii() and not any(ord(char) < ord(" ") or char == "\x7f" for char in text)
+
+
+def call_credentials(function: Callable[[], T]) -> T:
+    """Return what a function returns that was passed as credentials. Raises ``StorageError`` if it fails.
+
+    The text of its error may contain a secret, so it is not repeated, and it is not the cause of the new one.
+    """
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - whatever the caller's function raises
+        name = type(error).__name__
+    raise StorageError(
+        errno.EACCES,
+        f"the function that was passed as credentials has raised a {name}. Its message is not repeated, because it may "
+        "contain a secret: call the function by itself to see it",
+    )
 
 
 def check_seconds(name: str, value: object, *, may_be_zero: bool = False) -> None:

@@ -13,7 +13,7 @@ from awscrt.exceptions import AwsCrtError
 
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.storage.http.connection import Address
-from rankless.storage.http.settings import is_header_text
+from rankless.storage.http.settings import call_credentials, is_header_text
 
 #: Seconds to wait for credentials, which may come from a service of the cloud.
 _CREDENTIALS_SECONDS = 60
@@ -100,9 +100,10 @@ class AwsSigner:
 
     def _current_provider(self) -> Any:
         if callable(self._credentials):
+            returned = call_credentials(self._credentials)
             try:
-                given = check_credentials(self._credentials() or ())
-            except Exception as error:
+                given = check_credentials(returned or ())
+            except InvalidArgumentError as error:
                 raise _refuse(error) from error
             return _make_provider(given)
         # The threads of a provider do not exist in a forked process.

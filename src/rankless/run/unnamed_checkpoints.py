@@ -1,0 +1,34 @@
+"""Checkpoints of a run in an object store that has no pointer at all, such as a copy that lacks hidden names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rankless.formats.native import read_manifest
+from rankless.observe.warning import warn_caller
+from rankless.run.folder_names import FOLDER
+from rankless.run.pointers import TAGS, Pointer, pointer_path
+from rankless.run.scan import CheckpointInfo
+from rankless.storage.object_path import ObjectPath
+
+
+def name_checkpoints(run: ObjectPath, unnamed: Sequence[CheckpointInfo]) -> None:
+    """Create the pointers of checkpoints in a run that has none. The first save does so before it creates its own.
+
+    Otherwise that one would be the only checkpoint of the run. If another process names them at the same time, or their
+    own save does, its pointer has the same content.
+    """
+    named = []
+    for info in unnamed:
+        match = FOLDER.fullmatch(info.path.name)
+        if info.status == "complete" and match is not None:
+            pointer = Pointer.of(read_manifest(info.path), match["id"])
+            run.store.create_object(pointer_path(run, info.tag, 1), msgspec.json.encode(pointer))
+            named.append(info.tag)
+    if named:
+        warn_caller(
+            f"{run} has no pointers in {TAGS}, as a copy without hidden names: wrote those of its {len(named)} whole "
+            f"checkpoint(s), the latest is {named[-1]}"
+        )
