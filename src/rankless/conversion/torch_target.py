@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +138,7 @@ def state_dict_pairs(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, 
     elif isinstance(planned, Mapping):
         for key, value in planned.items():
             yield from state_dict_pairs(value, stored[key])
-    elif isinstance(planned, list | tuple):
+    elif isinstance(planned, list | tuple | deque):
         for planned_item, stored_item in zip(planned, stored, strict=True):
             yield from state_dict_pairs(planned_item, stored_item)
 
