@@ -1,5 +1,6 @@
 """Tests of conversions of optimizers whose states are more than one tensor each."""
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,8 @@ def fresh() -> tuple[nn.Module, Collects]:
 
 def assert_equal(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
+    if isinstance(expected, Namespace):
+        found, expected = vars(found), vars(expected)
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         found, expected = [found[key] for key in expected], list(expected.values())
@@ -94,8 +97,13 @@ def test_torch_finds_the_states_that_the_optimizer_kept(write: Callable[[Path], 
     assert_equal(state, trained()[1].state_dict()["state"])
 
 
-def test_a_converted_queue_of_user_content_has_its_tensors(tmp_path: Path) -> None:
-    content = {"queue": deque([torch.arange(3.0), torch.ones(2)])}
+def test_tensors_in_any_collection_of_user_content_are_converted(tmp_path: Path) -> None:
+    content: dict[str, Any] = {
+        "queue": deque([torch.arange(3.0)]),
+        "pair": (torch.ones(2), [torch.ones(3)]),
+        "table": {1: torch.ones(1)},
+    }
+    content["names"] = Namespace(tensor=torch.arange(4.0))
     rankless.save_checkpoint(tmp_path / "run", "a", nn.Linear(1, 1), user_content=content)
     rankless.convert(tmp_path / "run" / "a", tmp_path / "file.pt", to="torch")
     assert_equal(torch.load(tmp_path / "file.pt", weights_only=False)["user_content"], content)
