@@ -23,6 +23,7 @@ from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimi
 from rankless.state.optimizer.object_states import COLLECTIONS, describe_objects, split_states
 from rankless.state.optimizer.own_state import own_entry
 from rankless.state.optimizer.state_strides import describe_order
+from rankless.state.optimizer.storable_states import check_states
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
 from rankless.state.tensor_views import NAMES, TensorView, view_boxes, view_of
 
@@ -192,6 +193,7 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
         for member in group.members:
             if group.adapter.owns_state(member.key):
                 states = group.adapter.get_states(member.key)
+                check_states(states, member.refs[0].name if member.refs else "")
                 has_collection = any(type(value) in COLLECTIONS for value in states.values())
                 yield member, split_states(states, member.key) if has_collection else states
 

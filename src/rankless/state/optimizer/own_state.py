@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.observe.warning import warn_caller
 from rankless.state.array_encoder import INLINE_BYTES
+from rankless.state.optimizer.storable_states import check_tree
 from rankless.state.tensor_views import local_tensor
 
 _HOOKS = (
@@ -73,6 +74,7 @@ def _further_values(optimizer: Any, given: Mapping[Any, Any]) -> dict[Any, Any]:
     ]
     further |= {_STATE: states} if states else {}
     further |= {_GROUPS: groups} if any(groups) else {}
+    check_tree(further, "the state_dict() of an optimizer")
     return {key: _refer(value, references) for key, value in further.items()}
 
 
