@@ -159,3 +159,29 @@ def test_tensors_in_collections_are_divided_like_their_parameter(ranks: Ranks, t
     expected = ranks(saver, delay, str(tmp_path), False)[0]
     for loader in (1, 3):
         assert ranks(loader, delay, str(tmp_path), True) == [expected] * loader
+
+
+class Clearing(optim.SGD):
+    """Sets its averages of gradients to zero when it has loaded them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            states["momentum_buffer"].zero_()
+
+
+def resume_cleared(path: str) -> tuple[str, ...]:
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    rankless.save_checkpoint(path, "a", model, optimizer)
+    return rankless.restore(path, None, model, optimizer).reconstructed
+
+
+def test_sharded_states_that_the_optimizer_changes_while_it_loads_are_reconstructed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for reconstructed in ranks(2, resume_cleared, str(tmp_path)):
+        assert "optimizer" in reconstructed

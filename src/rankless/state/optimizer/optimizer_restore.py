@@ -68,7 +68,7 @@ class OptimizerRestore:
             (adapter, find_entry(own, names, len(adapter.optimizer.param_groups)), bool(find_related(own, names)))
             for adapter, names in iterate_own(groups)
         ]
-        #: Whether code of an optimizer changed states while it loaded them. Known after :meth:`apply`.
+        #: Whether code of an optimizer changed states or settings while it loaded them. Known after :meth:`apply`.
         self.has_changed_states = False
         self.targets: dict[str, TensorView] = {}
         by_name: dict[str, dict[str, TensorInfo]] = {}
