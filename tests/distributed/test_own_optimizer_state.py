@@ -185,3 +185,39 @@ def test_sharded_states_that_the_optimizer_changes_while_it_loads_are_reconstruc
 ) -> None:
     for reconstructed in ranks(2, resume_cleared, str(tmp_path)):
         assert "optimizer" in reconstructed
+
+
+def resume_with_states_of(path: str, holders: list[int], kind: str) -> tuple[Any, ...]:
+    """Save with a state that only some ranks have, and load it. Return the report, this state, and the warnings."""
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2) if kind == "replicas" else nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    if rank in holders:
+        optimizer.state[next(model.parameters())]["count"] = torch.tensor(3.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rankless.save_checkpoint(path, "a", model, optimizer)
+        restored = rankless.restore(path, None, model, optimizer)
+    count = optimizer.state[next(model.parameters())].get("count")
+    return restored.exact, restored.reconstructed, count, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("holders", [[0], [1]])
+def test_a_state_that_only_some_replicas_have_is_not_exact(ranks: Ranks, tmp_path: Path, holders: list[int]) -> None:
+    outcomes = ranks(2, resume_with_states_of, str(tmp_path), holders, "replicas")
+    for exact, reconstructed, count, _ in outcomes:
+        assert "optimizer" not in exact
+        assert "optimizer" in reconstructed
+        assert count == 3.0
+    assert ["optimizer/names of states" in text for text in outcomes[0][3]] == [True, True]
+
+
+@pytest.mark.parametrize(("holders", "kind"), [([0, 1], "replicas"), ([1], "stages")])
+def test_states_that_all_ranks_of_a_parameter_have_are_exact(
+    ranks: Ranks, tmp_path: Path, holders: list[int], kind: str
+) -> None:
+    for exact, _, _, texts in ranks(2, resume_with_states_of, str(tmp_path), holders, kind):
+        assert "optimizer" in exact
+        assert not texts

@@ -175,6 +175,18 @@ def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     ]
 
 
+def owned_names(groups: Sequence[ParamGroup]) -> list[str]:
+    """Return the names of the parameters whose states this rank has, if they have some."""
+    return [
+        ref.name
+        for group in groups
+        for member in group.members
+        if group.adapter.owns_state(member.key)
+        for ref in member.refs
+        if ref.flat is None or ref.flat.parameter.numel()  # FSDP1: no elements here, so no gradient
+    ]
+
+
 def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Return what the optimizers of some groups keep besides states and settings, each with its parameters' names."""
     entries = (own_entry(adapter.optimizer, names) for adapter, names in iterate_own(groups))
