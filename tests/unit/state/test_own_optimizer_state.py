@@ -439,3 +439,13 @@ def test_casts_of_tensors_in_collections_are_put_back(tmp_path: Path) -> None:
     queue = optimizer.state[model.weight]["queue"]
     assert (type(queue), queue.maxlen, queue[0].dtype) == (deque, 3, torch.float64)
     assert optimizer.state[model.weight]["recent"].maxlen == 3
+
+
+def test_an_expanded_state_gets_elements_of_its_own(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["scale"] = torch.arange(4.0)
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    optimizer.state[model.weight]["scale"] = torch.ones(1).expand(4)
+    assert "optimizer" in rankless.restore(tmp_path, None, model, optimizer).exact
+    assert torch.equal(optimizer.state[model.weight]["scale"], torch.arange(4.0))
