@@ -159,3 +159,65 @@ def test_tensors_in_collections_are_divided_like_their_parameter(ranks: Ranks, t
     expected = ranks(saver, delay, str(tmp_path), False)[0]
     for loader in (1, 3):
         assert ranks(loader, delay, str(tmp_path), True) == [expected] * loader
+
+
+class Clearing(optim.SGD):
+    """Sets its averages of gradients to zero when it has loaded them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            states["momentum_buffer"].zero_()
+
+
+def resume_cleared(path: str) -> tuple[str, ...]:
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = Clearing(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    rankless.save_checkpoint(path, "a", model, optimizer)
+    return rankless.restore(path, None, model, optimizer).reconstructed
+
+
+def test_sharded_states_that_the_optimizer_changes_while_it_loads_are_reconstructed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for reconstructed in ranks(2, resume_cleared, str(tmp_path)):
+        assert "optimizer" in reconstructed
+
+
+def resume_with_states_of(path: str, holders: list[int], kind: str) -> tuple[Any, ...]:
+    """Save with a state that only some ranks have, and load it. Return the report, this state, and the warnings."""
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2) if kind == "replicas" else nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    if rank in holders:
+        optimizer.state[next(model.parameters())]["count"] = torch.tensor(3.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rankless.save_checkpoint(path, "a", model, optimizer)
+        restored = rankless.restore(path, None, model, optimizer)
+    count = optimizer.state[next(model.parameters())].get("count")
+    return restored.exact, restored.reconstructed, count, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("holders", [[0], [1]])
+def test_a_state_that_only_some_replicas_have_is_not_exact(ranks: Ranks, tmp_path: Path, holders: list[int]) -> None:
+    outcomes = ranks(2, resume_with_states_of, str(tmp_path), holders, "replicas")
+    for exact, reconstructed, count, _ in outcomes:
+        assert "optimizer" not in exact
+        assert "optimizer" in reconstructed
+        assert count == 3.0
+    assert ["optimizer/names of states" in text for text in outcomes[0][3]] == [True, True]
+
+
+@pytest.mark.parametrize(("holders", "kind"), [([0, 1], "replicas"), ([1], "stages")])
+def test_states_that_all_ranks_of_a_parameter_have_are_exact(
+    ranks: Ranks, tmp_path: Path, holders: list[int], kind: str
+) -> None:
+    for exact, _, _, texts in ranks(2, resume_with_states_of, str(tmp_path), holders, kind):
+        assert "optimizer" in exact
+        assert not texts

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankless
+from rankless.errors import RankMismatchError
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
 from tests.helpers.pool import Ranks
@@ -228,3 +229,15 @@ def _save_large_twice(run: Path) -> list[float]:
 
 def test_one_element_of_large_values_that_differs_at_a_later_save_is_found(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _save_large_twice, tmp_path) == [[0.0], [1.0]]
+
+
+def save_content_of_rank_1(run: Path) -> str:
+    with pytest.raises(RankMismatchError) as error:
+        rankless.save_checkpoint(run, "a", nn.Linear(1, 1), user_content={"n": 1} if dist.get_rank() == 1 else None)
+    assert not rankless.has_checkpoint(run)
+    return str(error.value)
+
+
+def test_content_that_rank_0_does_not_pass_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, save_content_of_rank_1, tmp_path):
+        assert message.startswith("rank 1 passed user_content, and rank 0,")

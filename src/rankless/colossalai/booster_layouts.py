@@ -25,6 +25,7 @@ from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo, pack_files, split_by_size
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import ORDERED
+from rankless.state.optimizer.whole_states import whole_states
 
 
 def file_variant(name: str, prefix: str | None) -> str:
@@ -132,7 +133,7 @@ class _NumberedStates:
 
     def state_dicts(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return the states of some parameters, by number."""
-        return {number: {**self.state_tensors(number), **self.plain.get(number, {})} for number in numbers}
+        return {number: whole_states(self.state_tensors(number), self.plain.get(number, {})) for number in numbers}
 
     def state_tensors(self, number: int) -> dict[str, torch.Tensor]:
         """Return the state tensors of one parameter, by state."""

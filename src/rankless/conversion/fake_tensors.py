@@ -57,6 +57,7 @@ class FakeTensors(ArrayDecoder):
     def decode(self, tag: str, payload: Any) -> Any:
         """See :class:`rankless.ondisk.values.ArrayCodec`. Arrays become tensors: ``weights_only`` allows these."""
         if tag not in {"$tensor", "$array"}:
-            return super().decode(tag, payload)
+            value = super().decode(tag, payload)
+            return value.contiguous() if isinstance(value, torch.Tensor) else value  # writers store rows
         self._find_info(payload)
         return self.make_tensor((STATE, payload))

@@ -12,6 +12,7 @@ from rankless.conversion.own_values import add_own_values
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
+from rankless.state.optimizer.whole_states import whole_states
 
 #: The entries that Lightning requires in every checkpoint.
 _LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
@@ -133,11 +134,19 @@ def _optimizer_by_name(slot: str, groups: Groups, values: Mapping[str, Any]) -> 
     """Return an optimizer as ``get_optimizer_state_dict`` does, or as ``state_dict()`` does if names are unknown."""
     if values[slot].get(BY_NUMBER):
         return _optimizer_state_dicts(slot, groups, values)
-    states = _tensors_by_parameter(slot, groups)
-    for group in values[slot]["groups"]:
-        for name, plain in group["state"].items():
-            states.setdefault(name, {}).update(plain)
-    return {"state": states, "param_groups": [_named_group(group) for group in values[slot]["groups"]]}
+    tensors, param_groups = _tensors_by_parameter(slot, groups), values[slot]["groups"]
+    return {
+        "state": _join_states(param_groups, tensors),
+        "param_groups": [_named_group(group) for group in param_groups],
+    }
+
+
+def _join_states(
+    groups: Sequence[Mapping[str, Any]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, dict[str, Any]]:
+    """Return all states of the parameters that have some, by name."""
+    plain = {name: states for group in groups for name, states in group["state"].items()}
+    return {name: whole_states(tensors.get(name, {}), plain.get(name, {})) for name in {**tensors, **plain}}
 
 
 def _named_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,10 +219,9 @@ def optimizer_state_dict(
             "several pipeline stages or optimizers saved them: load them into a whole model on one rank, and save that"
         )
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    plain = {name: states for group in groups for name, states in group["state"].items()}
-    states = {numbers[name]: {**tensors.get(name, {}), **plain.get(name, {})} for name in numbers}
+    states = _join_states(groups, tensors)
     return {
-        "state": {number: state for number, state in states.items() if state},
+        "state": {number: states[name] for name, number in numbers.items() if states.get(name)},
         "param_groups": [
             {
                 **group["settings"],

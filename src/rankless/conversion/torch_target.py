@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,10 +136,12 @@ def state_dict_pairs(planned: Any, stored: Any) -> Iterator[tuple[torch.Tensor, 
     if isinstance(planned, torch.Tensor):
         if isinstance(stored, TorchTensor) and stored.info.nbytes:
             yield planned, stored
+    elif isinstance(planned, Namespace):
+        yield from state_dict_pairs(vars(planned), vars(stored))
     elif isinstance(planned, Mapping):
         for key, value in planned.items():
             yield from state_dict_pairs(value, stored[key])
-    elif isinstance(planned, list | tuple):
+    elif isinstance(planned, list | tuple | deque):
         for planned_item, stored_item in zip(planned, stored, strict=True):
             yield from state_dict_pairs(planned_item, stored_item)
 

@@ -81,6 +81,14 @@ def to_json(encoded: Any) -> bytes:
     return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
 
+def are_same(first: Any, second: Any) -> bool:
+    """Return whether two encoded trees are the same, in any order of keys.
+
+    In Python 1, 1.0 and True are equal, and so are 0.0 and -0.0; these are different values of a training.
+    """
+    return first == second and json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+
+
 def encode_value(tree: Mapping[str, Any], codec: ArrayCodec, prefix: str = "") -> Any:
     """Encode a tree in the types of JSON. The keys of its tensors start with ``prefix``.
 

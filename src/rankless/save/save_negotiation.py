@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
-from rankless.engine.comm.digest_table import encode_digests, find_differing, select_differing
+from rankless.engine.comm.digest_table import encode_digests, find_differing, has_name, select_differing
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.tensor_specs import digest_bytes
+from rankless.errors import RankMismatchError
 from rankless.observe.warning import warn_caller
 from rankless.state.capture import (
     Capture,
@@ -208,6 +209,7 @@ def _split_announcement(raw: bytes) -> _SaveAnnouncement:
 def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_SaveAnnouncement]) -> _GlobalDecision:
     """Make the decision of rank 0 on the announcements of all ranks."""
     request.check_destination()
+    _check_user_content([announcement.digest_table for announcement in announcements])
     fixed = (announcement.fixed for announcement in announcements)
     cached_keys, specs, meshes, values, hosts, sizes = zip(*fixed, strict=True)
     check_rank_states(sizes)
@@ -219,6 +221,18 @@ def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Save
     host_runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(host_of)]
     differing = find_differing(announcement.digest_table for announcement in announcements)
     return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs, differing)
+
+
+def _check_user_content(tables: Sequence[bytes]) -> None:
+    """Raise ``RankMismatchError`` if ranks have user content, and rank 0, whose content is stored, has none."""
+    if has_name(tables[COORDINATOR_RANK], "user_content"):
+        return
+    rank = next((rank for rank, table in enumerate(tables) if has_name(table, "user_content")), None)
+    if rank is not None:
+        raise RankMismatchError(
+            f"rank {rank} passed user_content, and rank {COORDINATOR_RANK}, whose user_content is saved, passed none: "
+            f"pass it on rank {COORDINATOR_RANK}, or as per_rank_content"
+        )
 
 
 def _list_host_of(decision: _GlobalDecision) -> list[int]:

@@ -36,7 +36,10 @@ from rankless.state.step_only_tensors import step_only_tensors
 from rankless.storage.links_and_clones import Sharing
 
 #: What becomes of values that differ between ranks, in a warning.
-_STORED_BY_RANK = "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's"
+_STORED_BY_RANK = (
+    "each rank gets its own back on as many ranks with the same layout; in any other, all get rank 0's; of an "
+    "optimizer all get the states that any rank has"
+)
 
 
 class SavePlanCache(msgspec.Struct):

@@ -22,7 +22,7 @@ from rankless.ondisk.value_files import OWN_STATE, build_state_file
 from rankless.state import per_rank, stateful
 from rankless.state import scheduler as schedulers
 from rankless.state.array_encoder import INLINE_BYTES, ArrayEncoder
-from rankless.state.compared_values import ComparedValue, compare_buffer
+from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
 from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_view import ModelView, check_duplicate_tensors
@@ -165,12 +165,15 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
     for slot, parts in adapters.optimizer_components(training.optimizer).items():
         groups = optimizers.view_groups(parts, optimizers.refs_for(slot, views or _view_naming_models(training)))
         refs = split_refs(groups)
-        for name, tensor in optimizers.optimizer_tensors(groups):
+        state_tensors = dict(optimizers.optimizer_tensors(groups))
+        for name, tensor in state_tensors.items():
             captured.add_tensor(slot, name, tensor, splits=split_state(name, tensor, refs))
+        state_values = optimizers.optimizer_values(groups)
         tree[slot] = {
-            "groups": _split_by_optimizer([split_group(group, refs) for group in optimizers.optimizer_values(groups)]),
+            "groups": _split_by_optimizer([split_group(group, refs) for group in state_values]),
             OWN_STATE: optimizers.own_entries(groups),
         }
+        captured.compared |= compare_state_names(slot, optimizers.owned_names(groups), state_tensors, state_values)
     refs_of_all = optimizers.refs_for(OPTIMIZER, views or _view_naming_models(training)) or {}
     names = {identity: [ref.name for ref in refs] for identity, refs in refs_of_all.items()}
     for slot, parts in schedulers.scheduler_components(training.scheduler).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from rankless.engine.comm.digest_table import DIGEST_BYTES
 from rankless.engine.integrity.replica_comparison import hash_shards
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.tensor_specs import digest_bytes
+from rankless.ondisk.validation import state_key
 from rankless.state.tensor_views import NAMES
 
 
@@ -30,6 +31,20 @@ class ComparedValue(NamedTuple):
 def compare_buffer(tensor: torch.Tensor, *, is_posted: bool) -> ComparedValue:
     """Return a buffer as a value."""
     return ComparedValue(tensor, None, {"": tensor}, is_posted)
+
+
+def compare_state_names(
+    slot: str, owned: Sequence[str], tensors: Iterable[str], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, ComparedValue]:
+    """Return the names of an optimizer's states as a value: each state is stored if some rank has it.
+
+    Ranks that have states of the same ``owned`` parameters compare them. ``tensors`` are the names of those that are
+    tensors; ``groups`` have the others.
+    """
+    plain = (state_key(name, state) for group in groups for name, states in group["state"].items() for state in states)
+    names = sorted({*tensors, *plain})
+    owners = digest_bytes("\0".join(sorted(owned)).encode(errors="surrogatepass"), 4).hex()
+    return {f"{slot}/names of states ({owners})": ComparedValue(names, names, {})}
 
 
 def digest_values(compared: Mapping[str, ComparedValue]) -> dict[str, bytes]:

@@ -108,8 +108,9 @@ class MismatchReport(msgspec.Struct):
         """Return messages about requested things that are missing and may be: as many as are shown."""
         reasons = [reason for component, reason in self.reasons if policy.may_be_missing(component)]
         reasons += [
-            f"{name}: the ranks that it comes from held different values, and this rank gets that of the first one"
-            for _, name in self.differing
+            f"{name}: the ranks that it comes from held different values, and this rank gets "
+            + ("those of all ranks" if component.startswith("optimizer") else "that of the first one")
+            for component, name in self.differing
         ]
         return reasons[: _SHOWN + 1]
 

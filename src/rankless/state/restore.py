@@ -134,7 +134,7 @@ class LoadTargets:
     def _match_differing(self) -> None:
         """Find the values that differed between the ranks that saved, and that this rank had."""
         state = self._rank_state
-        restored = {name for name in state.own if not name.startswith(MODEL)}
+        restored = {name for name in state.own if not name.startswith((MODEL, OPTIMIZER))}
         for slot, view in self._views.items() if digest_layout(self._views) == state.layout else ():
             own = own_model_values(slot, view, state.own)
             self._own_buffers[slot] = {name: own[name] for name in own if name in view.buffers}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.values import to_json
+from rankless.ondisk.values import are_same, to_json
 
 #: Keys of the states of torch's schedulers whose values are lists with an item for each parameter group.
 _BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
@@ -32,14 +32,14 @@ def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
     Entries without parameters are distinguished by their position. If ranks hold different states of one, that of the
     lowest rank is stored, and marked.
     """
-    if all(entries == ranks[0] for entries in ranks):
+    if all(are_same(entries, ranks[0]) for entries in ranks):
         return ranks[0]
     merged: dict[bytes, dict[str, Any]] = {}
     for entries in ranks:
         for position, entry in enumerate(entries):
             key = to_json(entry["params"] or position)
             first = merged.setdefault(key, entry)
-            if {**first, _DIFFERED: True} != {**entry, _DIFFERED: True}:
+            if not are_same({**first, _DIFFERED: True}, {**entry, _DIFFERED: True}):
                 merged[key] = {**first, _DIFFERED: True}
     if any(entry.get(_DIFFERED) for entry in merged.values()):
         warn_caller(

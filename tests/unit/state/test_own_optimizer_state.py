@@ -352,8 +352,51 @@ class Forgetting(optim.Adam):
         super().load_state_dict({**state_dict, "state": {}})
 
 
-@pytest.mark.parametrize("kind", [Restarting, Rounding, Forgetting])
-def test_states_that_the_optimizer_changes_while_it_loads_are_reconstructed(kind: Any, tmp_path: Path) -> None:
+class Slowing(optim.Adam):
+    """Halves its learning rate when it loads."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.param_groups[0]["lr"] /= 2
+
+
+class Tightening(optim.Adam):
+    """Changes a setting in what it loads, by torch's hook."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.register_load_state_dict_pre_hook(self._tighten)
+
+    @staticmethod
+    def _tighten(_: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0]["betas"] = (0.5, 0.5)
+
+
+class Emptying(optim.Adam):
+    """Keeps a queue and a number besides, and empties the queue when it loads."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for states in self.state.values():
+            states |= {"queue": deque([states["exp_avg"] * 2]), "count": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            states["queue"].clear()
+
+
+class Recounting(Emptying):
+    """Changes a number that is a state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        optim.Adam.load_state_dict(self, state_dict)
+        for states in self.state.values():
+            states["count"] += 1
+
+
+@pytest.mark.parametrize("kind", [Restarting, Rounding, Forgetting, Slowing, Tightening, Emptying, Recounting])
+def test_what_the_optimizer_changes_while_it_loads_are_reconstructed(kind: Any, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = kind(model.parameters())
     model(torch.tensor([[0.1, 0.2, 0.3]])).square().sum().backward()
@@ -373,3 +416,36 @@ def test_casts_of_states_with_nans_are_put_back(tmp_path: Path) -> None:
     restored = rankless.restore(tmp_path, None, model, optimizer)
     assert "optimizer" in restored.exact
     assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.float32
+
+
+class Queued(Hooked):
+    """Keeps tensors of another dtype than its parameters in collections."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter, states in self.state.items():
+            states["queue"] = deque([parameter.detach().double(), torch.tensor([float("nan")])], 3)
+            states["recent"] = deque([1.5], 3)
+
+
+def test_casts_of_tensors_in_collections_are_put_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Queued(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    restored = rankless.restore(tmp_path, None, model, optimizer)
+    assert "optimizer" in restored.exact
+    queue = optimizer.state[model.weight]["queue"]
+    assert (type(queue), queue.maxlen, queue[0].dtype) == (deque, 3, torch.float64)
+    assert optimizer.state[model.weight]["recent"].maxlen == 3
+
+
+def test_an_expanded_state_gets_elements_of_its_own(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["scale"] = torch.arange(4.0)
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    optimizer.state[model.weight]["scale"] = torch.ones(1).expand(4)
+    assert "optimizer" in rankless.restore(tmp_path, None, model, optimizer).exact
+    assert torch.equal(optimizer.state[model.weight]["scale"], torch.arange(4.0))

@@ -15,6 +15,7 @@ from rankless.conversion.target import ConversionSource
 from rankless.engine.io.source_reader import SourceReader
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import split_state_key, state_key
+from rankless.state.optimizer.whole_states import without_orders
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -94,7 +95,8 @@ def _collect_states(tensors: Mapping[str, torch.Tensor], groups: Sequence[Any]) 
         states.setdefault(name, {})[state] = tensor
     for group in groups:
         for name, plain in group["state"].items():
-            states.setdefault(name, {}).update((state, value) for state, value in plain.items() if value is not None)
+            present = {state: value for state, value in without_orders(plain).items() if value is not None}
+            states.setdefault(name, {}).update(present)
     return states
 
 

@@ -23,6 +23,12 @@ def encode_digests(digests: Mapping[str, bytes]) -> bytes:
     return b"".join(sorted(_digest_name(name) + digest for name, digest in digests.items()))
 
 
+def has_name(table: bytes, name: str) -> bool:
+    """Return whether a rank's table has a value of this name."""
+    digest = _digest_name(name)
+    return any(entry == digest for entry, _ in _iterate_entries(table))
+
+
 def find_differing(posted: Iterable[bytes]) -> bytes:
     """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks."""
     return b"".join(

@@ -16,6 +16,7 @@ from rankless.megatron.reader.model_args import ModelArgs
 from rankless.megatron.writer.parts import MODEL, OPTIMIZER, LayerTensor
 from rankless.megatron.writer.source_values import list_groups, read_numbers
 from rankless.ondisk.validation import split_state_key
+from rankless.state.optimizer.whole_states import without_orders
 
 #: The states that Megatron's distributed optimizer has of each parameter, beside the master weights.
 STATES = ("exp_avg", "exp_avg_sq")
@@ -66,7 +67,7 @@ def collect_states(source: ConversionSource, values: Mapping[str, Any]) -> Optim
         steps[step_keys[key]] = number
     for group in list_groups(values):
         for fqn, plain in group["state"].items():
-            for state, value in plain.items():
+            for state, value in without_orders(plain).items():
                 if state != STEP or type(value) not in {int, float}:
                     raise _state_error(source, fqn, state)
                 steps[tied.get(fqn, fqn)] = float(value)

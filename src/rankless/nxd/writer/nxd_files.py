@@ -37,6 +37,7 @@ from rankless.ondisk import values
 from rankless.ondisk.validation import split_state_key
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import STATE
+from rankless.state.optimizer.whole_states import without_orders
 from rankless.storage import posix
 from rankless.storage.posix import check_space
 
@@ -136,7 +137,7 @@ class NxdWriter:
             states.setdefault(fqn, {})[state] = stored_slices(self._source.reader, *selected.sources[_OPTIMIZER, name])
         for group in self._groups:
             for fqn, plain in group["state"].items():
-                states.setdefault(fqn, {}).update(plain)
+                states.setdefault(fqn, {}).update(without_orders(plain))
         return states
 
     def _plan_files(self, name: str, tree: Mapping[str, Any]) -> list[PlannedFile]:

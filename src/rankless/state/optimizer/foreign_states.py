@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
+from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup
 from rankless.state.optimizer.probe import ProbedState, probe_states
@@ -31,6 +33,23 @@ def check_state_shapes(
                     "from the saved one"
                 )
             return
+
+
+def check_collections(ref: ParamRef, plain: Mapping[str, Any]) -> None:
+    """Raise ``OptimizerMismatchError`` if a collection has a whole tensor like a parameter that is sharded here.
+
+    Files of other systems have such tensors; a checkpoint has them as states of their own.
+    """
+    if not ref.tensor.is_divided():
+        return
+    for state, value in plain.items():
+        shapes = {tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+        if shapes & {tuple(ref.tensor.shape)} - {()}:
+            raise OptimizerMismatchError(
+                f"the optimizer state {state!r} of {ref.name!r} has tensors like its parameter in a collection, which "
+                "rankless cannot divide as it reads this format: load it without sharding, save it by "
+                "save_checkpoint, and load that"
+            )
 
 
 def as_native_states(group: ParamGroup, member: GroupMember, plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankless.errors import OptimizerMismatchError
+from rankless.ondisk.values import MAX_DEPTH
 
 _OBJECT, _ATTRIBUTES = "rankless.object", "attributes"
 
@@ -36,17 +37,19 @@ def map_elements(state: Any, function: Callable[[Any], Any]) -> Any:
     return deque(map(function, state), state.maxlen) if type(state) is deque else state
 
 
-def describe_objects(state: Any, optimizer: object) -> Any:
+def describe_objects(state: Any, optimizer: object, depth: int = 0) -> Any:
     """Return a state with a table of the class and the attributes in place of each object of the optimizer's package.
 
-    Anything else is left as it is, for the encoder to store or to refuse.
+    Anything else is left as it is, for the encoder to store or to refuse: also what is deeper than it stores.
     """
     kind = type(state)
-    if not _is_own_class(kind, optimizer) or not hasattr(state, "__dict__"):
-        return map_elements(state, lambda element: describe_objects(element, optimizer))
+    if depth > MAX_DEPTH:
+        return state
+    if not _is_own_class(kind, optimizer) or not _is_plain_object(state):
+        return map_elements(state, lambda element: describe_objects(element, optimizer, depth + 1))
     if isinstance(state, Enum):
         return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: state.value}
-    attributes = {name: describe_objects(value, optimizer) for name, value in vars(state).items()}
+    attributes = {name: describe_objects(value, optimizer, depth + 1) for name, value in vars(state).items()}
     return {_OBJECT: f"{kind.__module__}:{kind.__qualname__}", _ATTRIBUTES: attributes}
 
 
@@ -76,6 +79,20 @@ def build_objects(state: Any, optimizer: object, device: torch.device) -> Any:
 def _is_object(state: Any) -> bool:
     """Return whether a stored value describes an object."""
     return isinstance(state, Mapping) and state.keys() == {_OBJECT, _ATTRIBUTES}
+
+
+def _is_plain_object(state: Any) -> bool:
+    """Return whether an object is a member of an enumeration, or has nothing but its attributes in ``__dict__``."""
+    kind = type(state)
+    if isinstance(state, Enum):
+        return True
+    if not hasattr(state, "__dict__") or any(vars(base).get("__slots__") for base in kind.__mro__):
+        return False
+    try:
+        object.__new__(kind)
+    except TypeError:  # a list, a number, a tensor or an array: its contents are no attributes
+        return False
+    return True
 
 
 def _is_own_class(kind: type, optimizer: object) -> bool:

@@ -15,7 +15,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
-from rankless.state.optimizer.foreign_states import as_native_states, check_state_shapes
+from rankless.state.optimizer.foreign_states import as_native_states, check_collections, check_state_shapes
 from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own
@@ -68,7 +68,7 @@ class OptimizerRestore:
             (adapter, find_entry(own, names, len(adapter.optimizer.param_groups)), bool(find_related(own, names)))
             for adapter, names in iterate_own(groups)
         ]
-        #: Whether code of an optimizer changed states while it loaded them. Known after :meth:`apply`.
+        #: Whether code of an optimizer changed states or settings while it loaded them. Known after :meth:`apply`.
         self.has_changed_states = False
         self.targets: dict[str, TensorView] = {}
         by_name: dict[str, dict[str, TensorInfo]] = {}
@@ -117,6 +117,7 @@ class OptimizerRestore:
         _check_equal_keys(member, infos)
         for ref in member.refs:
             stored, saved_plain = dict(infos.get(ref.name, {})), self._saved_states.get(ref.name, {})
+            check_collections(ref, saved_plain)
             for state, saved in saved_wrappers(saved_plain, stored).items():
                 allocated[state] = self._allocate_wrapper(group, member, ref, state, saved)
                 for inner, target in place_wrapper(ref, state, allocated[state]).inner.items():

@@ -23,6 +23,7 @@ from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimi
 from rankless.state.optimizer.object_states import COLLECTIONS, describe_objects, split_states
 from rankless.state.optimizer.own_state import own_entry
 from rankless.state.optimizer.state_strides import describe_order
+from rankless.state.optimizer.storable_states import check_states
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
 from rankless.state.tensor_views import NAMES, TensorView, view_boxes, view_of
 
@@ -172,6 +173,18 @@ def optimizer_values(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     ]
 
 
+def owned_names(groups: Sequence[ParamGroup]) -> list[str]:
+    """Return the names of the parameters whose states this rank has, if they have some."""
+    return [
+        ref.name
+        for group in groups
+        for member in group.members
+        if group.adapter.owns_state(member.key)
+        for ref in member.refs
+        if ref.flat is None or ref.flat.parameter.numel()  # FSDP1: no elements here, so no gradient
+    ]
+
+
 def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Return what the optimizers of some groups keep besides states and settings, each with its parameters' names."""
     entries = (own_entry(adapter.optimizer, names) for adapter, names in iterate_own(groups))
@@ -190,6 +203,7 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
         for member in group.members:
             if group.adapter.owns_state(member.key):
                 states = group.adapter.get_states(member.key)
+                check_states(states, member.refs[0].name if member.refs else "")
                 has_collection = any(type(value) in COLLECTIONS for value in states.values())
                 yield member, split_states(states, member.key) if has_collection else states
 

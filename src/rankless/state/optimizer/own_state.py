@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES
+from rankless.state.optimizer.load_changes import has_all, is_cast_of, is_unchanged, remember
+from rankless.state.optimizer.storable_states import check_tree
 from rankless.state.tensor_views import local_tensor
 
 _HOOKS = (
@@ -73,6 +76,7 @@ def _further_values(optimizer: Any, given: Mapping[Any, Any]) -> dict[Any, Any]:
     ]
     further |= {_STATE: states} if states else {}
     further |= {_GROUPS: groups} if any(groups) else {}
+    check_tree(further, "the state_dict() of an optimizer")
     return {key: _refer(value, references) for key, value in further.items()}
 
 
@@ -144,7 +148,7 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for entry in entries:
         first = merged.setdefault("\0".join(entry["params"]), entry)
-        if _without_mark(first) != _without_mark(entry):
+        if not are_same(_without_mark(first), _without_mark(entry)):
             warn_caller(
                 "ranks keep different values in the state_dict() of an optimizer, besides its states: those of the "
                 "lowest rank are saved, and a load calls the optimizer reconstructed"
@@ -216,7 +220,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
     """Give an optimizer what :func:`own_entry` stored, after its states and settings are in place.
 
-    Return whether its own code changed states of parameters while it loaded them.
+    Return whether its own code changed states of parameters, or settings, while it loaded them.
     """
     for key, value in saved.get("entries", {}).items():
         existing = optimizer.state.get(key)
@@ -231,31 +235,32 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     """Let an optimizer load its own state dict with the ``further`` saved values.
 
     Its states and settings have their values already. What torch's ``load_state_dict`` casts or replaces is put back.
-    Return whether states have other values afterwards.
+    Return whether states or settings have other values afterwards.
     """
     groups = list(optimizer.param_groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
     state = getattr(optimizer, "state", {})
     exact = [dict(state.get(parameter, {})) for parameter in parameters]
-    versions = [_version_of(value) for states in exact for value in states.values()]
+    seen, seen_settings = [remember(states) for states in exact], [remember(_settings_of(group)) for group in groups]
     optimizer.load_state_dict(add_values(optimizer.state_dict(), resolve_references(dict(further), exact)))
     state = getattr(optimizer, "state", {})
-    for parameter, states in zip(parameters, exact, strict=True):
+    for parameter, states, seen_states in zip(parameters, exact, seen, strict=True):
         loaded = state.get(parameter, {})
-        loaded |= {name: value for name, value in states.items() if _is_cast_of(loaded.get(name), value)}
+        loaded |= {
+            name: value
+            for name, value in states.items()
+            if (isinstance(value, torch.Tensor) or not is_unchanged(seen_states[name], loaded.get(name)))
+            and is_cast_of(loaded.get(name), value)
+        }
     _keep_groups(optimizer, groups)
-    return versions != [_version_of(value) for states in exact for value in states.values()] or any(
-        isinstance(value, torch.Tensor) and state.get(parameter, {}).get(name) is not value
-        for parameter, states in zip(parameters, exact, strict=True)
-        for name, value in states.items()
+    has_settings = all(map(has_all, seen_settings, groups))
+    return not has_settings or not all(
+        has_all(states, state.get(parameter, {})) for parameter, states in zip(parameters, seen, strict=True)
     )
 
 
-def _version_of(value: Any) -> int:
-    """Return the number of times that torch changed a tensor; 0 for other values, and for those it does not count."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return 0
-    return local_tensor(value)._version  # noqa: SLF001
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in {"params", "param_names"}}
 
 
 def add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -284,11 +289,3 @@ def _is_alike(existing: Any, value: Any) -> bool:
         and isinstance(value, torch.Tensor)
         and (existing.shape, existing.dtype) == (value.shape, value.dtype)
     )
-
-
-def _is_cast_of(loaded: Any, value: torch.Tensor) -> bool:
-    """Return whether a loaded state is the same as ``value``, but for the dtype that torch has cast it to."""
-    if not isinstance(loaded, torch.Tensor) or not isinstance(value, torch.Tensor) or type(loaded) is not type(value):
-        return False
-    a, b = local_tensor(loaded), local_tensor(value)
-    return a.shape == b.shape and torch.allclose(a, b.to(a.dtype).to(a.device), rtol=0, atol=0, equal_nan=True)

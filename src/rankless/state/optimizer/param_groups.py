@@ -22,7 +22,7 @@ def merge_groups(parts: Sequence[EncodedGroups]) -> EncodedGroups:
     Groups with equal class, number and settings are merged. So stages of a pipeline that train with equal settings
     become one optimizer, on any number of ranks.
     """
-    distinct = [part for i, part in enumerate(parts) if part not in parts[:i]]
+    distinct = [part for i, part in enumerate(parts) if not any(values.are_same(part, other) for other in parts[:i])]
     groups_of: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for group in (group for part in distinct for group in part):
         identity = (group["class"] or "", group["number"], json.dumps(group["settings"]))
@@ -38,7 +38,7 @@ def _merge_equal_groups(equal_groups: Sequence[dict[str, Any]]) -> dict[str, Any
     states = [state for group in equal_groups for state in values.iterate_members(group["state"])]
     state_of: dict[str, Any] = {}
     for name, state in states:
-        if state_of.setdefault(str(name), state) != state:
+        if not values.are_same(state_of.setdefault(str(name), state), state):
             raise StateError(f"ranks hold different optimizer state of {name!r} that is not a tensor")
     order = {} if len(equal_groups) == 1 else {"params": sorted(names), "ordered": False}
     return {**equal_groups[0], **order, "state": values.as_table(states)}

@@ -16,7 +16,7 @@ from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_states
 from rankless.state.optimizer.probe import probe_states
 from rankless.state.optimizer.state_strides import describe_order, make_ordered, saved_order
-from rankless.state.tensor_views import DTYPES, TensorView
+from rankless.state.tensor_views import DTYPES, TensorView, shares_elements
 
 
 def provide_state_buffer(  # noqa: PLR0911
@@ -34,6 +34,7 @@ def provide_state_buffer(  # noqa: PLR0911
         and existing.dtype == dtype
         and _fits_state(ref, existing, info)
         and describe_order(member.key, existing) == (order and described)
+        and not shares_elements(existing)
     ):
         return existing
     if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):

@@ -1,0 +1,44 @@
+"""The check that a load can tell an optimizer's values from what stands for other values in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rankless.errors import UnsupportedValueError
+from rankless.ondisk.values import MAX_DEPTH
+from rankless.state.optimizer.object_states import COLLECTIONS
+from rankless.state.optimizer.state_strides import is_order
+from rankless.state.tensor_subclasses import is_description
+
+#: What the keys of tables begin with that stand for objects, states and tensors.
+_RESERVED = "rankless."
+
+
+def check_states(states: Mapping[Any, Any], parameter: str) -> None:
+    """Raise ``UnsupportedValueError`` naming a state of a parameter that a load could not restore as it is.
+
+    Called for each parameter of an optimizer that is saved.
+    """
+    for name, value in states.items():
+        subject = f"optimizer state {name!r} of {parameter!r}"
+        if type(name) is not str:
+            raise UnsupportedValueError(f"{subject}: states are stored by name, so that this key must be text")
+        if is_order(value) or is_description(value):
+            raise UnsupportedValueError(f"{subject} has the keys of a description of a tensor: rename one")
+        if type(value) in COLLECTIONS:
+            check_tree(value, subject)
+
+
+def check_tree(tree: Any, subject: str, depth: int = 0) -> None:
+    """Raise ``UnsupportedValueError`` if a tree has a table with a reserved key, or contains itself."""
+    if depth > MAX_DEPTH:
+        raise UnsupportedValueError(f"{subject} is nested deeper than {MAX_DEPTH} levels, or inside itself")
+    reserved = [key for key in tree if isinstance(key, str) and key.startswith(_RESERVED)] if type(tree) is dict else []
+    if reserved:
+        raise UnsupportedValueError(
+            f"{subject} has a table with the key {reserved[0]!r}: keys that begin with {_RESERVED!r} are reserved there"
+        )
+    if type(tree) in COLLECTIONS:
+        for value in tree.values() if type(tree) is dict else tree:
+            check_tree(value, subject, depth + 1)

@@ -1,0 +1,122 @@
+"""Tests of conversions of optimizers whose states are more than one tensor each."""
+
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import rankless
+from rankless.errors import OptimizerMismatchError
+from tests.helpers.pool import Ranks
+
+
+class Collects(optim.Optimizer):
+    """Keeps a queue and a table of tensors like the parameter, and tensors whose dimensions have another order."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            turned = torch.arange(12.0).reshape(3, 4).t()
+            self.state[parameter] |= {
+                "queue": deque([parameter * 2, parameter * 3], 4),
+                "table": {"slow": parameter * 5, "turned": [turned, 7]},
+                "turned": turned + 1,
+            }
+
+
+def trained() -> tuple[nn.Module, Collects]:
+    torch.manual_seed(3)
+    model = nn.Linear(3, 4)
+    optimizer = Collects(model.parameters())
+    optimizer.step()
+    return model, optimizer
+
+
+def fresh() -> tuple[nn.Module, Collects]:
+    model = nn.Linear(3, 4)
+    return model, Collects(model.parameters())
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, Namespace):
+        found, expected = vars(found), vars(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [found[key] for key in expected], list(expected.values())
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif hasattr(expected, "__iter__"):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+def assert_states_equal(optimizer: Collects, expected: Collects) -> None:
+    found, states = (by.state_dict()["state"] for by in (optimizer, expected))
+    assert_equal(found, states)
+
+
+@pytest.mark.parametrize("target", ["torch", "lightning", "colossalai", "dcp"])
+def test_a_converted_optimizer_has_each_tensor_in_its_place(target: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer)
+    rankless.convert(tmp_path / "run" / "a", tmp_path / "converted", to=target)
+    loaded_model, loaded = fresh()
+    rankless.restore(tmp_path / "converted", None, loaded_model, loaded, rng=False)
+    assert_states_equal(loaded, optimizer)
+
+
+def converted(tmp_path: Path) -> Path:
+    rankless.save_checkpoint(tmp_path / "run", "a", *trained())
+    rankless.convert(tmp_path / "run" / "a", tmp_path / "file.pt", to="torch")
+    return tmp_path / "file.pt"
+
+
+def saved_alone(tmp_path: Path) -> Path:
+    model, optimizer = trained()
+    rankless.save_optimizer(optimizer, tmp_path / "file.pt", model=model)
+    return tmp_path / "file.pt"
+
+
+@pytest.mark.parametrize("write", [converted, saved_alone])
+def test_torch_finds_the_states_that_the_optimizer_kept(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    read = torch.load(write(tmp_path), weights_only=False)
+    state = read.get("optimizer", read)["state"]
+    assert_equal(state, trained()[1].state_dict()["state"])
+
+
+def test_tensors_in_any_collection_of_user_content_are_converted(tmp_path: Path) -> None:
+    content: dict[str, Any] = {
+        "queue": deque([torch.arange(3.0)]),
+        "pair": (torch.ones(2), [torch.ones(3)]),
+        "table": {1: torch.ones(1)},
+    }
+    content["names"] = Namespace(tensor=torch.arange(4.0))
+    rankless.save_checkpoint(tmp_path / "run", "a", nn.Linear(1, 1), user_content=content)
+    rankless.convert(tmp_path / "run" / "a", tmp_path / "file.pt", to="torch")
+    assert_equal(torch.load(tmp_path / "file.pt", weights_only=False)["user_content"], content)
+
+
+def load_sharded(path: Path) -> str:
+    model = nn.Linear(3, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(OptimizerMismatchError) as error:
+        rankless.restore(path, None, model, Collects(model.parameters()), rng=False)
+    return str(error.value)
+
+
+def test_whole_tensors_of_a_file_are_no_states_of_a_sharded_parameter(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, load_sharded, converted(tmp_path)):
+        assert "tensors like its parameter in a collection" in message

@@ -1,0 +1,147 @@
+"""Tests of states that a checkpoint could not restore as they are: a save refuses them."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+import rankless
+from rankless.errors import UnsupportedValueError
+
+
+class Keeps(optim.Optimizer):
+    """Keeps given states of each parameter."""
+
+    def __init__(self, params: Any, states: dict[Any, Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = states
+
+
+class Gives(optim.SGD):
+    """Gives a table by its own state dict."""
+
+    table: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "table": self.table}
+
+
+class Name(StrEnum):
+    A = "a"
+
+
+class Table(dict[str, int]):
+    pass
+
+
+class Ordered(OrderedDict[str, int]):
+    pass
+
+
+class Row(list[int]):
+    pass
+
+
+class Queue(deque[int]):
+    pass
+
+
+class Two(NamedTuple):
+    first: int
+    second: int
+
+
+class Pair(Two):
+    """Has attributes, too."""
+
+
+class Number(float):
+    pass
+
+
+class Array(np.ndarray):  # type: ignore[type-arg]
+    pass
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+
+class HalfSlots(Slots):
+    def __init__(self) -> None:
+        self.hidden, self.seen = 1, 2
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.again = [self]
+
+
+def endless() -> list[Any]:
+    values: list[Any] = []
+    values.append(values)
+    return values
+
+
+def is_refused(tmp_path: Path, optimizer: optim.Optimizer, model: nn.Module) -> str:
+    with pytest.raises(UnsupportedValueError) as error:
+        rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    assert not rankless.has_checkpoint(tmp_path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("key", [0, None, (1, 2), Name.A])
+def test_states_without_a_name_that_is_text_are_refused(key: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    message = is_refused(tmp_path, Keeps(model.parameters(), {key: 1, str(key): 2}), model)
+    assert f"optimizer state {key!r} of 'weight'" in message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"rankless.part": "queue.0"},
+        [{"deeper": ({"rankless.object": "a:b", "attributes": {}},)}],
+        {"dimension_order": [1, 0]},
+        {"tensor_subclass": "A", "shape": [2], "inner": ["x"], "context": None},
+    ],
+)
+def test_values_that_look_like_descriptions_are_refused(value: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    states = {"value": value, "queue": [torch.ones(2, 2)]}
+    assert "optimizer state 'value' of 'weight'" in is_refused(tmp_path, Keeps(model.parameters(), states), model)
+
+
+def test_a_reserved_key_in_an_own_state_dict_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Gives(model.parameters())
+    optimizer.table = {"rankless.state": [0, "x"]}
+    assert "'rankless.state'" in is_refused(tmp_path, optimizer, model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Table(x=1),
+        lambda: Ordered(x=1),
+        lambda: Row([1]),
+        lambda: Queue([1]),
+        lambda: Pair(1, 2),
+        lambda: Number(1.5),
+        lambda: np.arange(3.0).view(Array),
+        HalfSlots,
+        Circle,
+        endless,
+    ],
+)
+def test_objects_that_are_more_than_their_attributes_are_refused(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for value in (make(), {"deeper": [make()]}):
+        is_refused(tmp_path, Keeps(model.parameters(), {"value": value}), model)
