@@ -159,10 +159,11 @@ def _pack_safetensors(content: ComponentContent, limit: int) -> list[DataFile]:
     """Pack tensors into safetensors files; the header of the first one holds the values."""
     files = pack_files(content.kind, content.tensors, content.tied, limit)
     files = files or [DataFile(f"{content.kind}/{content.kind}.safetensors", {}, {})]
+    files = [replace(file, notes=content.notes) for file in files]
     encoded = _encode_values(content)
     if not encoded:
         return files
-    first = replace(files[0], notes={VALUES_KEY: encoded.decode()})
+    first = replace(files[0], notes={**content.notes, VALUES_KEY: encoded.decode()})
     if first.data_start > header.HEADER_LIMIT:
         subject = f"the header of the first file of the {content.kind}, which holds its values,"
         raise values.too_large_error(encoded, subject, first.data_start, header.HEADER_LIMIT)

@@ -159,6 +159,7 @@ def _plan_save(source: ConversionSource) -> SavePlan:
         group: pack_files(group, infos, source.selected.tied.get(group, {}), source.limit)
         for group, infos in sorted(groups.items())
     }
+    packed[_MODEL] = [replace(file, notes=source.notes) for file in packed.get(_MODEL, ())]
     files = [file for group_files in packed.values() for file in group_files]
     tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
     return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)

@@ -19,7 +19,8 @@ class ConversionSource:
     """The tensors and values of a source to be written.
 
     ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
-    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any.
+    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any. ``notes`` are entries
+    of the metadata of each safetensors file of the model.
     """
 
     reader: Reader
@@ -29,6 +30,7 @@ class ConversionSource:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tensor_infos(self) -> dict[Key, TensorInfo]:

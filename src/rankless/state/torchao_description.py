@@ -1,0 +1,30 @@
+"""torchao's own description of a quantized tensor, for files that torchao and transformers read."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+
+def describe_for_torchao(local: torch.Tensor, shape: tuple[int, ...]) -> str | None:
+    """Return torchao's description of a tensor as JSON, or ``None`` if torchao does not store tensors of the class.
+
+    ``local`` is the shard on this rank of a tensor of ``shape``. Called for each tensor of a wrapper subclass.
+    """
+    if not type(local).__module__.startswith("torchao."):
+        return None
+    try:
+        from torchao.prototype.safetensors import safetensors_utils  # noqa: PLC0415 - an optional package
+    except ImportError:  # before version 0.15
+        return None
+    if type(local).__name__ not in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES:
+        return None
+    text = json.dumps(local, cls=safetensors_utils.TensorSubclassAttributeJSONEncoder)
+    if tuple(local.shape) == shape:
+        return text
+    description = json.loads(text)
+    settings = {
+        name: list(shape) if value == list(local.shape) else value for name, value in description["_data"].items()
+    }
+    return json.dumps({**description, "_data": settings})
