@@ -6,30 +6,101 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rankless.conversion.target import ConversionSource
-from rankless.conversion.tensor_filter import SelectedTensors
+from rankless.conversion.tensor_filter import Key, SelectedTensors
+from rankless.engine.plan.split_tensors import Splits
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError
+from rankless.formats.hub_layout import join_tensors, read_layout
+from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, identity_mapping
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.torchao_form import flat_names, header_notes, select_described
 
 _MODEL = "model"
 
 
 def adapt_source(source: ConversionSource) -> ConversionSource:
-    """Return the source with the names of the Hub, for a conversion to a Hugging Face folder."""
+    """Return the source with the names of the Hub, for a conversion to a Hugging Face folder.
+
+    Tensors that the user has renamed keep their new names, and parts of a tensor of which others are not selected keep
+    the names of the checkpoint.
+    """
     described = select_described(source.carried.shared.get(_MODEL, {}))
-    selected = _rename_tensors(source.selected, flat_names(described))
-    return replace(source, selected=selected, notes=header_notes(described, _plain_names(source, described)))
-
-
-def _plain_names(source: ConversionSource, described: Mapping[str, str]) -> list[str]:
-    names = [*source.selected.infos_of_group(_MODEL), *source.selected.tied.get(_MODEL, {})]
-    return [name for name in names if name not in flat_names(described)]
+    flat = flat_names(described)
+    selected = source.selected
+    names = [*selected.infos_of_group(_MODEL), *selected.tied.get(_MODEL, {})]
+    notes = header_notes(described, [name for name in names if name not in flat])
+    return _join_tensors(replace(source, selected=_rename_tensors(selected, flat), notes=notes), flat)
 
 
 def _rename_tensors(selected: SelectedTensors, names: Mapping[str, str]) -> SelectedTensors:
     """Return the selected tensors with other names of those of the model that are in ``names``."""
-    keys = {key: (key[0], names.get(key[1], key[1]) if key[0] == _MODEL else key[1]) for key in selected.infos}
-    tied = {names.get(alias, alias): names.get(name, name) for alias, name in selected.tied.get(_MODEL, {}).items()}
+
+    def rename(key: Key) -> Key:
+        return (key[0], names.get(key[1], key[1])) if key[0] == _MODEL else key
+
     return SelectedTensors(
-        {keys[key]: stored for key, stored in selected.sources.items()},
-        {keys[key]: info for key, info in selected.infos.items()},
-        {**selected.tied, _MODEL: tied},
+        {rename(key): stored for key, stored in selected.sources.items()},
+        {rename(key): info for key, info in selected.infos.items()},
+        {**selected.tied, _MODEL: _rename_ties(selected.tied.get(_MODEL, {}), names)},
     )
+
+
+def _rename_ties(tied: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    return {names.get(alias, alias): names.get(name, name) for alias, name in tied.items()}
+
+
+def _join_tensors(source: ConversionSource, flat: Mapping[str, str]) -> ConversionSource:
+    """Return the source with the tensors that ``save_pretrained`` writes.
+
+    ``flat`` are the names of inner tensors in torchao's form, which the layout has, by those in the checkpoint.
+    """
+    layout, reader, selected = read_layout(source.reader), source.reader, source.selected
+    if not layout:
+        return source
+    stored = {flat.get(name, name): name for name in reader.groups[_MODEL]}
+    unknown = next((name for name in (*layout.splits, *layout.left_out) if name not in stored), None)
+    if unknown is not None:
+        raise CorruptCheckpointError(f"{reader.path}: the layout for the Hub has {unknown!r}, which is no tensor of it")
+    unchanged = {name for name in stored if selected.sources.get((_MODEL, name)) == (_MODEL, stored[name])}
+    splits = _select_whole(layout.splits, unchanged)
+    joined = join_tensors(splits, {name: reader.groups[_MODEL][stored[name]] for name in splits})
+    replaced = {*splits, *(name for name in layout.left_out if name in unchanged)}
+    kept = {key: stored_key for key, stored_key in selected.sources.items() if not _is_in(key, replaced)}
+    taken = next((name for name in joined if (_MODEL, name) in {*kept, *kept.values()}), None)
+    if taken is not None:
+        raise InvalidArgumentError(f"{taken!r} is also the name of another tensor on the Hub: change rename")
+    table = {group: identity_mapping(infos) for group, infos in reader.groups.items()}
+    table[_MODEL] = {
+        **{name: mapping for name, mapping in table[_MODEL].items() if name not in joined},
+        **{name: _with_stored_names(mapping, stored) for name, mapping in joined.items()},
+    }
+    casts = {new.name: selected.infos[_MODEL, name].dtype for name in splits for new in splits[name]}
+    ties = {name: splits[name][0].name for name in splits if len({split.name for split in splits[name]}) == 1}
+    return replace(
+        source,
+        reader=RemappedReader(reader, table, reader.tied, lambda shared: shared),
+        selected=SelectedTensors(
+            {**kept, **{(_MODEL, name): (_MODEL, name) for name in joined}},
+            {
+                **{key: selected.infos[key] for key in kept},
+                **{(_MODEL, name): TensorInfo(casts[name], mapping.info.shape) for name, mapping in joined.items()},
+            },
+            {**selected.tied, _MODEL: _rename_ties(selected.tied.get(_MODEL, {}), ties)},
+        ),
+    )
+
+
+def _select_whole(splits: Mapping[str, Splits], names: set[str]) -> dict[str, Splits]:
+    """Return the splits of tensors whose stored tensors consist of tensors in ``names`` alone."""
+    partial = {split.name for name, of_tensor in splits.items() if name not in names for split in of_tensor}
+    kept = {name: of_tensor for name, of_tensor in splits.items() if name in names}
+    if not any(split.name in partial for of_tensor in kept.values() for split in of_tensor):
+        return kept
+    return _select_whole(kept, {name for name in kept if not any(split.name in partial for split in kept[name])})
+
+
+def _is_in(key: Key, names: set[str]) -> bool:
+    return key[0] == _MODEL and key[1] in names
+
+
+def _with_stored_names(mapping: TensorMapping, stored: Mapping[str, str]) -> TensorMapping:
+    return TensorMapping(mapping.info, [NamedRange(stored[name], *ends) for name, *ends in mapping.ranges])

@@ -16,9 +16,11 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.contained_paths import check_contained
+from rankless.formats.hub_layout import NAME, layout_file
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
 from rankless.formats.reader import Reader
+from rankless.formats.remapped_reader import underlying_reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values
 from rankless.ondisk.data_files import CONFIG, TensorInfo, is_adapter_group, pack_files
@@ -68,13 +70,13 @@ class NativeTarget:
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
-        companions = self._adapt_dtype(companion_files(self._source.reader))
+        companions = self._adapt_dtype(companion_files(underlying_reader(self._source.reader)))
         small = {
             STATE: build_state_file(carried.shared, {}),
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
             **{f"{_MODEL}/{name}": data for name, data in companions if is_plain_model},
         }
-        small |= self.adapter_files()
+        small |= self.adapter_files() | self._hub_layout()
         given = self._adapt_dtype(self._source.small_files.items())
         small |= {f"{self.output_name}/{name}": data for name, data in given}
         self._files.finalize(fragments, small, self._build_manifest)
@@ -91,6 +93,15 @@ class NativeTarget:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
         selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
         return read_adapter_files(self._source.reader) if selects_adapters else {}
+
+    def _hub_layout(self) -> dict[str, bytes]:
+        """Return the layout for the Hub, by its path in the checkpoint, if all tensors that it names are unchanged."""
+        reader, sources = self._source.reader, self._source.selected.sources
+        raw = layout_file(reader)
+        is_unchanged = all(
+            sources.get(key) == key for key in ((_MODEL, name) for name in reader.groups.get(_MODEL, ()))
+        )
+        return {f"{_MODEL}/{NAME}": raw} if raw is not None and is_unchanged else {}
 
     def open_reader(self) -> Reader:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

@@ -100,10 +100,10 @@ def rename_ties(tied: Mapping[str, str], described: Mapping[str, str]) -> dict[s
 def has_equal_settings(saved: str, here: str) -> bool:
     """Return whether two of torchao's descriptions agree. Another version of torchao may have fewer settings."""
     first, second = _parse_object(saved), _parse_object(here)
-    settings = first.get(_SETTINGS), second.get(_SETTINGS)
-    if not all(isinstance(each, dict) for each in settings) or first.get(_TYPE) != second.get(_TYPE):
+    ours, theirs = first.get(_SETTINGS), second.get(_SETTINGS)
+    if not isinstance(ours, dict) or not isinstance(theirs, dict) or first.get(_TYPE) != second.get(_TYPE):
         return False
-    return all(settings[0][key] == settings[1][key] for key in settings[0].keys() & settings[1].keys())
+    return all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys())
 
 
 def _flatten(name: str, inner: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ def describe_for_torchao(local: torch.Tensor, shape: tuple[int, ...]) -> str | N
     if not type(local).__module__.startswith("torchao."):
         return None
     try:
-        from torchao.prototype.safetensors import safetensors_utils  # noqa: PLC0415 - an optional package
+        safetensors_utils: Any = import_module("torchao.prototype.safetensors.safetensors_utils")
     except ImportError:  # before version 0.15
         return None
     if type(local).__name__ not in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES:

@@ -74,7 +74,7 @@ def _before_sharding(module: nn.Module) -> Any:
     return copy_tree(module)
 
 
-def _without_irreversible(module: nn.Module) -> nn.Module:
+def _without_irreversible(module: Any) -> Any:
     """Return a module without the conversions that cannot be reversed: a quantizer has built its tensors at the load.
 
     Such tensors are stored in the form of their library. The given module is left as it is.
