@@ -27,6 +27,7 @@ from rankless.ondisk.data_files import CONFIG, TensorInfo, is_adapter_group, pac
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
+from rankless.ondisk.weight_names import find_stems, rename_weights
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.catalog import next_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
@@ -133,8 +134,13 @@ class HuggingFaceTarget(NativeTarget):
                 f"the output contains one model, but the source has {', '.join(groups) or 'none'}: "
                 'select one with keys={"model": …}, on the command line --key model=…, or leave out the others'
             )
-        super().__init__(source, pending, final)
+        super().__init__(replace(source, stem=self._find_stem(source)), pending, final)
         self._check_names()
+
+    def _find_stem(self, source: ConversionSource) -> str:
+        """Return the stem of the files that the library of the configuration opens."""
+        companions = dict(companion_files(underlying_reader(source.reader)))
+        return find_stems(source.small_files.get(CONFIG, companions.get(CONFIG, b"")))[0]
 
     def _check_names(self) -> None:
         """Raise ``InvalidArgumentError`` if transformers would open the model with newly initialized weights."""
@@ -158,6 +164,10 @@ class SafetensorsTarget(HuggingFaceTarget):
     def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
         super().__init__(replace(source, limit=sys.maxsize), pending, final)
 
+    def _find_stem(self, source: ConversionSource) -> str:
+        """Return the stem of the only file, which gets the name of the output."""
+        return source.stem
+
     def _check_names(self) -> None:
         """Accept any names: transformers does not open a single file."""
 
@@ -170,7 +180,8 @@ def _plan_save(source: ConversionSource) -> SavePlan:
         group: pack_files(group, infos, source.selected.tied.get(group, {}), source.limit)
         for group, infos in sorted(groups.items())
     }
-    packed[_MODEL] = [replace(file, notes=source.notes) for file in packed.get(_MODEL, ())]
+    if _MODEL in packed:
+        packed[_MODEL] = [replace(file, notes=source.notes) for file in rename_weights(packed[_MODEL], source.stem)]
     files = [file for group_files in packed.values() for file in group_files]
     tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
     return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)

@@ -1,6 +1,6 @@
 """A reader of weights as Hugging Face libraries write them: one safetensors file, or several and an index.
 
-Source: ``save_pretrained`` of transformers. A single safetensors file outside of such a folder is read as well.
+Source: ``save_pretrained`` of transformers and of diffusers. A single safetensors file elsewhere is read as well.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.header import parse_json_object
 from rankless.ondisk.torchao_form import TORCHAO
 from rankless.ondisk.values import ArrayCodec
+from rankless.ondisk.weight_names import DIFFUSERS, TRANSFORMERS, index_and_single
 from rankless.storage.store import store_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = index_and_single(TRANSFORMERS[0])
 
-#: The index and the single file of an optimizer, as ``save_optimizer`` writes them.
-_OPTIMIZER = ("optimizer.safetensors.index.json", "optimizer.safetensors")
+#: The index and the single file of a model of diffusers, and of an optimizer, as ``save_optimizer`` writes them.
+_DIFFUSERS, _OPTIMIZER = index_and_single(DIFFUSERS[0]), index_and_single("optimizer")
 
 #: Key of the header metadata of a first file with the values that are not tensors, as JSON by component.
 VALUES_KEY = "rankless.values"
@@ -46,7 +47,7 @@ def kinds_in(folder: Path) -> list[str]:
     has_optimizer = store_of(folder).file_exists(folder / single) or (
         store_of(folder).file_exists(folder / index) and not read_index(folder / index, folder).groups_file
     )
-    has_model = store_of(folder).file_exists(folder / INDEX) or store_of(folder).file_exists(folder / SINGLE)
+    has_model = any(store_of(folder).file_exists(folder / name) for name in (INDEX, SINGLE, *_DIFFUSERS))
     return [kind for kind, is_there in ((MODEL, has_model), (OPTIMIZER, has_optimizer)) if is_there]
 
 
@@ -94,10 +95,17 @@ class HuggingFaceReader:
             file = SafetensorsFile.open(self.path)
             yield (OPTIMIZER if OPTIMIZER in self._header_values([file]) else MODEL), SafetensorsFiles([file])
             return
-        for group, (index, single) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+        for group, (index, single) in self._name_pairs():
             paths = self._list_files(index, single)
             if paths:
                 yield group, SafetensorsFiles([SafetensorsFile.open(path) for path in paths])
+
+    def _name_pairs(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield the groups with the names of the index and of the single file that they may have."""
+        store = store_of(self.path)
+        is_diffusers = not any(store.file_exists(self.path / name) for name in (INDEX, SINGLE))
+        yield MODEL, _DIFFUSERS if is_diffusers else (INDEX, SINGLE)
+        yield OPTIMIZER, _OPTIMIZER
 
     def _list_files(self, index: str, single: str) -> list[Path]:
         store = store_of(self.path)
@@ -178,7 +186,7 @@ class HuggingFaceReader:
 
     def check_files(self) -> None:
         """Check that an index names just the tensors that are in the files. There are no checksums of the files."""
-        for group, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+        for group, (index, _) in self._name_pairs():
             if group in self._file_sets and store_of(self.path).file_exists(self.path / index):
                 self._check_index(index, self._file_sets[group])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ _HEADER_BUDGET = 32_000_000
 
 #: The approximate size in bytes of a header entry without its name and CRCs.
 _ENTRY_BYTES = 128
+
+#: The number of a file in its name.
+_NUMBER = re.compile(r"-\d+-of-\d+(?=\.safetensors$)")
 
 _UNITS = {
     "B": 1,
@@ -240,9 +244,9 @@ def _file_paths(group: str, n: int) -> list[str]:
     return [f"{file_stem(group)}-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
 
 
-def index_path(group: str) -> str:
-    """Return the path of the index of a group that has several files."""
-    return f"{file_stem(group)}.safetensors.index.json"
+def index_path(files: Sequence[DataFile]) -> str:
+    """Return the path of the index of a group's files, of which there are several."""
+    return f"{_NUMBER.sub('', files[0].path)}.index.json"
 
 
 def build_index(files: Sequence[DataFile]) -> bytes:
