@@ -20,7 +20,7 @@ import msgspec
 
 from rankless.errors import InvalidArgumentError, UnsupportedTensorError
 from rankless.ondisk import block_crcs
-from rankless.ondisk.dtypes import dtype_width
+from rankless.ondisk.dtypes import PACKED_BITS, count_values_of_rows, dtype_width
 from rankless.ondisk.header import DIMENSIONS, HeaderEntry, encode_header
 
 #: The items that are distributed over files.
@@ -79,6 +79,11 @@ class TensorInfo(msgspec.Struct, frozen=True, dict=True):
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
         return math.prod(self.shape) * dtype_width(self.dtype)
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """The shape as files have it, for people. A packed dtype has several values in an element."""
+        return count_values_of_rows(self.dtype, self.shape)
 
 
 @lru_cache(maxsize=128)
@@ -212,6 +217,10 @@ def _estimate_header_bytes(name: str, info: TensorInfo) -> int:
     if len(info.shape) > DIMENSIONS:
         raise UnsupportedTensorError(
             f"tensor {name!r} has {len(info.shape)} dimensions; at most {DIMENSIONS} are supported"
+        )
+    if info.dtype in PACKED_BITS and not info.shape:
+        raise UnsupportedTensorError(
+            f"tensor {name!r} of {info.dtype} has no dimension whose values could be counted: give it one"
         )
     try:
         quoted = msgspec.json.encode(name)
