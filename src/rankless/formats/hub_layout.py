@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rankless.engine.plan.split_tensors import SplitLayout, Splits, split_ranges, split_tiles
+from rankless.engine.plan.element_ranges import ElementRange
+from rankless.engine.plan.split_tensors import Splits, split_ranges, split_tiles
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
@@ -102,8 +103,6 @@ def _corrupt(name: str) -> CorruptCheckpointError:
 
 def is_stored_as(name: str, shape: tuple[int, ...], splits: Splits) -> bool:
     """Return whether splits are the whole tensor ``name`` of this shape, unchanged."""
-    return splits == (SplitLayout(name, shape, 0, 0, shape, _row_major(shape)),)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    first, *others = splits
+    is_same = not others and (first.name, first.shape, first.at) == (name, shape, 0)
+    return is_same and list(first.iter_ranges()) in ([], [ElementRange(0, math.prod(shape))])
