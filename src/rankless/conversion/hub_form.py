@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rankless.conversion.target import ConversionSource
@@ -10,6 +10,7 @@ from rankless.conversion.tensor_filter import Key, SelectedTensors
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.hub_layout import join_tensors, read_layout
+from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, identity_mapping
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.torchao_form import flat_names, header_notes, select_described
@@ -65,27 +66,44 @@ def _join_tensors(source: ConversionSource, flat: Mapping[str, str]) -> Conversi
     joined = join_tensors(splits, {name: reader.groups[_MODEL][stored[name]] for name in splits})
     replaced = {*splits, *(name for name in layout.left_out if name in unchanged)}
     kept = {key: stored_key for key, stored_key in selected.sources.items() if not _is_in(key, replaced)}
+    _check_free(joined, kept)
+    return replace(
+        source,
+        reader=_add_tensors(reader, joined, stored),
+        selected=_replace_tensors(selected, kept, joined, splits),
+    )
+
+
+def _check_free(joined: Iterable[str], kept: Mapping[Key, Key]) -> None:
+    """Raise ``InvalidArgumentError`` if a tensor that keeps its name, or its source, has that of a joined one."""
     taken = next((name for name in joined if (_MODEL, name) in {*kept, *kept.values()}), None)
     if taken is not None:
         raise InvalidArgumentError(f"{taken!r} is also the name of another tensor on the Hub: change rename")
+
+
+def _add_tensors(reader: Reader, joined: Mapping[str, TensorMapping], stored: Mapping[str, str]) -> Reader:
+    """Return a reader that has the joined tensors, too. ``stored`` are the names of their parts in the checkpoint."""
     table = {group: identity_mapping(infos) for group, infos in reader.groups.items()}
-    table[_MODEL] = {
-        **{name: mapping for name, mapping in table[_MODEL].items() if name not in joined},
-        **{name: _with_stored_names(mapping, stored) for name, mapping in joined.items()},
-    }
-    casts = {new.name: selected.infos[_MODEL, name].dtype for name in splits for new in splits[name]}
-    ties = {name: splits[name][0].name for name in splits if len({split.name for split in splits[name]}) == 1}
-    return replace(
-        source,
-        reader=RemappedReader(reader, table, reader.tied, lambda shared: shared),
-        selected=SelectedTensors(
-            {**kept, **{(_MODEL, name): (_MODEL, name) for name in joined}},
-            {
-                **{key: selected.infos[key] for key in kept},
-                **{(_MODEL, name): TensorInfo(casts[name], mapping.info.shape) for name, mapping in joined.items()},
-            },
-            {**selected.tied, _MODEL: _rename_ties(selected.tied.get(_MODEL, {}), ties)},
-        ),
+    for name, mapping in joined.items():
+        ranges = [NamedRange(stored[part.name], part.start, part.stop) for part in mapping.ranges]
+        table[_MODEL][name] = TensorMapping(mapping.info, ranges)
+    return RemappedReader(reader, table, reader.tied, lambda shared: shared)
+
+
+def _replace_tensors(
+    selected: SelectedTensors,
+    kept: Mapping[Key, Key],
+    joined: Mapping[str, TensorMapping],
+    splits: Mapping[str, Splits],
+) -> SelectedTensors:
+    """Return the selected tensors with the joined ones, which have the dtypes that their parts are cast to."""
+    dtypes = {split.name: selected.infos[_MODEL, name].dtype for name in splits for split in splits[name]}
+    infos = {(_MODEL, name): TensorInfo(dtypes[name], mapping.info.shape) for name, mapping in joined.items()}
+    whole = {name: of_tensor[0].name for name, of_tensor in splits.items() if len({new.name for new in of_tensor}) == 1}
+    return SelectedTensors(
+        {**kept, **{key: key for key in infos}},
+        {**{key: selected.infos[key] for key in kept}, **infos},
+        {**selected.tied, _MODEL: _rename_ties(selected.tied.get(_MODEL, {}), whole)},
     )
 
 
@@ -100,7 +118,3 @@ def _select_whole(splits: Mapping[str, Splits], names: set[str]) -> dict[str, Sp
 
 def _is_in(key: Key, names: set[str]) -> bool:
     return key[0] == _MODEL and key[1] in names
-
-
-def _with_stored_names(mapping: TensorMapping, stored: Mapping[str, str]) -> TensorMapping:
-    return TensorMapping(mapping.info, [NamedRange(stored[name], *ends) for name, *ends in mapping.ranges])
