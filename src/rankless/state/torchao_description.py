@@ -22,7 +22,10 @@ def describe_for_torchao(local: torch.Tensor, shape: tuple[int, ...]) -> str | N
         return None
     if type(local).__name__ not in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES:
         return None
-    text = json.dumps(local, cls=safetensors_utils.TensorSubclassAttributeJSONEncoder)
+    try:
+        text = json.dumps(local, cls=safetensors_utils.TensorSubclassAttributeJSONEncoder)
+    except (AttributeError, TypeError, ValueError):  # save_pretrained fails, but a checkpoint needs no description
+        return None
     if tuple(local.shape) == shape:
         return text
     description = json.loads(text)
