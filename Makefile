@@ -60,7 +60,7 @@ dist: .dist/installed
 	.dist/bin/python -m pip install --quiet --requirement requirements-dist.txt
 	touch $@
 
-## frameworks: the tests with torchtitan, Ray Train, torchft and TRL, which are installed into .frameworks (2 GB) once
+## frameworks: the tests with torchtitan, Ray Train, torchft, TRL and diffusers, which are installed into .frameworks (2 GB) once
 frameworks: .frameworks/installed
 	PYTHONPATH=.frameworks $(BIN)/python $(PYTEST) tests/frameworks
 

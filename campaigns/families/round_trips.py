@@ -59,6 +59,11 @@ def _check_written(reference: Reference, folder: Path) -> Iterator[str]:
     if (folder / "model").exists():
         for text in reference.compare_folder(folder / "model"):
             yield f"save_model: {text}"
+    if (folder / "models").exists():
+        size = _shard_size(reference.saved)
+        rankless.convert(folder / "models", folder / "converted", to="hf", max_shard_size=size)
+        for text in reference.compare_folder(folder / "converted"):
+            yield f"convert: {text}"
 
 
 def run_round_trips(recipe: Recipe, pretrained: Path, folder: Path, layout: str) -> list[str]:
@@ -94,6 +99,7 @@ def _load_onto_meta(recipe: Recipe, model: nn.Module, pretrained: Path, _: Path,
 
 def _save(_: Recipe, model: nn.Module, __: Path, folder: Path, ___: str) -> Iterator[str]:
     rankless.save_model(model, folder / "model", shard=True, max_shard_size=_shard_size(model)).wait()
+    rankless.save_checkpoint(folder / "models", "saved", model)
     yield from ()
 
 

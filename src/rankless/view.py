@@ -177,6 +177,7 @@ class Checkpoint:
 
         Returns:
             The elements. Of bfloat16 and float8, which NumPy does not have, they are float32, with the same values.
+            Of F4 and F6 they are the bytes, which have several values.
 
         Raises:
             KeyError: As in :meth:`read`, like all other errors.

@@ -162,6 +162,9 @@ WIDTHS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 
+#: The bits of a value of the packed dtypes.
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
 _BLOCK = 16 * 2**20
 
 
@@ -176,7 +179,9 @@ class Tensor(NamedTuple):
         """As an array; the dtypes that NumPy has not, as unsigned integers of their bits."""
         kinds = {"BOOL": "?", "U": "<u", "I": "<i", "F": "<f", "C": "<c"}
         plain = re.fullmatch(r"(BOOL|[UIFC])(\d*)", self.dtype)
-        width = WIDTHS[self.dtype]
+        width = WIDTHS.get(self.dtype, 1)
+        if self.dtype in PACKED_BITS:  # the bytes of each row
+            return np.frombuffer(self.data, "u1").reshape(*self.shape[:-1], -1)
         kind = f"<u{width}" if plain is None else kinds[plain[1]] + (str(width) if plain[2] else "")
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
@@ -214,7 +219,8 @@ def _offsets(entry: Any, file: Path) -> tuple[int, int]:
     offsets, shape = entry["data_offsets"], entry["shape"]
     check(isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets)), f"{file}: offsets")
     check(isinstance(shape, list) and len(shape) <= 64 and all(map(is_count, shape)), f"{file}: a shape")
-    check(isinstance(entry["dtype"], str) and entry["dtype"] in WIDTHS, f"{file}: dtype {entry['dtype']!r}")
+    is_known = isinstance(entry["dtype"], str) and entry["dtype"] in {*WIDTHS, *PACKED_BITS}
+    check(is_known, f"{file}: dtype {entry['dtype']!r}")
     return offsets[0], offsets[1]
 
 
@@ -222,9 +228,11 @@ def _tensors(entries: list[tuple[str, Any]], data: bytes, file: Path) -> Iterato
     reached = 0
     for name, entry in entries:
         start, stop = entry["data_offsets"]
-        width = WIDTHS[entry["dtype"]]
-        check(math.prod(dim or 1 for dim in entry["shape"]) * width < 2**63, f"{file}: {name}: shape")
-        check(start == reached and stop - start == math.prod(entry["shape"]) * width, f"{file}: {name}: offsets")
+        dtype, shape = entry["dtype"], entry["shape"]
+        bits = PACKED_BITS.get(dtype, 8 * WIDTHS.get(dtype, 0))
+        check(math.prod(dim or 1 for dim in shape) * bits // 8 < 2**63, f"{file}: {name}: shape")
+        check(dtype in WIDTHS or (shape and shape[-1] * bits % 8 == 0), f"{file}: {name}: rows of a packed dtype")
+        check(start == reached and 8 * (stop - start) == math.prod(shape) * bits, f"{file}: {name}: offsets")
         yield name, Tensor(entry["dtype"], tuple(entry["shape"]), data[start:stop])
         reached = stop
     check(reached == len(data), f"{file}: size")

@@ -25,6 +25,7 @@ import rankless
 from rankless.cli.main import app
 from rankless.errors import CorruptCheckpointError, NoCheckpointError
 from rankless.ondisk import manifest
+from rankless.ondisk.dtypes import PACKED_BITS, WIDTHS
 from rankless.run import journal
 from tests.golden import reader
 from tests.golden.corruptions import DAMAGES, INDEX, STORED, text
@@ -231,6 +232,7 @@ def test_manifests_are_of_the_published_schema(name: str) -> None:
 def test_every_dtype_is_among_them() -> None:
     assert {dtype for names in GOLDEN["dtypes"]().tensors.values() for dtype, _ in names.values()} == set(reader.WIDTHS)
     assert set(NAMES.values()) == set(reader.WIDTHS)
+    assert (WIDTHS, PACKED_BITS) == (reader.WIDTHS, reader.PACKED_BITS)
 
 
 def test_the_crc_is_the_one_that_the_page_names() -> None:

@@ -93,7 +93,7 @@ def check(actual: TensorStatistics, values: Floats, *, tolerance: float = 1e-12,
         assert actual.norm == pytest.approx(math.sqrt(np.square(finite).sum()), rel=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 class TestEveryDtype:
     def test_random_bits_of_any_number(self, tmp_path: Path, dtype: str) -> None:
         width = WIDTHS[dtype]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.split_tensors import split_ranges, stored_tensors
-from rankless.ondisk.data_files import ADAPTER, TensorInfo, is_adapter_group
+from rankless.ondisk.data_files import ADAPTER, CONFIG, TensorInfo, is_adapter_group
+from rankless.ondisk.torchao_form import check_described, flat_names, header_notes, select_described
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.fused_layout import StoredLayout
 
@@ -40,7 +41,8 @@ class ComponentContent:
 
     ``kind`` names the component. ``tensors`` are the tensors to store, and ``origins`` says where the bytes of each
     come from. ``tied`` maps further names to stored ones. ``values`` are encoded as in ``state.json``. ``companions``
-    are small files that are stored next to a model or an adapter, by their path in the folder.
+    are small files that are stored next to a model or an adapter, by their path in the folder. ``notes`` are entries of
+    the metadata of each safetensors file.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class ComponentContent:
     tied: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     companions: Mapping[str, bytes] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +76,23 @@ class ComponentContent:
                 names[name] = splits[0].name
         tied = {alias: names[name] for alias, name in self.tied.items() if name in names}
         return replace(self, tensors=layout.tensors, origins=origins, tied=tied)
+
+    def in_torchao_form(self) -> ComponentContent:
+        """Return a copy with the tensors that torchao has quantized as torchao stores them in safetensors files.
+
+        Raises ``UnsupportedTensorError`` if transformers would not open the model, because torchao cannot describe one.
+        """
+        described = select_described(self.values)
+        check_described(self.values, described, self.companions.get(CONFIG, b"{}"))
+        new_names = flat_names(described)
+        plain = [name for name in (*self.tensors, *self.tied) if name not in new_names]
+        return replace(
+            self,
+            tensors={new_names.get(name, name): info for name, info in self.tensors.items()},
+            origins={new_names.get(name, name): origins for name, origins in self.origins.items()},
+            tied={new_names.get(alias, alias): new_names.get(name, name) for alias, name in self.tied.items()},
+            notes=header_notes(described, plain),
+        )
 
     def without_ties(self) -> ComponentContent:
         """Return a copy that stores tied tensors once under each name, for readers that do not support ties."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rankless.components.component_files import FileSet
 from rankless.components.component_output import Destination
+from rankless.components.content import ComponentContent
 from rankless.components.file_layouts import (
     Layout,
     adapter_folder,
@@ -36,12 +38,14 @@ def model_file_format(destination: Destination, limit: int, *, use_safetensors: 
     """
     if destination.folder:
         kind = "safetensors" if use_safetensors else "torch"
-        layout = safetensors_folder if use_safetensors else torch_folder
         first = model[0] if isinstance(model, list | tuple) and model else model
-        return FileFormat(
-            lambda content: layout(content.stored_as(partial(stored_layout, first)), limit),
-            f"a folder of {kind} files of {limit} bytes",
-        )
+
+        def layout(content: ComponentContent) -> FileSet:
+            if not use_safetensors:
+                return torch_folder(content.stored_as(partial(stored_layout, first)), limit)
+            return safetensors_folder(content.in_torchao_form().stored_as(partial(stored_layout, first)), limit)
+
+        return FileFormat(layout, f"a folder of {kind} files of {limit} bytes")
     return _single_file_format(destination, use_safetensors=use_safetensors)
 
 

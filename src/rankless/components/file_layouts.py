@@ -23,6 +23,7 @@ from rankless.ondisk import header, values
 from rankless.ondisk.data_files import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CONFIG,
     DataFile,
     TensorInfo,
     build_index,
@@ -32,15 +33,17 @@ from rankless.ondisk.data_files import (
 )
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import OWN_STATE
+from rankless.ondisk.weight_names import DIFFUSERS, TRANSFORMERS, find_stems, index_and_single, rename_weights
 
 #: Lays a component out in files.
 Layout = Callable[[ComponentContent], FileSet]
 
-#: Names of indexes and single weight files of both formats. If both exist, some readers load the one, some the other.
+#: Names of indexes and single weight files of all formats. If several exist, some readers load the one, some another.
 STALE_NAMES = {
-    "model": (
-        *("model.safetensors.index.json", "model.safetensors"),
-        *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    "model": tuple(
+        name
+        for safetensors, torch_stem in (TRANSFORMERS, DIFFUSERS)
+        for name in (*index_and_single(safetensors), *index_and_single(torch_stem, "bin"))
     ),
     "optimizer": ("optimizer.safetensors.index.json", "optimizer.safetensors"),
 }
@@ -60,9 +63,11 @@ def safetensors_folder(content: ComponentContent, limit: int) -> FileSet:
     Several files get an index, and a model its configuration.
     """
     files = _pack_safetensors(content, limit)
+    if content.kind == MODEL:
+        files = rename_weights(files, find_stems(content.companions.get(CONFIG, b""))[0])
     small_files = dict(content.companions)
     if len(files) > 1:
-        small_files[index_path(content.kind).rpartition("/")[2]] = build_index(files)
+        small_files[index_path(files).rpartition("/")[2]] = build_index(files)
     return FileSet(content, [SafetensorsOutput(file) for file in files], small_files, STALE_NAMES[content.kind])
 
 
@@ -99,8 +104,9 @@ def torch_folder(content: ComponentContent, limit: int) -> FileSet:
     """Lay a model out in ``torch.save`` files, as transformers did before safetensors."""
     tensors_by_file = file_sets(content.tensors, limit)
     number = len(tensors_by_file)
-    names = [f"pytorch_model-{i:05d}-of-{number:05d}.bin" for i in range(1, number + 1)]
-    names = ["pytorch_model.bin"] if number == 1 else names
+    _, stem = find_stems(content.companions.get(CONFIG, b""))
+    index, single = index_and_single(stem, "bin")
+    names = [single] if number == 1 else [f"{stem}-{i:05d}-of-{number:05d}.bin" for i in range(1, number + 1)]
     files = [model_file(name, content, file_tensors) for name, file_tensors in zip(names, tensors_by_file, strict=True)]
     small_files = dict(content.companions)
     if number > 1:
@@ -109,8 +115,8 @@ def torch_folder(content: ComponentContent, limit: int) -> FileSet:
         }
         weight_map |= {alias: weight_map[key] for alias, key in content.tied.items()}
         weight_map |= dict.fromkeys(content.values, names[0])
-        index = {"metadata": {"total_size": content.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-        small_files["pytorch_model.bin.index.json"] = json.dumps(index, indent=2).encode() + b"\n"
+        table = {"metadata": {"total_size": content.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        small_files[index] = json.dumps(table, indent=2).encode() + b"\n"
     return FileSet(content, files, small_files, STALE_NAMES[MODEL])
 
 
@@ -159,10 +165,11 @@ def _pack_safetensors(content: ComponentContent, limit: int) -> list[DataFile]:
     """Pack tensors into safetensors files; the header of the first one holds the values."""
     files = pack_files(content.kind, content.tensors, content.tied, limit)
     files = files or [DataFile(f"{content.kind}/{content.kind}.safetensors", {}, {})]
+    files = [replace(file, notes=content.notes) for file in files]
     encoded = _encode_values(content)
     if not encoded:
         return files
-    first = replace(files[0], notes={VALUES_KEY: encoded.decode()})
+    first = replace(files[0], notes={**content.notes, VALUES_KEY: encoded.decode()})
     if first.data_start > header.HEADER_LIMIT:
         subject = f"the header of the first file of the {content.kind}, which holds its values,"
         raise values.too_large_error(encoded, subject, first.data_start, header.HEADER_LIMIT)

@@ -34,6 +34,7 @@ from rankless.ondisk.data_files import (
     parse_size,
 )
 from rankless.ondisk.strict_json import parse_json
+from rankless.ondisk.weight_names import DIFFUSERS, find_stems
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.lookup import checkpoint_path, open_latest
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
@@ -149,18 +150,19 @@ class _ExportOptions:
         tensor_filter = TensorFilter(dtype=parse_dtype(self.dtype), model_only=True, adapters=adapters)
         files = {} if self.tokenizer is None else read_tokenizer(self.tokenizer)
         files |= {} if self.config is None else {CONFIG: read_config(self.config)}
-        has_config = CONFIG in files or CONFIG in dict(companion_files(reader))
-        files[CARD] = self._make_card(reader, final.name, tensor_filter, has_config, is_adapter)
+        config = files.get(CONFIG, dict(companion_files(reader)).get(CONFIG))
+        files[CARD] = self._make_card(reader, final.name, tensor_filter, config, is_adapter)
         to = "peft" if is_adapter else "hf"
         request = ConversionRequest(reader.path, final, to, tensor_filter, keys, limit, files, reader.fingerprint)
-        return _PlannedExport(request, lacks_config=not is_adapter and not has_config)
+        return _PlannedExport(request, lacks_config=not is_adapter and config is None)
 
     def _make_card(
-        self, reader: Reader, title: str, tensor_filter: TensorFilter, has_config: bool, is_adapter: bool
+        self, reader: Reader, title: str, tensor_filter: TensorFilter, config: bytes | None, is_adapter: bool
     ) -> bytes:
         if self.card is not None:
             return read_card(self.card)
-        metadata = replace(self.metadata, library_name="transformers" if has_config else "")
+        library = "diffusers" if find_stems(config or b"") == DIFFUSERS else "transformers"
+        metadata = replace(self.metadata, library_name=library if config else "")
         metadata = _describe_adapter(reader, metadata) if is_adapter else metadata
         infos = tensor_filter.select_tensors(reader).infos.values()
         return build_card(title, metadata, _describe_source(reader, self.model, infos)).encode()

@@ -16,15 +16,18 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.contained_paths import check_contained
+from rankless.formats.hub_layout import NAME, layout_file
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
 from rankless.formats.reader import Reader
+from rankless.formats.remapped_reader import underlying_reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values
 from rankless.ondisk.data_files import CONFIG, TensorInfo, is_adapter_group, pack_files
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
+from rankless.ondisk.weight_names import find_stems, rename_weights
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.catalog import next_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
@@ -68,13 +71,13 @@ class NativeTarget:
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         carried, is_plain_model = self._source.carried, not has_adapters(_model_names(self._source))
-        companions = self._adapt_dtype(companion_files(self._source.reader))
+        companions = self._adapt_dtype(companion_files(underlying_reader(self._source.reader)))
         small = {
             STATE: build_state_file(carried.shared, {}),
             RANKS: build_ranks_file([values.to_json(rank_values) for rank_values in carried.ranks], carried.shared),
             **{f"{_MODEL}/{name}": data for name, data in companions if is_plain_model},
         }
-        small |= self.adapter_files()
+        small |= self.adapter_files() | self._hub_layout()
         given = self._adapt_dtype(self._source.small_files.items())
         small |= {f"{self.output_name}/{name}": data for name, data in given}
         self._files.finalize(fragments, small, self._build_manifest)
@@ -91,6 +94,15 @@ class NativeTarget:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
         selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
         return read_adapter_files(self._source.reader) if selects_adapters else {}
+
+    def _hub_layout(self) -> dict[str, bytes]:
+        """Return the layout for the Hub, by its path in the checkpoint, if all tensors that it names are unchanged."""
+        reader, sources = self._source.reader, self._source.selected.sources
+        raw = layout_file(reader)
+        is_unchanged = all(
+            sources.get(key) == key for key in ((_MODEL, name) for name in reader.groups.get(_MODEL, ()))
+        )
+        return {f"{_MODEL}/{NAME}": raw} if raw is not None and is_unchanged else {}
 
     def open_reader(self) -> Reader:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -122,8 +134,13 @@ class HuggingFaceTarget(NativeTarget):
                 f"the output contains one model, but the source has {', '.join(groups) or 'none'}: "
                 'select one with keys={"model": …}, on the command line --key model=…, or leave out the others'
             )
-        super().__init__(source, pending, final)
+        super().__init__(replace(source, stem=self._find_stem(source)), pending, final)
         self._check_names()
+
+    def _find_stem(self, source: ConversionSource) -> str:
+        """Return the stem of the files that the library of the configuration opens."""
+        companions = dict(companion_files(underlying_reader(source.reader)))
+        return find_stems(source.small_files.get(CONFIG, companions.get(CONFIG, b"")))[0]
 
     def _check_names(self) -> None:
         """Raise ``InvalidArgumentError`` if transformers would open the model with newly initialized weights."""
@@ -147,6 +164,10 @@ class SafetensorsTarget(HuggingFaceTarget):
     def __init__(self, source: ConversionSource, pending: Path, final: Path) -> None:
         super().__init__(replace(source, limit=sys.maxsize), pending, final)
 
+    def _find_stem(self, source: ConversionSource) -> str:
+        """Return the stem of the only file, which gets the name of the output."""
+        return source.stem
+
     def _check_names(self) -> None:
         """Accept any names: transformers does not open a single file."""
 
@@ -159,6 +180,8 @@ def _plan_save(source: ConversionSource) -> SavePlan:
         group: pack_files(group, infos, source.selected.tied.get(group, {}), source.limit)
         for group, infos in sorted(groups.items())
     }
+    if _MODEL in packed:
+        packed[_MODEL] = [replace(file, notes=source.notes) for file in rename_weights(packed[_MODEL], source.stem)]
     files = [file for group_files in packed.values() for file in group_files]
     tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
     return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)

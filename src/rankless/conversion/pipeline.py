@@ -91,7 +91,10 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
 KEEP_OWN_VALUES = frozenset({"native", "torch", "lightning", "colossalai"})
 
 #: Functions that change a source to what a format needs: ``"module:function"``.
-ADAPTERS = {MEGATRON: "rankless.megatron.writer.megatron_source:adapt_source"}
+ADAPTERS = {
+    "hf": "rankless.conversion.hub_form:adapt_source",
+    MEGATRON: "rankless.megatron.writer.megatron_source:adapt_source",
+}
 
 
 @dataclass(frozen=True)

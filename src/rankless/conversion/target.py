@@ -12,6 +12,7 @@ from rankless.conversion.tensor_filter import Key, SelectedTensors
 from rankless.engine.io.requests import Fragments
 from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.weight_names import TRANSFORMERS
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ConversionSource:
     """The tensors and values of a source to be written.
 
     ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
-    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any.
+    ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any. ``notes`` are entries
+    of the metadata of each safetensors file of the model, whose names begin with ``stem``.
     """
 
     reader: Reader
@@ -29,6 +31,8 @@ class ConversionSource:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+    stem: str = TRANSFORMERS[0]
 
     @property
     def tensor_infos(self) -> dict[Key, TensorInfo]:

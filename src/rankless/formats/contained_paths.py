@@ -14,13 +14,13 @@ def allowed_root(root: Path) -> tuple[Path, ...]:
 
     They are ``root`` itself and, in the cache of the Hugging Face Hub, the folder ``blobs`` of the repository: there a
     file in ``snapshots/<revision>/`` is a link into ``blobs/``. ``blobs`` must be a real folder of the repository,
-    because a link could lead anywhere.
+    because a link could lead anywhere. ``root`` may also be a folder in the revision: of one model of several.
     """
     if isinstance(root, ObjectPath):
         return (root,)
-    repository = root.parent.parent
-    blobs = repository / "blobs"
-    if root.parent.name == "snapshots" and posix.real_path(blobs) == posix.real_path(repository) / "blobs":
+    snapshots = next((folder for folder in root.parents if folder.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent / "blobs"
+    if blobs is not None and posix.real_path(blobs) == posix.real_path(blobs.parent) / "blobs":
         return root, blobs
     return (root,)
 

@@ -9,6 +9,7 @@ from rankless.errors import FormatError, NoCheckpointError
 from rankless.formats.composite_reader import CompositeReader
 from rankless.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_huggingface, kinds_in
 from rankless.formats.native import is_native
+from rankless.formats.pipelines import is_pipeline, open_pipeline
 from rankless.formats.reader import Reader
 from rankless.formats.registry import ACCELERATE, DEEPSPEED, READABLE
 from rankless.formats.sharded.model_files import list_components
@@ -25,6 +26,7 @@ def is_foreign(path: Path) -> bool:
     return (
         is_sharded_checkpoint(path)
         or is_huggingface(path)
+        or is_pipeline(path)
         or any(readable.is_at(path) for readable in READABLE.values())
     )
 
@@ -53,6 +55,8 @@ def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
             return readable.open(path, keys)
     if store_of(path).is_directory(path) and (is_huggingface(path) or is_sharded_checkpoint(path)):
         return _open_components(path, keys)
+    if is_pipeline(path):
+        return open_pipeline(path, keys)
     if is_sharded_checkpoint(path):
         return ShardedReader(path, keys)
     if is_huggingface(path):
@@ -64,8 +68,9 @@ def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
         raise NoCheckpointError(f"there is no {path}")
     raise FormatError(
         f"{path} is not a checkpoint of a format that rankless reads: its own (a folder with a manifest.json), "
-        "Hugging Face weights (safetensors), a file of torch.save, or a folder of torch.distributed.checkpoint, "
-        "Accelerate, DeepSpeed, Lightning, Megatron-LM, ColossalAI or NxD" + describe_contents(path)
+        "Hugging Face weights (safetensors), a pipeline of diffusers, a file of torch.save, or a folder of "
+        "torch.distributed.checkpoint, Accelerate, DeepSpeed, Lightning, Megatron-LM, ColossalAI or NxD"
+        + describe_contents(path)
     )
 
 

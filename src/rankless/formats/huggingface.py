@@ -1,6 +1,6 @@
 """A reader of weights as Hugging Face libraries write them: one safetensors file, or several and an index.
 
-Source: ``save_pretrained`` of transformers. A single safetensors file outside of such a folder is read as well.
+Source: ``save_pretrained`` of transformers and of diffusers. A single safetensors file elsewhere is read as well.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from rankless.formats.native import check_native_form
 from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
 from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
 from rankless.formats.sharded.index import read_index, two_saves_error
-from rankless.ondisk import block_crcs, values
+from rankless.ondisk import block_crcs, torchao_form, values
 from rankless.ondisk.data_files import CRC_KEY, TensorInfo
 from rankless.ondisk.header import parse_json_object
+from rankless.ondisk.torchao_form import TORCHAO
 from rankless.ondisk.values import ArrayCodec
+from rankless.ondisk.weight_names import DIFFUSERS, TRANSFORMERS, index_and_single
 from rankless.storage.store import store_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = index_and_single(TRANSFORMERS[0])
 
-#: The index and the single file of an optimizer, as ``save_optimizer`` writes them.
-_OPTIMIZER = ("optimizer.safetensors.index.json", "optimizer.safetensors")
+#: The index and the single file of a model of diffusers, and of an optimizer, as ``save_optimizer`` writes them.
+_DIFFUSERS, _OPTIMIZER = index_and_single(DIFFUSERS[0]), index_and_single("optimizer")
 
 #: Key of the header metadata of a first file with the values that are not tensors, as JSON by component.
 VALUES_KEY = "rankless.values"
@@ -45,7 +47,7 @@ def kinds_in(folder: Path) -> list[str]:
     has_optimizer = store_of(folder).file_exists(folder / single) or (
         store_of(folder).file_exists(folder / index) and not read_index(folder / index, folder).groups_file
     )
-    has_model = store_of(folder).file_exists(folder / INDEX) or store_of(folder).file_exists(folder / SINGLE)
+    has_model = any(store_of(folder).file_exists(folder / name) for name in (INDEX, SINGLE, *_DIFFUSERS))
     return [kind for kind, is_there in ((MODEL, has_model), (OPTIMIZER, has_optimizer)) if is_there]
 
 
@@ -64,6 +66,21 @@ def find_exported_files(folder: Path) -> frozenset[str] | None:
     return frozenset(names) if is_ours else None
 
 
+def _read_descriptions(files: SafetensorsFiles) -> dict[str, str]:
+    """Return torchao's description of each quantized tensor. ``save_pretrained`` puts all of them into each file."""
+    descriptions = (torchao_form.read_descriptions(file.header.metadata) for file in files.files)
+    return {name: text for of_file in descriptions for name, text in of_file.items()}
+
+
+def _map_names(files: SafetensorsFiles, described: Mapping[str, str]) -> dict[str, str]:
+    """Return the name in the files of each tensor. Raises ``CorruptCheckpointError`` if two would get one name."""
+    renamed = torchao_form.native_names(files.tensors, described)
+    stored_names = {renamed.get(name, name): name for name in files.tensors}
+    if len(stored_names) != len(files.tensors):
+        raise CorruptCheckpointError(f"two tensors of {files.files[0].path} are one in the description of torchao")
+    return stored_names
+
+
 class HuggingFaceReader:
     """A reader of one safetensors file, or of a folder with a model, an optimizer as rankless writes it, or both."""
 
@@ -74,20 +91,36 @@ class HuggingFaceReader:
         self.path = path
         self._file_sets = dict(self._open_file_sets())
         self.files: Sequence[Path] = [file.path for files in self._file_sets.values() for file in files.files]
-        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
-            group: files.tensors for group, files in self._file_sets.items()
+        self._described = {group: _read_descriptions(files) for group, files in self._file_sets.items()}
+        #: The names in the files by group and name: torchao's form has others for inner tensors.
+        self._stored_names = {
+            group: _map_names(files, self._described[group]) for group, files in self._file_sets.items()
         }
-        self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._file_sets.items()}
+        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
+            group: {name: self._file_sets[group].tensors[stored] for name, stored in names.items()}
+            for group, names in self._stored_names.items()
+        }
+        self.tied: Mapping[str, Mapping[str, str]] = {
+            group: torchao_form.rename_ties(files.tied, self._described[group])
+            for group, files in self._file_sets.items()
+        }
 
     def _open_file_sets(self) -> Iterator[tuple[str, SafetensorsFiles]]:
         if store_of(self.path).is_file(self.path):
             file = SafetensorsFile.open(self.path)
             yield (OPTIMIZER if OPTIMIZER in self._header_values([file]) else MODEL), SafetensorsFiles([file])
             return
-        for group, (index, single) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+        for group, (index, single) in self._name_pairs():
             paths = self._list_files(index, single)
             if paths:
                 yield group, SafetensorsFiles([SafetensorsFile.open(path) for path in paths])
+
+    def _name_pairs(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield the groups with the names of the index and of the single file that they may have."""
+        store = store_of(self.path)
+        is_diffusers = not any(store.file_exists(self.path / name) for name in (INDEX, SINGLE))
+        yield MODEL, _DIFFUSERS if is_diffusers else (INDEX, SINGLE)
+        yield OPTIMIZER, _OPTIMIZER
 
     def _list_files(self, index: str, single: str) -> list[Path]:
         store = store_of(self.path)
@@ -126,14 +159,16 @@ class HuggingFaceReader:
         """See :class:`rankless.formats.reader.Reader`."""
         if group not in self._file_sets:
             raise FormatError(f"{self.path} holds {' and '.join(self._file_sets)}, and no {group}")
-        return [self._file_sets[group].file_of(name).tensor_extent(name, start, stop)]
+        stored = self._stored_names[group][name]
+        return [self._file_sets[group].file_of(stored).tensor_extent(stored, start, stop)]
 
     def block_crcs(self, group: str, name: str) -> Sequence[int] | None:
         """Return the CRCs that rankless wrote into the header, or ``None`` if another library wrote the file."""
-        return self._file_sets[group].file_of(name).crcs.get(name)
+        stored = self._stored_names[group][name]
+        return self._file_sets[group].file_of(stored).crcs.get(stored)
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
-        """Return the values that rankless wrote into the headers; files of other libraries have none."""
+        """Return the values that rankless wrote into the headers; other libraries only describe quantized tensors."""
         del rank, rank_codec
         shared = {}
         for group, files in self._file_sets.items():
@@ -145,6 +180,8 @@ class HuggingFaceReader:
             if group in encoded:
                 value = values.decode_value(encoded[group], shared_codec, str(self.path))
                 shared[group] = check_native_form(group, value, self.path)
+            elif self._described[group]:
+                shared[group] = {name: {TORCHAO: text} for name, text in self._described[group].items()}
         return CheckpointValues(shared)
 
     def _header_values(self, files: Sequence[SafetensorsFile]) -> dict[str, Any]:
@@ -164,7 +201,7 @@ class HuggingFaceReader:
 
     def check_files(self) -> None:
         """Check that an index names just the tensors that are in the files. There are no checksums of the files."""
-        for group, (index, _) in ((MODEL, (INDEX, SINGLE)), (OPTIMIZER, _OPTIMIZER)):
+        for group, (index, _) in self._name_pairs():
             if group in self._file_sets and store_of(self.path).file_exists(self.path / index):
                 self._check_index(index, self._file_sets[group])
 

@@ -45,7 +45,7 @@ def describe_checkpoint(
         (
             entry.name,
             entry.info.dtype,
-            str(list(entry.info.shape)) + (f" x {entry.count:,}" if entry.count > 1 else ""),
+            str(list(entry.info.value_shape)) + (f" x {entry.count:,}" if entry.count > 1 else ""),
             format_size(entry.nbytes),
         )
         for entry in fold_tensors(tensors)

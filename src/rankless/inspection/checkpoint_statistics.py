@@ -11,6 +11,7 @@ from rankless.formats.reader import detect_replacement
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint, inspect_path
 from rankless.inspection.name_patterns import match_names
 from rankless.inspection.tensor_statistics import TensorStatistics
+from rankless.ondisk.dtypes import PACKED_BITS
 from rankless.storage.object_path import parse_location
 
 
@@ -52,11 +53,11 @@ def compute_statistics(path: str | PathLike[str], pattern: str | None = None) ->
 
 
 def select_tensors(inspected: InspectedCheckpoint, pattern: str | None) -> list[tuple[str, str]]:
-    """Return the group and the name of each tensor that matches. Tensors inside values are left out."""
+    """Return the group and the name of each tensor that matches, but for those inside values and of packed dtypes."""
     return [
         (group, name)
-        for group, name, _ in inspected.iterate_tensors()
-        if group not in VALUE_GROUPS and match_names(f"{group}/{name}", pattern)
+        for group, name, info in inspected.iterate_tensors()
+        if group not in VALUE_GROUPS and info.dtype not in PACKED_BITS and match_names(f"{group}/{name}", pattern)
     ]
 
 

@@ -43,7 +43,7 @@ def _apart_row(tensor: TensorDiff) -> tuple[str, ...]:
 
 
 def _format_info(info: TensorInfo | None) -> str:
-    return "absent" if info is None else f"{info.dtype} {list(info.shape)}"
+    return "absent" if info is None else f"{info.dtype} {list(info.value_shape)}"
 
 
 def _difference_row(tensor: TensorDiff) -> tuple[str, ...]:

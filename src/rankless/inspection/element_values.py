@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankless.ondisk.dtypes import NUMPY_NAMES, dtype_width
+from rankless.ondisk.dtypes import NUMPY_NAMES, PACKED_BITS, dtype_width
 
 #: Elements as unsigned integers of their width: the raw bits.
 Bits = npt.NDArray[Any]
@@ -42,7 +42,9 @@ _SMALL_FLOATS = {
 
 
 def as_values(bits: Bits, dtype: str) -> npt.NDArray[Any]:
-    """Convert elements to float64 or complex128."""
+    """Convert elements to float64 or complex128. Of packed dtypes these are the numbers in the bytes."""
+    if dtype in PACKED_BITS:
+        return bits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # NaNs that signal
         if dtype == "BF16":
             return _widen_bfloat16(bits).astype(np.float64)
@@ -53,9 +55,14 @@ def as_values(bits: Bits, dtype: str) -> npt.NDArray[Any]:
 
 
 def as_array(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[Any]:
-    """Return the elements that some bytes are; as float32, exactly, if NumPy does not have the dtype."""
+    """Return the elements that some bytes are; as float32, exactly, if NumPy does not have the dtype.
+
+    Elements of packed dtypes are bytes.
+    """
     if dtype in NUMPY_NAMES:
         return raw.view(NUMPY_NAMES[dtype])
+    if dtype in PACKED_BITS:
+        return raw
     bits = raw.view(f"u{dtype_width(dtype)}")
     return _widen_bfloat16(bits) if dtype == "BF16" else as_values(bits, dtype).astype(np.float32)
 

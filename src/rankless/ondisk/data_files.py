@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -18,7 +19,7 @@ import msgspec
 
 from rankless.errors import InvalidArgumentError, UnsupportedTensorError
 from rankless.ondisk import block_crcs
-from rankless.ondisk.dtypes import dtype_width
+from rankless.ondisk.dtypes import PACKED_BITS, count_values_of_rows, dtype_width
 from rankless.ondisk.header import DIMENSIONS, HeaderEntry, encode_header
 
 #: The items that are distributed over files.
@@ -51,6 +52,9 @@ _HEADER_BUDGET = 32_000_000
 #: The approximate size in bytes of a header entry without its name and CRCs.
 _ENTRY_BYTES = 128
 
+#: The number of a file in its name.
+_NUMBER = re.compile(r"-\d+-of-\d+(?=\.safetensors$)")
+
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -74,6 +78,11 @@ class TensorInfo(msgspec.Struct, frozen=True, dict=True):
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
         return math.prod(self.shape) * dtype_width(self.dtype)
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """The shape as files have it, for people. A packed dtype has several values in an element."""
+        return count_values_of_rows(self.dtype, self.shape)
 
 
 @lru_cache(maxsize=128)
@@ -207,6 +216,10 @@ def _estimate_header_bytes(name: str, info: TensorInfo) -> int:
         raise UnsupportedTensorError(
             f"tensor {name!r} has {len(info.shape)} dimensions; at most {DIMENSIONS} are supported"
         )
+    if info.dtype in PACKED_BITS and not info.shape:
+        raise UnsupportedTensorError(
+            f"tensor {name!r} of {info.dtype} has no dimension whose values could be counted: give it one"
+        )
     try:
         quoted = msgspec.json.encode(name)
     except UnicodeEncodeError as error:
@@ -238,9 +251,9 @@ def _file_paths(group: str, n: int) -> list[str]:
     return [f"{file_stem(group)}-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
 
 
-def index_path(group: str) -> str:
-    """Return the path of the index of a group that has several files."""
-    return f"{file_stem(group)}.safetensors.index.json"
+def index_path(files: Sequence[DataFile]) -> str:
+    """Return the path of the index of a group's files, of which there are several."""
+    return f"{_NUMBER.sub('', files[0].path)}.index.json"
 
 
 def build_index(files: Sequence[DataFile]) -> bytes:

@@ -1,7 +1,7 @@
 """The dtypes of a safetensors file: their names, here, in torch and in NumPy, and their widths.
 
-Source: the safetensors format, https://github.com/huggingface/safetensors. The sub-byte kinds
-(F4, F6) have no whole number of bytes per element and are left out.
+Source: the safetensors format, https://github.com/huggingface/safetensors. Values of the packed dtypes, F4 and F6,
+share bytes. rankless counts their bytes as elements, as torch does: in the last dimension of a shape.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rankless.errors import FormatError, UnsupportedTensorError
 if TYPE_CHECKING:
     import numpy as np
 
-#: Bytes per element of each dtype, by its safetensors name.
+#: Bytes per element of each dtype that is not packed, by its safetensors name.
 WIDTHS = {
     "C64": 8,
     "F64": 8,
@@ -36,12 +36,16 @@ WIDTHS = {
     "U8": 1,
 }
 
-#: The name in torch of each dtype.
+#: The bits of a value of each packed dtype.
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+#: The name in torch of each dtype that it has.
 TORCH_NAMES = {
     "BOOL": "bool",
     "BF16": "bfloat16",
     "C64": "complex64",
     "F16": "float16",
+    "F4": "float4_e2m1fn_x2",
     "F32": "float32",
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
@@ -63,19 +67,47 @@ TORCH_NAMES = {
 BY_TORCH_NAME = {name: dtype for dtype, name in TORCH_NAMES.items()}
 
 #: The name in NumPy of each dtype that it has. torch calls these by the same names.
-NUMPY_NAMES = {dtype: name for dtype, name in TORCH_NAMES.items() if not (dtype == "BF16" or dtype.startswith("F8_"))}
+NUMPY_NAMES = {
+    dtype: name for dtype, name in TORCH_NAMES.items() if dtype != "BF16" and not dtype.startswith(("F8_", "F4"))
+}
 
 #: Floating-point dtypes, which may be cast into each other.
 FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
 
 
 def dtype_width(dtype: str) -> int:
-    """Return the bytes per element. Raises ``FormatError`` for a name that is not in :data:`WIDTHS`."""
+    """Return the bytes per element. Raises ``FormatError`` for an unknown name."""
     try:
-        return WIDTHS[dtype]
+        return 1 if dtype in PACKED_BITS else WIDTHS[dtype]
     except KeyError:
-        supported = ", ".join(sorted(WIDTHS))
+        supported = ", ".join(sorted({*WIDTHS, *PACKED_BITS}))
         raise FormatError(f"dtype {dtype!r} is not supported; rankless reads {supported}") from None
+
+
+def count_bytes_of_rows(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in elements of a shape in values: that of the file. They differ for packed dtypes.
+
+    Raises ``FormatError`` if rows of a packed dtype do not end with a byte.
+    """
+    bits = PACKED_BITS.get(dtype)
+    if bits is None:
+        return shape
+    if not shape or shape[-1] * bits % 8:
+        raise FormatError(f"rows of {dtype} {list(shape)} do not end with a byte: no library can load them")
+    return (*shape[:-1], shape[-1] * bits // 8)
+
+
+def count_values_of_rows(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in values, as in the file, of a shape in elements. See :func:`count_bytes_of_rows`.
+
+    Raises ``FormatError`` if bytes of a packed dtype hold no whole number of values.
+    """
+    bits = PACKED_BITS.get(dtype)
+    if bits is None:
+        return shape
+    if not shape or shape[-1] * 8 % bits:
+        raise FormatError(f"the bytes of {dtype} {list(shape)} are no whole number of values")
+    return (*shape[:-1], shape[-1] * 8 // bits)
 
 
 def dtype_of_array(array: np.ndarray[Any, Any]) -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.ondisk import strict_json
-from rankless.ondisk.dtypes import dtype_width
+from rankless.ondisk.dtypes import PACKED_BITS, count_bytes_of_rows, count_values_of_rows, dtype_width
 
 #: In files that rankless writes, the data starts at a multiple of this many bytes, so that direct I/O can move it.
 ALIGNMENT = 4096
@@ -31,7 +31,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 
 class HeaderEntry(msgspec.Struct, frozen=True):
-    """One tensor of a file: dtype, shape, and its byte range within the data area."""
+    """One tensor of a file: dtype, shape in elements, and its byte range within the data area."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=DIMENSIONS)]
@@ -53,7 +53,12 @@ class SafetensorsHeader(msgspec.Struct, frozen=True):
 
 def encode_header(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a file before its data, padded to :data:`ALIGNMENT`."""
-    text = msgspec.json.encode({"__metadata__": dict(metadata), **entries})
+    packed = {
+        name: msgspec.structs.replace(entry, shape=count_values_of_rows(entry.dtype, entry.shape))
+        for name, entry in entries.items()
+        if entry.dtype in PACKED_BITS
+    }
+    text = msgspec.json.encode({"__metadata__": dict(metadata), **entries, **packed})
     size = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
 
@@ -82,8 +87,17 @@ def decode_header(raw: bytes, file_size: int, file: str) -> SafetensorsHeader:
         entries = msgspec.convert(table, dict[str, HeaderEntry])
     except msgspec.ValidationError as error:
         raise CorruptCheckpointError(f"the header of {file} is corrupt: {error}") from error
+    entries |= {name: _unpack(entry, name, file) for name, entry in entries.items() if entry.dtype in PACKED_BITS}
     _check_tiling(entries, file_size - len(raw), file)
     return SafetensorsHeader(entries, metadata, len(raw))
+
+
+def _unpack(entry: HeaderEntry, name: str, file: str) -> HeaderEntry:
+    """Return an entry with the shape in elements."""
+    try:
+        return msgspec.structs.replace(entry, shape=count_bytes_of_rows(entry.dtype, entry.shape))
+    except FormatError as error:
+        raise FormatError(f"{file}: tensor {name!r}: {error}") from None
 
 
 def _check_tiling(entries: Mapping[str, HeaderEntry], data_size: int, file: str) -> None:

@@ -18,6 +18,9 @@ _OPTIMIZER = "optimizer"
 #: The prefix of the slots of schedulers.
 _SCHEDULER = "scheduler"
 
+#: The member of the description of a tensor of a wrapper subclass that has the name of the class.
+SUBCLASS = "tensor_subclass"
+
 #: The key of what an optimizer keeps besides the states of parameters and the settings of groups.
 OWN_STATE = "own"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ def tensor_columns(tensors: Sequence[NamedTensor]) -> dict[str, Any]:
         "groups": list(groups.items),
         "kinds": list(kinds.items),
         "signatures": [
-            [dtype, list(shape), TensorInfo(dtype, shape).nbytes, math.prod(shape)] for dtype, shape in signatures.items
+            [info.dtype, list(info.value_shape), info.nbytes, math.prod(info.value_shape)]
+            for info in itertools.starmap(TensorInfo, signatures.items)
         ],
         "group": [row[0] for row in rows],
         "kind": [row[1] for row in rows],

@@ -29,6 +29,7 @@ from rankless.run.catalog import CheckpointIdentity, next_identity
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
 from rankless.run.scan import CheckpointInfo
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
+from rankless.save.hub_layout import hub_layout_files
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.save.save_request import SaveRequest
@@ -47,7 +48,8 @@ class SavePlanCache(msgspec.Struct):
 
     ``key`` identifies the plan, ``saves`` counts the saves that were made with it. ``witness`` is the first rank that
     is not on rank 0's host, if there is one. ``differing`` are the encoded names of values that differ between ranks.
-    ``host_names`` are, on rank 0, the names of hosts by number.
+    ``host_names`` are, on rank 0, the names of hosts by number, and ``hub_layouts`` the files with the layouts of
+    models of transformers, for ``hub_plan``.
     ``sharing`` is what is known about the file system, and ``has_checked_store`` whether an object store was asked if
     it honours conditions.
     """
@@ -58,6 +60,8 @@ class SavePlanCache(msgspec.Struct):
     witness: int | None = None
     differing: bytes = b""
     host_names: Mapping[int, str] = msgspec.field(default_factory=dict)
+    hub_layouts: Mapping[str, bytes] = msgspec.field(default_factory=dict)
+    hub_plan: SavePlan = EMPTY_PLAN
     sharing: Sharing = msgspec.field(default_factory=Sharing)
     has_checked_store: bool = False
 
@@ -191,4 +195,11 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         """Return the files without tensor data, by name. ``rank_values`` are those of all ranks."""
         ranks_file = build_ranks_file(list(rank_values), self._merged_values)
         state_file = build_state_file(self._merged_values, self._captured.shared_values)
-        return {**self._captured.small_files, STATE_FILE: state_file, RANKS: ranks_file}
+        return {**self._captured.small_files, **self._hub_layouts(), STATE_FILE: state_file, RANKS: ranks_file}
+
+    def _hub_layouts(self) -> Mapping[str, bytes]:
+        cache = self._cache
+        if cache.hub_plan is not cache.plan:
+            cache.hub_layouts = hub_layout_files(self._request.training, cache.plan, self._merged_values)
+            cache.hub_plan = cache.plan
+        return cache.hub_layouts

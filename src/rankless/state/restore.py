@@ -44,7 +44,7 @@ from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.stateful import loading_code
-from rankless.state.tensor_subclasses import explain_difference, is_description
+from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
@@ -392,7 +392,7 @@ class LoadTargets:
         """Report tensors that belong to another tensor subclass here than in the checkpoint, or to one on one side."""
         saved, stored = self._values.get(slot, {}), self._groups.get(slot, {})
         for name, here in view.wrappers.items():
-            if name in stored or saved.get(name, here) != here:
+            if name in stored or not is_alike(saved.get(name, here), here):
                 self.report.different.append(f"{name}: {explain_difference(saved.get(name), here)}")
         for name in view.tensors:
             if name not in stored and is_description(saved.get(name)):

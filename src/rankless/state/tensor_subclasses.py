@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankless.engine.plan.layout_types import FlatSharded, PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.errors import UnsupportedTensorError
+from rankless.ondisk.torchao_form import TORCHAO, has_equal_settings
+from rankless.ondisk.value_files import SUBCLASS
 from rankless.state.tensor_views import (
     NAMES,
     PLAIN_CLASSES,
@@ -29,9 +31,6 @@ from rankless.state.tensor_views import (
     local_tensor,
     view_of,
 )
-
-#: The member of a description that has the name of the class.
-_SUBCLASS = "tensor_subclass"
 
 #: Stand in a context for the dtype and shape of the tensor itself: the shape of a shard depends on the rank.
 _OWN_DTYPE, _OWN_SHAPE = "dtype", "shape"
@@ -58,23 +57,37 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def is_description(value: object) -> TypeGuard[dict[str, Any]]:
     """Return whether a value, perhaps of a forged file, describes a tensor of a wrapper subclass."""
-    if not isinstance(value, dict) or _SUBCLASS not in value:
+    if not isinstance(value, dict) or SUBCLASS not in value:
         return False
     inner, shape = value.get("inner"), value.get("shape")
     has_inner = isinstance(inner, list) and all(type(name) is str for name in inner)
     return has_inner and isinstance(shape, list) and all(type(size) is int for size in shape)
 
 
+def is_alike(saved: Any, here: Mapping[str, Any]) -> bool:
+    """Return whether two descriptions agree. torchao's is compared if ``saved``, of a file of torchao, has no other."""
+    if isinstance(saved, dict) and saved.keys() == {TORCHAO}:
+        return has_equal_settings(saved[TORCHAO], here.get(TORCHAO, ""))
+    return is_description(saved) and _without_torchao(saved) == _without_torchao(here)
+
+
+def _without_torchao(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description without that of torchao, which depends on its version and says nothing else."""
+    return {key: value for key, value in description.items() if key != TORCHAO}
+
+
 def explain_difference(saved: object, here: object) -> str:
     """Return what two descriptions differ in; a value that is no description stands for a plain tensor."""
+    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == {TORCHAO}:
+        return f"{saved[TORCHAO]} in the checkpoint, {here.get(TORCHAO, _name_kind(here))} here"
     if not is_description(saved) or not is_description(here):
         return f"{_name_kind(saved)} in the checkpoint, {_name_kind(here)} here"
-    key = next(key for key in (*here, *saved) if saved.get(key) != here.get(key))
+    key = next(key for key in (*here, *saved) if key != TORCHAO and saved.get(key) != here.get(key))
     return f"{key.replace('_', ' ')} {saved.get(key)!r} in the checkpoint, {here.get(key)!r} here"
 
 
 def _name_kind(description: object) -> str:
-    return f"a {description[_SUBCLASS]}" if is_description(description) else "a plain tensor"
+    return f"a {description[SUBCLASS]}" if is_description(description) else "a plain tensor"
 
 
 def iter_inner(tensor: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +141,7 @@ def _describe_class(local: torch.Tensor, subject: str) -> dict[str, Any]:
         name: _describe_class(getattr(local, name), subject) for name in names if _is_nested(getattr(local, name))
     }
     return {
-        _SUBCLASS: type(local).__qualname__,
+        SUBCLASS: type(local).__qualname__,
         "context": _describe_context(context, local, subject),
         **({"nested": nested} if nested else {}),
     }

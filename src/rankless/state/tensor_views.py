@@ -26,8 +26,20 @@ from rankless.ondisk.header import DIMENSIONS
 from rankless.state.declared_boxes import DeclaredBoxes, PackedBoxes, boxes_of_checkpointable, boxes_of_chunk_list
 from rankless.state.mesh_order import order_mesh, place_of
 
-#: The torch dtype of each safetensors dtype.
-DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items()}
+
+class _TorchDtypes(dict[str, torch.dtype]):
+    """The torch dtype of each safetensors dtype that the installed torch has."""
+
+    def __missing__(self, dtype: str) -> torch.dtype:
+        raise UnsupportedTensorError(
+            f"torch {torch.__version__} has no dtype for {dtype} of safetensors files: read the bytes with "
+            "rankless.open(path).array(name), or convert the file to 'hf', 'safetensors' or 'native', which copies them"
+        )
+
+
+DTYPES = _TorchDtypes(
+    {dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)}  # F4 is of torch 2.8
+)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 #: The class and dtype of a parameter of bitsandbytes whose scales are an attribute of its module.

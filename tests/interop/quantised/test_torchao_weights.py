@@ -1,11 +1,13 @@
 """Tests weights that torchao has quantized: restored exactly, unsharded and sharded by rows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
@@ -89,3 +91,21 @@ def test_weights_sharded_by_rows_are_stored_like_whole_ones(ranks: Ranks, kind: 
     ranks(3, save_sharded, tmp_path / "3", kind, 1)
     for size in (2, 3):
         assert read_state_files(tmp_path / f"{size}/s") == read_state_files(tmp_path / "1/s"), size
+
+
+def save_sharded_folder(path: Path, kind: str) -> None:
+    rankless.save_model(shard_weights(kind, 0), path, shard=True)
+
+
+def test_folders_of_sharded_weights_describe_the_whole_ones(ranks: Ranks, tmp_path: Path) -> None:
+    """torchao's description of a shard may have the shape of the shard."""
+    kind = "Int8WeightOnlyConfig"
+    rankless.save_model(quantized_model(kind).state_dict(), tmp_path / "1", shard=True)
+    ranks(2, save_sharded_folder, tmp_path / "2", kind)
+    name = "model.safetensors"
+    assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+    with safe_open(str(tmp_path / "1" / name), "pt") as file:
+        assert "0._weight_qdata" in file.keys()  # noqa: SIM118 - it is no dict
+        described = json.loads(file.metadata()["0.weight"])
+    assert described["_type"] == "Int8Tensor"
+    assert {"qdata", "scale"} <= {*described["_tensor_data_names"]}

@@ -79,7 +79,7 @@ def test_every_tensor_is_what_torch_reads(tmp_path: Path, state: dict[str, torch
     assert [check.problem for check in opened.verify()] == [None] * len([*opened.verify()])
 
 
-FEW = {dtype for name, dtype in DTYPES.items() if name.startswith(("F8", "U16", "U32", "U64"))}
+FEW = {dtype for name, dtype in DTYPES.items() if name.startswith(("F4", "F8", "U16", "U32", "U64"))}
 
 
 def further(opened: rankless.Checkpoint) -> list[str]:

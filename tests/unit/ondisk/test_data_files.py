@@ -147,8 +147,9 @@ def test_the_header_says_what_is_tied_and_that_it_is_torch() -> None:
 def test_files_are_named_as_hugging_face_names_them(group: str, one: str, first_of_two: str) -> None:
     tensors = {"a": TensorInfo("U8", (4,)), "b": TensorInfo("U8", (4,))}
     assert [file.path for file in pack_files(group, tensors, {}, 8)] == [one]
-    assert pack_files(group, tensors, {}, 4)[0].path == first_of_two
-    assert index_path(group) == f"{one}.index.json"
+    files = pack_files(group, tensors, {}, 4)
+    assert files[0].path == first_of_two
+    assert index_path(files) == f"{one}.index.json"
 
 
 def test_no_tensors_have_no_file() -> None:

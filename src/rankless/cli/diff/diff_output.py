@@ -75,7 +75,7 @@ def _apart_row(comparison: CheckpointComparison, pair: TensorPair) -> tuple[str,
 
 
 def _format_info(info: TensorInfo | None) -> str:
-    return "absent" if info is None else f"{info.dtype} {list(info.shape)}"
+    return "absent" if info is None else f"{info.dtype} {list(info.value_shape)}"
 
 
 def _difference_row(
@@ -138,7 +138,9 @@ def _tensor_record(
     comparison: CheckpointComparison, pair: TensorPair, difference: TensorDifference | None
 ) -> dict[str, Any]:
     sides = zip("ab", _pair_infos(comparison, pair), strict=True)
-    described = {side: {"dtype": info.dtype, "shape": list(info.shape)} for side, info in sides if info is not None}
+    described = {
+        side: {"dtype": info.dtype, "shape": list(info.value_shape)} for side, info in sides if info is not None
+    }
     if difference is None:
         return {"name": pair.name, **described}
     numbers = {"max_abs": _json_number(difference.absolute), "max_rel": _json_number(difference.relative)}

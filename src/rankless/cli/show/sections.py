@@ -81,7 +81,7 @@ def tensor_section(tensors: Mapping[str, TensorInfo], tied: Mapping[str, str], *
         [
             escape_control_characters(entry.name),
             entry.info.dtype,
-            str(list(entry.info.shape)) + (f" x {entry.count:,}" if entry.count > 1 else ""),
+            str(list(entry.info.value_shape)) + (f" x {entry.count:,}" if entry.count > 1 else ""),
             format_size(entry.nbytes),
         ]
         for entry in entries
@@ -97,7 +97,7 @@ def _format_parameters(groups: Mapping[str, Mapping[str, TensorInfo]]) -> str:
     for group, infos in groups.items():
         if group.partition("/")[0] in _MODEL_GROUPS:
             for info in infos.values():
-                counts[info.dtype] += math.prod(info.shape)
+                counts[info.dtype] += math.prod(info.value_shape)
     if not counts:
         return ""
     dtypes = [f"{_format_number(count)} in {dtype}" for dtype, count in counts.most_common()]

@@ -131,7 +131,7 @@ def _json_record(
         "bytes": sum(files.values()),
         "files": [{"path": str(file), "bytes": size} for file, size in files.items()],
         "tensors": [
-            {"name": name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
+            {"name": name, "dtype": info.dtype, "shape": list(info.value_shape), "bytes": info.nbytes}
             for name, info in tensors.items()
         ],
         "tied": tied,

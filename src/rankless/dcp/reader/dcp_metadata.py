@@ -21,7 +21,7 @@ from rankless.formats.torchfile.torch_placeholders import TorchDtype, TorchSize
 from rankless.formats.tree.expanded_size import check_expanded_size
 from rankless.formats.tree.tree_traversal import Path
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.dtypes import BY_TORCH_NAME, WIDTHS
+from rankless.ondisk.dtypes import BY_TORCH_NAME, dtype_width
 from rankless.ondisk.hash_limits import check_hashes
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.values import MAX_DEPTH
@@ -198,7 +198,7 @@ def _decode_tensor(
     if dtype.name not in BY_TORCH_NAME:
         return UnreadableTensor(f"has dtype {dtype.name}, which rankless does not read")
     tensor = TensorMetadata(TensorInfo(BY_TORCH_NAME[dtype.name], _to_shape(state["size"], name)))
-    if math.prod(size or 1 for size in tensor.info.shape) * WIDTHS[tensor.info.dtype] >= _LARGEST:
+    if math.prod(size or 1 for size in tensor.info.shape) * dtype_width(tensor.info.dtype) >= _LARGEST:
         raise ValueError(f"tensor {name!r} has the shape {list(tensor.info.shape)}, which is too large for torch")
     for chunk in state["chunks"]:
         chunk_state = _state_of(chunk, "ChunkStorageMetadata")

@@ -118,7 +118,7 @@ def build_headers(
 
 def build_indexes(plan: SavePlan) -> dict[str, bytes]:
     """Return the index of each group of several files, by its path."""
-    return {index_path(group): build_index(files) for group, files in plan.groups.items() if len(files) > 1}
+    return {index_path(files): build_index(files) for files in plan.groups.values() if len(files) > 1}
 
 
 def _with_unchanged(fragments: Sequence[Fragment], unchanged: Mapping[int, int], nbytes: int) -> Sequence[Fragment]:

@@ -16,7 +16,7 @@ from rankless.errors import UnsupportedValueError
 from rankless.formats.torchfile.torch_dtypes import STORAGES
 from rankless.formats.torchfile.torch_placeholders import TorchDevice, TorchDtype, TorchLayout, TorchSize
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES, WIDTHS
+from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES, dtype_width
 
 _PROTOCOL = 2
 
@@ -132,7 +132,7 @@ class _Storage:
 def _storage_id(storage: _Storage) -> tuple[Any, ...]:
     info, number = storage.tensor.info, storage.tensor.storage
     kind = _CLASSES.get(TORCH_NAMES[info.dtype])
-    width = 1 if kind is None else WIDTHS[info.dtype]
+    width = 1 if kind is None else dtype_width(info.dtype)
     return "storage", kind or _UNTYPED, str(number), "cpu", info.nbytes // width
 
 

@@ -1,6 +1,7 @@
 """The names of dtypes and storage classes in files of torch, and their widths."""
 
-from rankless.ondisk.dtypes import BY_TORCH_NAME, WIDTHS
+from rankless.ondisk import dtypes
+from rankless.ondisk.dtypes import BY_TORCH_NAME
 
 #: Further torch dtypes, which safetensors files lack.
 OTHERS = (
@@ -9,7 +10,6 @@ OTHERS = (
     "bcomplex32",
     "complex128",
     "complex32",
-    "float4_e2m1fn_x2",
     "bits1x8",
     "bits2x4",
     "bits4x2",
@@ -49,4 +49,4 @@ _OTHER_WIDTHS = {"complex128": 16, "qint8": 1, "qint32": 4, "quint2x4": 1, "quin
 
 def dtype_width(dtype: str) -> int:
     """Return the width in bytes of an element of a torch dtype."""
-    return WIDTHS[BY_TORCH_NAME[dtype]] if dtype in BY_TORCH_NAME else _OTHER_WIDTHS[dtype]
+    return dtypes.dtype_width(BY_TORCH_NAME[dtype]) if dtype in BY_TORCH_NAME else _OTHER_WIDTHS[dtype]

@@ -14,7 +14,7 @@ from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.torchfile.torch_dtypes import dtype_width
 from rankless.formats.torchfile.zip_reader import FileWindow
 from rankless.ondisk.data_files import TensorInfo
-from rankless.ondisk.dtypes import BY_TORCH_NAME, WIDTHS
+from rankless.ondisk.dtypes import BY_TORCH_NAME, TORCH_NAMES
 
 #: The limit of a tensor's size in bytes.
 _LARGEST = 2**63
@@ -90,10 +90,10 @@ class TorchTensor(StoredTensor):
         """Make a view of a storage. Raises ``ValueError`` if it would reach beyond the storage."""
         info = TensorInfo(BY_TORCH_NAME[dtype], shape)
         # For strides, torch treats an empty dimension like one of size 1; all strides must fit into 63 bits.
-        if math.prod(size or 1 for size in shape) * WIDTHS[info.dtype] >= _LARGEST:
+        if math.prod(size or 1 for size in shape) * dtype_width(dtype) >= _LARGEST:
             raise ValueError(f"a tensor has the shape {list(shape)}, which is too large for torch")
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        reach = (offset + last + 1) * WIDTHS[info.dtype] if math.prod(shape) else 0
+        reach = (offset + last + 1) * dtype_width(dtype) if math.prod(shape) else 0
         if reach > storage.nbytes:
             raise ValueError(f"a tensor ends at byte {reach} of its storage, which has only {storage.nbytes}")
         return cls(info, storage, offset, strides)
@@ -101,7 +101,7 @@ class TorchTensor(StoredTensor):
     @property
     def width(self) -> int:
         """The width of an element, in bytes."""
-        return WIDTHS[self.info.dtype]
+        return dtype_width(TORCH_NAMES[self.info.dtype])
 
     @property
     def identity(self) -> Hashable:

@@ -1,8 +1,9 @@
-"""Configuration files that make a directory of weights a transformers model."""
+"""Configuration files that make a directory of weights a model of transformers or diffusers."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,16 +16,17 @@ from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.state.model.flat_model import FlatModel
 from rankless.state.model.wrapper_modules import find_wrapped
 
-#: transformers' base class, by name because transformers may not be installed.
+#: The base classes of models in transformers and in diffusers, by name because these may not be installed.
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+_DIFFUSERS_MIXIN = "diffusers.models.modeling_utils.ModelMixin"
 
 
 def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of the configuration files of a model, given by its parts.
 
-    There are none for models that are not transformers', for wrappers that only expose the configuration of the wrapped
-    model, and for models with PEFT adapters: their tensors have other names, so transformers would initialize weights
-    that it does not find.
+    There are none for models of neither transformers nor diffusers, for wrappers that only expose the configuration of
+    the wrapped model, and for models with PEFT adapters: their tensors have other names, so transformers would
+    initialize weights that it does not find.
     """
     model = parts[0].module if isinstance(parts[0], FlatModel) else parts[0]
     module = unwrap_model(model) if isinstance(model, nn.Module) else None
@@ -35,6 +37,9 @@ def pretrained_files(parts: Sequence[object]) -> Iterator[tuple[str, bytes]]:
 def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of the configuration files of a module without its adapters."""
     config: Any = getattr(module, "config", None)
+    if _has_base(module, _DIFFUSERS_MIXIN):
+        yield CONFIG, _diffusers_config(module)
+        return
     if not hasattr(config, "to_json_string"):
         return
     config = copy.deepcopy(config)
@@ -45,6 +50,13 @@ def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
     generation = getattr(module, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
         yield "generation_config.json", generation.to_json_string().encode()
+
+
+def _diffusers_config(module: Any) -> bytes:
+    """Return the configuration of a model of diffusers, which writes the name of the model's class into it."""
+    content = json.loads(module.to_json_string())
+    content["_class_name"] = class_before_sharding(module).__name__
+    return f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode()
 
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
@@ -61,7 +73,12 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    return any(f"{cls.__module__}.{cls.__qualname__}" == _PRETRAINED for cls in type(module).__mro__)
+    return _has_base(module, _PRETRAINED)
+
+
+def _has_base(module: nn.Module, name: str) -> bool:
+    """Return whether a module has the base class of this full name."""
+    return any(f"{cls.__module__}.{cls.__qualname__}" == name for cls in type(module).__mro__)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

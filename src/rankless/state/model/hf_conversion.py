@@ -36,7 +36,7 @@ def convert_infos(
     for name, tensor in memory.items():
         tracker.record(tensor, [whole_tensor(name, tensor)])
     with tracker, _WithoutContiguous():
-        converted = revert_weight_conversion(_before_sharding(module), dict(memory))
+        converted = revert_weight_conversion(_without_irreversible(_before_sharding(module)), dict(memory))
     return _find_layout(converted, tracker, infos)
 
 
@@ -72,6 +72,29 @@ def _before_sharding(module: nn.Module) -> Any:
         return copies[original]
 
     return copy_tree(module)
+
+
+def _without_irreversible(module: Any) -> Any:
+    """Return a module without the conversions that cannot be reversed: a quantizer has built its tensors at the load.
+
+    Such tensors are stored in the form of their library. The given module is left as it is.
+    """
+    conversions = getattr(module, "_weight_conversions", None) or []
+    reversible = [conversion for conversion in conversions if _is_reversible(conversion)]
+    if len(reversible) == len(conversions):
+        return module
+    cls = type(module)
+    twin = cls.__new__(cls)
+    twin.__dict__.update(module.__dict__, _weight_conversions=reversible)
+    return twin
+
+
+def _is_reversible(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _find_layout(
