@@ -25,7 +25,8 @@ from rankless.storage.http import connection
 from rankless.storage.http.connection import Address, HttpRequest, HttpResponse
 from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore
-from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
+from tests.helpers.fake_s3 import AWS, FakeS3, failure
+from tests.helpers.fake_stores import FAKES, age
 from tests.helpers.object_histories import (
     OLD,
     brief_retries,
@@ -39,8 +40,6 @@ from tests.helpers.object_histories import (
 )
 from tests.helpers.pairwise import first_of
 
-FAKES = {"aws": lambda: FakeS3(AWS), "google": lambda: FakeS3(GOOGLE), "azure": FakeAzure}
-
 PAGE = HttpResponse(200, {"content-length": "4"}, b"page")
 
 
@@ -51,12 +50,6 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeStore]:
         mock.patch.object(pointers, "_ATTEMPT_SECONDS", 0.001),
     ):
         yield fake
-
-
-def age(fake: FakeStore) -> None:
-    """Let all objects be two days old."""
-    fake.objects = {key: replace(stored, time=stored.time - 2 * 86_400) for key, stored in fake.objects.items()}
-    pointers._pointers.clear()
 
 
 def answer_to(kind: str, part: str, answer: HttpResponse) -> Callable[[Any, str], HttpResponse | None]:

@@ -14,8 +14,8 @@ from rankless.cli.ls import ls
 from rankless.cli.prune import prune
 from rankless.run import cleanup, pointers
 from rankless.run.catalog import list_stale_directories
-from tests.failure.test_object_answers import FAKES, age
 from tests.helpers.fake_http import FakeStore
+from tests.helpers.fake_stores import FAKES, age
 from tests.helpers.object_histories import (
     OLD,
     Crash,

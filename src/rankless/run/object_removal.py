@@ -10,7 +10,7 @@ from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, checkpoint_folder
 from rankless.run.pointers import Pointer, TagEntry, is_published, list_pointers
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import map_requests
+from rankless.storage.store import map_requests, store_of
 
 #: The object in a folder that is being deleted, because its save seems to be dead.
 _REMOVED = ".removed"
@@ -64,7 +64,7 @@ def find_damage(folder: ObjectPath, sizes: Mapping[str, int]) -> str | None:
 
     The list of a store may lag, or come from a proxy. So each file that it lacks is asked for, and so is the mark.
     """
-    if folder.store.is_file(folder / _REMOVED):
+    if store_of(folder).is_file(folder / _REMOVED):
         return (
             f"another process deletes {folder}, because its save seemed to be dead: save again, and let clean-ups "
             "remove only what is a day old"

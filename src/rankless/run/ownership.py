@@ -8,8 +8,9 @@ drains, retention, components, DCP, Lightning and exports all ask here, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, TagExistsError
 from rankless.formats.native import is_native, read_manifest
@@ -72,8 +73,7 @@ _PROOFS: Mapping[str, _Proof] = {
 }
 
 
-@dataclass(frozen=True)
-class Replaceable:
+class Replaceable(msgspec.Struct, frozen=True):
     """What may be at a path that is replaced or removed: outputs of some kinds, and nothing else.
 
     ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` says

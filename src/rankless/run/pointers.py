@@ -22,7 +22,7 @@ from rankless.ondisk.manifest import NAME, Count, Hex64, Manifest, Step
 from rankless.ondisk.validation import is_tag
 from rankless.run.folder_names import checkpoint_folder, tag_of_folder
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import ObjectInfo, map_requests
+from rankless.storage.store import ObjectInfo, map_requests, store_of
 
 #: The name of the prefix of all pointers.
 TAGS = ".tags"
@@ -155,7 +155,7 @@ def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
             return None
         time.sleep(_ATTEMPT_SECONDS)  # it was removed, or the list of the store lags
     folders = (run / name for name in run.store.list_names(run) if tag_of_folder(name) == tag)
-    if not any(run.store.is_file(folder / NAME) for folder in folders):
+    if not any(store_of(folder).is_file(folder / NAME) for folder in folders):
         return None
     unread = StorageError(errno.EIO, f"{found[-1].path} is listed, but the server does not find it: try again")
     return _make_entry(tag, found, unread)

@@ -84,7 +84,7 @@ def _without_irreversible(module: Any) -> Any:
     if len(reversible) == len(conversions):
         return module
     cls = type(module)
-    twin = cls.__new__(cls)
+    twin = object.__new__(cls)
     twin.__dict__.update(module.__dict__, _weight_conversions=reversible)
     return twin
 
