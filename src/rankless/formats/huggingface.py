@@ -56,14 +56,20 @@ def find_exported_files(folder: Path) -> frozenset[str] | None:
 
     See :mod:`rankless.run.ownership`. Other libraries write no checksums into the files.
     """
-    store = store_of(folder)
-    if store.file_exists(folder / INDEX):
-        names = {INDEX, *read_index(folder / INDEX, folder).weight_map.values()}
+    store, (index, single) = store_of(folder), _model_names(folder)
+    if store.file_exists(folder / index):
+        names = {index, *read_index(folder / index, folder).weight_map.values()}
     else:
-        names = {SINGLE}
-    files = [folder / name for name in names - {INDEX} if store.is_file(folder / name)]
+        names = {single}
+    files = [folder / name for name in names - {index} if store.is_file(folder / name)]
     is_ours = files and all(CRC_KEY in SafetensorsFile.open(file).header.metadata for file in files)
     return frozenset(names) if is_ours else None
+
+
+def _model_names(folder: Path) -> tuple[str, str]:
+    """Return the names of the index and of the single file that the model in a folder may have."""
+    is_diffusers = not any(store_of(folder).file_exists(folder / name) for name in (INDEX, SINGLE))
+    return _DIFFUSERS if is_diffusers else (INDEX, SINGLE)
 
 
 def _read_descriptions(files: SafetensorsFiles) -> dict[str, str]:
@@ -117,9 +123,7 @@ class HuggingFaceReader:
 
     def _name_pairs(self) -> Iterator[tuple[str, tuple[str, str]]]:
         """Yield the groups with the names of the index and of the single file that they may have."""
-        store = store_of(self.path)
-        is_diffusers = not any(store.file_exists(self.path / name) for name in (INDEX, SINGLE))
-        yield MODEL, _DIFFUSERS if is_diffusers else (INDEX, SINGLE)
+        yield MODEL, _model_names(self.path)
         yield OPTIMIZER, _OPTIMIZER
 
     def _list_files(self, index: str, single: str) -> list[Path]:

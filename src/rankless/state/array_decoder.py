@@ -74,7 +74,7 @@ def encode_scalar(value: np.generic) -> Any:
 def allocate_tensor(info: TensorInfo, order: Sequence[int] | None = None) -> torch.Tensor:
     """Return a tensor in the memory of the host that has any values, with its dimensions in ``order`` if given."""
     order = tuple(range(len(info.shape))) if order is None else order
-    dtype = _find_dtype(info.dtype)
+    dtype = _dtypes()[info.dtype]
     try:
         tensor: torch.Tensor = _torch().empty_permuted(info.shape, order, dtype=dtype, device="cpu")
     except RuntimeError as error:  # torch has no other type for it
@@ -101,19 +101,11 @@ def _torch() -> Any:
 
 
 def _dtypes() -> Mapping[str, torch.dtype]:
-    """Return the dtype of torch for each name in files."""
+    """Return the dtype of torch for each name in files. A name that this torch lacks raises ``FormatError``."""
     _torch()
     from rankless.state.tensor_views import DTYPES  # noqa: PLC0415 - imports torch
 
     return DTYPES
-
-
-def _find_dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch of a name in files. Raises ``FormatError`` if this torch has none."""
-    dtype = _dtypes().get(name)
-    if dtype is None:
-        raise FormatError(f"this version of torch has no dtype for {name!r}: update torch")
-    return dtype
 
 
 def _restore_parameter(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -151,7 +143,7 @@ def _decode_inline(payload: Any) -> torch.Tensor:
         if math.prod(shape):
             raise CorruptCheckpointError(f"a tensor of the shape {shape} has no bytes")
         return allocate_tensor(TensorInfo(name, shape))
-    tensor: torch.Tensor = _torch().frombuffer(raw, dtype=_find_dtype(name)).reshape(shape)
+    tensor: torch.Tensor = _torch().frombuffer(raw, dtype=_dtypes()[name]).reshape(shape)
     return allocate_tensor(TensorInfo(name, tuple(shape)), orders[0]).copy_(tensor) if orders else tensor
 
 

@@ -20,7 +20,7 @@ from rankless.engine.plan.layout_types import Placement as PlannedPlacement
 from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.engine.plan.shard_byte_ranges import shard_shape
 from rankless.engine.plan.tensor_specs import HeldPieces
-from rankless.errors import UnsupportedTensorError
+from rankless.errors import FormatError, UnsupportedTensorError
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.header import DIMENSIONS
 from rankless.state.declared_boxes import DeclaredBoxes, PackedBoxes, boxes_of_checkpointable, boxes_of_chunk_list
@@ -31,9 +31,9 @@ class _TorchDtypes(dict[str, torch.dtype]):
     """The torch dtype of each safetensors dtype that the installed torch has."""
 
     def __missing__(self, dtype: str) -> torch.dtype:
-        raise UnsupportedTensorError(
-            f"torch {torch.__version__} has no dtype for {dtype} of safetensors files: read the bytes with "
-            "rankless.open(path).array(name), or convert the file to 'hf', 'safetensors' or 'native', which copies them"
+        raise FormatError(
+            f"torch {torch.__version__} has no dtype for {dtype!r}: update torch if a newer one has it, read the bytes "
+            "with rankless.open(path).array(name), or convert to 'hf', 'safetensors' or 'native', which copies them"
         )
 
 

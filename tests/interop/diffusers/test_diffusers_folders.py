@@ -11,6 +11,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import FormatError, UnsafeNameError
+from rankless.formats.huggingface import find_exported_files
 
 STEM = "diffusion_pytorch_model"
 
@@ -143,3 +144,10 @@ def test_a_pipeline_without_models_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("[]")
     with pytest.raises(FormatError, match="no weights"):
         rankless.open(tmp_path)
+
+
+def test_only_an_export_of_rankless_is_replaced(tmp_path: Path) -> None:
+    rankless.save_model(Denoiser(), tmp_path / "ours", shard=True, max_shard_size=100)
+    assert find_exported_files(tmp_path / "ours") == {*list_names(tmp_path / "ours")} - {"config.json"}
+    save_file(Denoiser().state_dict(), tmp_path / f"{STEM}.safetensors")
+    assert find_exported_files(tmp_path) is None
