@@ -195,7 +195,7 @@ class CheckpointSelector:
         elif selected.generation is not None:
             self._local = [one for one in self._local if one.key != selected.generation]
             self.lost_generations.append(_error_message(error))
-            if isinstance(error, MismatchError):
+            if isinstance(error, MismatchError | UnstableReadError):
                 raise self._filling_error or error
         elif self._may_fall_back(selected, error):
             folder = selected.locate(self._request.path)
