@@ -254,7 +254,8 @@ def finalize() -> None:
 
     failures = CollectedFailures()
     failures.run(background_saves.finalize)
-    failures.run(_defaults.drain)
+    if not failures.is_rank_missing:
+        failures.run(_defaults.drain)
     failures.run(background_statistics.wait)
     failures.raise_first()
 

@@ -393,7 +393,7 @@ class Checkpointer:
         failures.run(self._directory.wait)  # so that it is known whether the last save has failed
         failures.run(self._save_last_step)
         failures.run_until_success(self._directory.wait)
-        is_drained = failures.run(self._drain)
+        is_drained = not failures.is_rank_missing and failures.run(self._drain)
         if is_drained and self._last == self._saved and not self._has_last_failed():
             failures.add_note(f"step {self._last} is saved all the same")
 

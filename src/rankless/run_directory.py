@@ -292,7 +292,8 @@ class RunDirectory:
         """
         failures = CollectedFailures()
         failures.run(self.wait)
-        failures.run(self.drain)
+        if not failures.is_rank_missing:
+            failures.run(self.drain)
         failures.raise_first()
 
     def wait_for_turn(self) -> None:

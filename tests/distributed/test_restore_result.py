@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankless
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError, MismatchError
 from rankless.state.per_rank import equal_run_length
 from rankless.state.rng import EVERYWHERE
 from tests.helpers.pool import Ranks
@@ -239,14 +239,24 @@ def test_neighbours_are_the_largest_groups_of_equals(states: list[int]) -> None:
     assert equal_run_length(states) == max(size for size in range(1, len(states) + 1) if fits(size))
 
 
-@pytest.mark.parametrize("entry", ["5", '{"rng":5}', '{"rng":{"torch":{"$tensor":"no"}}}', '{"rng":{"torch":{}}}'])
-def test_forged_generators_are_refused_by_other_numbers_of_ranks_too(tmp_path: Path, entry: str) -> None:
+@pytest.mark.parametrize(
+    ("entry", "error"),
+    [
+        ("5", CorruptCheckpointError),
+        ('{"rng":5}', CorruptCheckpointError),
+        ('{"rng":{"torch":{"$tensor":"no"}}}', CorruptCheckpointError),
+        ('{"rng":{"torch":{}}}', MismatchError),
+    ],
+)
+def test_forged_generators_are_refused_by_other_numbers_of_ranks_too(
+    tmp_path: Path, entry: str, error: type[Exception]
+) -> None:
     from tests.helpers.sealed_checkpoints import reseal_checkpoint
 
     rankless.save_checkpoint(tmp_path, "s")
     (tmp_path / "s/ranks.json").write_text(f'{{"ranks":[{entry},{entry}]}}')
     reseal_checkpoint(tmp_path / "s")
-    with pytest.raises(CorruptCheckpointError, match=str(tmp_path)):
+    with pytest.raises(error, match=str(tmp_path)):
         rankless.restore(tmp_path, "s", rng=True)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rankless
-from rankless.errors import MismatchError, StorageError
+from rankless.errors import MismatchError, RankTimeoutError, StorageError
 from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.folder_tier_save import FolderTierSave
 from rankless.save.object_save import ObjectSave
@@ -257,3 +257,16 @@ def test_a_state_of_any_dtype_that_did_not_change_is_saved(tmp_path: Path) -> No
     with rankless.Checkpointer(tmp_path, model=state, signals=()) as checkpointer:
         checkpointer.step(1)
     assert saved_steps(tmp_path) == [1]
+
+
+def test_the_end_does_not_wait_a_third_time_for_a_rank_that_is_dead(tmp_path: Path) -> None:
+    checkpointer = rankless.Checkpointer(tmp_path, model=nn.Linear(2, 2), signals=(), async_save=True)
+    error = RankTimeoutError("rank 1 did not arrive")
+    with (
+        mock.patch.object(CheckpointSave, "prepare_save", side_effect=error),
+        mock.patch.object(rankless.RunDirectory, "drain") as drain,
+        pytest.raises(RankTimeoutError, match="rank 1"),
+        checkpointer,
+    ):
+        checkpointer.step(1)
+    drain.assert_not_called()

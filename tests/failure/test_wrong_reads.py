@@ -21,6 +21,7 @@ from rankless.errors import StorageError, UnstableReadError
 from rankless.ondisk.block_crcs import crc64
 from rankless.storage import posix
 from rankless.storage.direct_io import BufferedReader
+from rankless.storage.store import PosixStore
 from tests.helpers.corruption import corrupt_model_of_step
 from tests.helpers.pool import Ranks
 
@@ -64,10 +65,11 @@ def wrong_reads(file: str, count: int = 1, at: int = 0) -> Iterator[None]:
             into[len(into) // 2] ^= 4
 
     with (
-        mock.patch.object(posix, "read_small", read_small_wrong),
+        mock.patch.object(PosixStore, "read_small", staticmethod(read_small_wrong)),
         mock.patch.object(BufferedReader, "_read_buffered", read_range_wrong),
     ):
         yield
+    assert next(left, None) is None, "nothing was read wrong"
 
 
 @pytest.mark.parametrize(("file", "at"), [(MANIFEST, 0), (VALUES, 0), (MODEL, 0), (MODEL, 4096)])
@@ -144,3 +146,21 @@ def test_a_link_to_another_place_is_refused_and_never_hidden(tmp_path: Path) -> 
     with pytest.raises(rankless.errors.UnsafeNameError, match="outside of the checkpoint"):
         train(tmp_path / "run", 3)
     assert {file.name for file in (tmp_path / "run").glob("step_*")} == {"step_1", "step_2"}
+
+
+@pytest.mark.parametrize("kind", [".part", ".common"])
+def test_one_wrong_read_of_a_table_of_the_local_tier_costs_no_step(tmp_path: Path, kind: str) -> None:
+    local = rankless.LocalTier(tmp_path / "tier", drain_every=100)
+    rankless.RunDirectory(tmp_path / "run", local=local).save("only", {"w": torch.ones(3)})
+    read_small, wrong = posix.read_small, iter([True])
+
+    def read_small_wrong(path: Path, *args: Any) -> bytes:
+        data = bytearray(read_small(path, *args))
+        if path.name.endswith(kind) and next(wrong, False):
+            data[-1] ^= 4
+        return bytes(data)
+
+    with mock.patch.object(PosixStore, "read_small", staticmethod(read_small_wrong)):
+        restored = rankless.RunDirectory(tmp_path / "run", local=local).restore(model={"w": torch.zeros(3)})
+    assert (restored.tag, restored.source, restored.corrupt_parts) == ("only", "local tier", ())
+    assert not next(wrong, False)

@@ -191,11 +191,12 @@ class CheckpointSelector:
                 raise self._timeout_error(error) from error
         elif self._may_read_again(selected, error):
             self._read_again.add((selected.tag, selected.id))
-            self.wrong_reads.append(_error_message(error))
+            if not _is_missing(error):  # which replicas that lag explain
+                self.wrong_reads.append(_error_message(error))
         elif selected.generation is not None:
             self._local = [one for one in self._local if one.key != selected.generation]
             self.lost_generations.append(_error_message(error))
-            if isinstance(error, MismatchError):
+            if isinstance(error, MismatchError | UnstableReadError):
                 raise self._filling_error or error
         elif self._may_fall_back(selected, error):
             folder = selected.locate(self._request.path)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rankless.errors import RankTimeoutError
+
 
 class CollectedFailures:
     """The errors of saves and drains, for ``Checkpointer`` and ``finalize()``: the first one is raised in the end."""
 
     def __init__(self) -> None:
         self._errors: list[Exception] = []
+
+    @property
+    def is_rank_missing(self) -> bool:
+        """Whether a rank did not come: what needs it may wait for the whole timeout again."""
+        return any(isinstance(error, RankTimeoutError) for error in self._errors)
 
     def run(self, function: Callable[[], object]) -> bool:
         """Call a function. Collect its error, and return whether there was none."""

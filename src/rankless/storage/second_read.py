@@ -8,13 +8,14 @@ falls back over it, and a later save hides it. Readers of manifests, headers and
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from rankless.errors import CorruptCheckpointError, OutsideLinkError
+from rankless.errors import CorruptCheckpointError, UnsafeNameError
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.filesystems import forget_names
 from rankless.storage.object_path import ObjectPath
@@ -31,7 +32,7 @@ def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
     """
     try:
         return read()
-    except OutsideLinkError:
+    except UnsafeNameError:
         raise
     except CorruptCheckpointError as error:  # which keeps the first buffer, so that the second one is another
         forget_file(path)
@@ -46,7 +47,7 @@ def forget_file(path: Path) -> None:
         return
     forget_names(path.parent)
     with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         try:
             _forget_range(fd, 0, 0)
         finally:
@@ -58,7 +59,8 @@ class UncachedReader(BufferedReader):
 
     def read(self, offset: int, into: memoryview) -> None:
         """See :class:`BufferedReader`."""
-        _forget_range(self._fd, offset, len(into))
+        start = offset - offset % mmap.PAGESIZE  # the kernel drops whole pages only
+        _forget_range(self._fd, start, -(-(offset + len(into) - start) // mmap.PAGESIZE) * mmap.PAGESIZE)
         super().read(offset, into)
 
 

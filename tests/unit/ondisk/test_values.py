@@ -333,7 +333,8 @@ def test_forged_json_is_refused_by_name_or_is_some_value(tree: Any) -> None:
     infos = {"": TensorInfo("F32", (2,))}
     try:
         actual = values.load_values(json.dumps(tree).encode(), ArrayDecoder(infos), FILE)
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, FormatError) as error:
         assert FILE in str(error)
+        assert isinstance(error, CorruptCheckpointError) or "is unknown" in str(error) or "this version" in str(error)
     else:
         assert isinstance(fingerprint(actual), tuple)
