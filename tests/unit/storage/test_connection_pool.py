@@ -1,4 +1,4 @@
-"""Connections to object stores: any thread borrows them, no forked process does, and the end of a process closes them."""
+"""Connections to object stores: threads borrow them, forked processes do not, and the end of a process closes them."""
 
 from __future__ import annotations
 
