@@ -116,7 +116,7 @@ def _read_listed_tags(run: Run) -> Mapping[str, _Tag]:
 
 
 def _read_whole_folders(run: Run) -> Mapping[str, _Tag]:
-    """Return the tags of a run without pointers: its folders with a manifest. Its first save has died before the end."""
+    """Return the tags of a run without pointers: its folders with a manifest. Its first save has died."""
     tags: dict[str, _Tag] = {}
     for name in run.list_names():
         folder, _, file = name.partition("/")
