@@ -110,7 +110,21 @@ def _read_listed_tags(run: Run) -> Mapping[str, _Tag]:
     for name in run.list_names(".tags"):
         _, tag, number = name.split("/")
         newest[tag] = max(newest.get(tag, 0), int(number))
+    if not newest:
+        return _read_whole_folders(run)
     return {tag: _Tag(tag, number, json.loads(run.read(f".tags/{tag}/{number}"))) for tag, number in newest.items()}
+
+
+def _read_whole_folders(run: Run) -> Mapping[str, _Tag]:
+    """Return the tags of a run without pointers: its folders with a manifest. Its first save has died."""
+    tags: dict[str, _Tag] = {}
+    for name in run.list_names():
+        folder, _, file = name.partition("/")
+        if file == "manifest.json":
+            tag, _, folder_id = folder.rpartition(".")
+            found = _Tag(tag, 0, {**json.loads(run.read(name)), "id": folder_id})
+            tags[tag] = max(found, tags.get(tag, found), key=lambda each: each.age)
+    return tags
 
 
 def describe_tags(run: Run) -> list[str]:
@@ -122,7 +136,7 @@ def describe_tags(run: Run) -> list[str]:
 def check_nothing_is_left(run: Run) -> None:
     """Clean up as if a day had passed. Raise ``ViolationError`` if anything but the checkpoints is left."""
     with mock.patch.object(cleanup, "ABANDONED_SECONDS", -60.0):  # the clocks of hosts may differ
-        cleanup.clean_up(run.path)
+        cleanup.clean_up(run.path, with_whole=True)
     folders = {tag.folder for tag in _read_tags(run).values()}
     names = {name.partition("/")[0] for name in run.list_names()} - {".tags", ".journal"}
     uploads = [str(upload.path) for upload, _ in run.path.store.list_uploads(run.path)]

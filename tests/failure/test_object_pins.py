@@ -84,6 +84,24 @@ def test_the_clock_of_the_holder_does_not_matter(fake: FakeStore, hours: int) ->
         assert check_all().keys() == {"s4"}
 
 
+def test_a_checkpoint_is_opened_and_pinned_by_its_tag_with_few_requests(fake: FakeStore) -> None:
+    """Each evaluation does so. One request lists the pointers of the tag, and one reads each file's header."""
+    fake.requests.clear()
+    assert rankless.open(run_path(), "s1").step == 1
+    assert len(fake.requests) <= 8
+    fake.requests.clear()
+    with rankless.pin(run_path(), "s1"):
+        pass
+    assert len(fake.requests) <= 12
+
+
+def test_a_tag_is_preferred_to_an_alias(fake: FakeStore) -> None:
+    rankless.set_alias(run_path(), "s3", "s1")
+    assert rankless.open(run_path(), "s3").step == 1
+    save(3)
+    assert rankless.open(run_path(), "s3").step == 3
+
+
 class TestKeysThatMayNotDelete:
     """Saves succeed, and what cannot be removed stays. It blocks nobody."""
 

@@ -12,6 +12,7 @@ from rankless.formats.detect import describe_contents, is_checkpoint, open_reade
 from rankless.formats.native import NativeReader, is_native
 from rankless.formats.reader import Reader
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
+from rankless.run.folder_names import is_saved_folder
 from rankless.run.object_run import has_lost_files, lost_files_error
 from rankless.run.pointers import find_tagged_folder
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
@@ -59,6 +60,8 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     for _ in range(_ATTEMPTS):
         resolved = resolve_checkpoint_path(path)
         with suppress(CheckpointReplacedError):
+            if _is_saved_in_store(resolved):
+                return NativeReader(resolved, keys=keys)
             if is_run_directory(path) or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
                 resolved = latest_checkpoint(path).path
                 return NativeReader(resolved, keys=keys)
@@ -67,6 +70,14 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
             raise lost_files_error(resolved)
         time.sleep(_RETRY_SECONDS)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
+
+
+def _is_saved_in_store(path: Path) -> bool:
+    """Return whether a path is a checkpoint that a save has put into an object store: neither a run nor another format.
+
+    To find that out for any path takes dozens of requests.
+    """
+    return isinstance(path, ObjectPath) and is_saved_folder(path.name) and is_native(path)
 
 
 def resolve_checkpoint_path(path: Path) -> Path:
@@ -100,8 +111,10 @@ def checkpoint_path(path: Path, tag: str | Best) -> Path:
     ``tag`` may be an alias. Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if
     the tag is invalid or ``path`` is a checkpoint itself.
     """
+    if isinstance(path, ObjectPath) and isinstance(tag, str) and (folder := find_tagged_folder(path, tag)) is not None:
+        return folder
     tag = resolve_tag(path, tag)
-    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
+    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:  # of an alias
         return folder
     tagged = path / tag
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):

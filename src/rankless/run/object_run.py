@@ -81,7 +81,7 @@ def _folder_in(run: ObjectPath, path: ObjectPath) -> str:
 
 
 def is_named(folder: Path) -> bool:
-    """Return whether a pointer names a folder in an object store: so nobody has replaced or removed the checkpoint."""
+    """Return whether a pointer names a folder in an object store: so the checkpoint was not replaced or removed."""
     match = FOLDER.fullmatch(folder.name) if isinstance(folder, ObjectPath) else None
     if match is None or not isinstance(folder, ObjectPath):
         return False

@@ -1,4 +1,4 @@
-"""Connections to one endpoint over HTTP: one for each thread of each process, kept open between requests.
+"""Connections over HTTP, which are kept open between requests: any thread of the process borrows one that is idle.
 
 ``http.client`` sends from memory that the caller owns, and receives into it: no byte of a tensor is copied here.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import http.client
 import io
 import math
-import os
+import select
 import socket
 import ssl
-import threading
 import time
+import weakref
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,9 +27,13 @@ from urllib.request import getproxies, proxy_bypass
 
 from rankless.errors import InvalidArgumentError
 from rankless.storage.body import count_bytes
+from rankless.storage.fork_safety import ClosedInForks
 
 #: The most bytes of an answer about objects.
 MAX_BODY = 16 * 2**20
+
+#: The most connections to a server that are kept open.
+_MOST_IDLE = 64
 
 #: The longest time for an answer: so many time-outs of a connection, and a second for so many bytes.
 _MOST_TIMEOUTS, _LEAST_RATE = 10, 1024
@@ -102,13 +106,27 @@ class _Connection(NamedTuple):
     prefix: str = ""
     proxy_headers: Mapping[str, str] = MappingProxyType({})
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether the server has not closed it. What an idle connection receives is its end, or no answer."""
+        if self.http.sock is None:
+            return False
+        poll = select.poll()
+        poll.register(self.http.sock, select.POLLIN)
+        return not poll.poll(0)
 
-class ConnectionPool:
-    """The connections of this process. A forked process opens its own."""
+
+class ConnectionPool(ClosedInForks):
+    """The idle connections of this process to any servers. Each request borrows one. A forked process opens its own.
+
+    Nothing is locked: each step is one operation on a list or a dictionary. A lock could be held at the time of a fork.
+    """
 
     def __init__(self, ca_file: str | None, timeout: float) -> None:
+        super().__init__()
         self._ca_file, self._timeout = ca_file, timeout
-        self._local = threading.local()
+        self._idle: dict[Address, list[_Connection]] = {}
+        weakref.finalize(self, _close_all, self._idle)  # also at the end of the process
 
     def send(self, address: Address, request: HttpRequest) -> HttpResponse:
         """Send a request, and return the whole answer.
@@ -116,29 +134,38 @@ class ConnectionPool:
         Raises ``OSError`` or ``HTTPException`` if the connection breaks. Then it is unknown whether the server has done
         what it was asked for.
         """
-        connection = self._connection(address)
+        connection = self._borrow(address)
         headers, body = {**request.headers, **connection.proxy_headers}, list(request.body) or None
         if body is not None:
             headers["content-length"] = str(count_bytes(body))
         try:
-            try:
-                connection.http.request(request.method, connection.prefix + request.target, body, headers)
-            except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError) as error:
-                if connection.http.sock is None:  # the connection was never made
-                    raise
-                return _read_early_refusal(connection.http, error)
-            return _read_response(connection.http.getresponse(), request)
+            response = _exchange(connection, request, headers, body)
         except BaseException:
             connection.http.close()
             raise
+        self._give_back(address, connection)
+        return response
 
-    def _connection(self, address: Address) -> _Connection:
-        if getattr(self._local, "process", None) != os.getpid():
-            self._local.process, self._local.connections = os.getpid(), {}
-        connections: dict[Address, _Connection] = self._local.connections
-        if address not in connections:
-            connections[address] = self._open(address)
-        return connections[address]
+    def close_in_fork(self) -> None:
+        """Close the connections of the parent process, which keeps its own side of them."""
+        _close_all(self._idle)
+
+    def _borrow(self, address: Address) -> _Connection:
+        idle = self._idle.setdefault(address, [])
+        with suppress(IndexError):
+            while True:
+                connection = idle.pop()
+                if connection.is_open:
+                    return connection
+                connection.http.close()
+        return self._open(address)
+
+    def _give_back(self, address: Address, connection: _Connection) -> None:
+        idle = self._idle.setdefault(address, [])
+        if connection.http.sock is not None and len(idle) < _MOST_IDLE:
+            idle.append(connection)
+        else:
+            connection.http.close()
 
     def _open(self, address: Address) -> _Connection:
         proxy = _find_proxy(address)
@@ -157,6 +184,25 @@ class ConnectionPool:
         if proxy is not None:
             connection.set_tunnel(address.host, address.port, dict(proxy.headers))
         return _Connection(connection)
+
+
+def _exchange(
+    connection: _Connection, request: HttpRequest, headers: Mapping[str, str], body: list[memoryview] | None
+) -> HttpResponse:
+    try:
+        connection.http.request(request.method, connection.prefix + request.target, body, headers)
+    except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError) as error:
+        if connection.http.sock is None:  # the connection was never made
+            raise
+        return _read_early_refusal(connection.http, error)
+    return _read_response(connection.http.getresponse(), request)
+
+
+def _close_all(idle: dict[Address, list[_Connection]]) -> None:
+    for connections in list(idle.values()):
+        with suppress(IndexError):
+            while True:
+                connections.pop().http.close()
 
 
 def parse_address(url: str) -> Address:
