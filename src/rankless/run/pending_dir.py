@@ -256,7 +256,7 @@ def check_destination(final: Path) -> None:
     if is_bucket(final):
         raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")
     has_tag = isinstance(final, ObjectPath) and find_tag(final.parent, final.name) is not None
-    is_link = not isinstance(final, ObjectPath) and final.is_symlink()  # perhaps one that leads nowhere
+    is_link = not isinstance(final, ObjectPath) and posix.is_link(final)  # perhaps one that leads nowhere
     if has_tag or is_link or store_of(final).path_exists(final):
         raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
