@@ -256,7 +256,8 @@ def check_destination(final: Path) -> None:
     if is_bucket(final):
         raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")
     has_tag = isinstance(final, ObjectPath) and find_tag(final.parent, final.name) is not None
-    if has_tag or store_of(final).path_exists(final):
+    is_link = not isinstance(final, ObjectPath) and posix.is_link(final)  # perhaps one that leads nowhere
+    if has_tag or is_link or store_of(final).path_exists(final):
         raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
         if is_bucket(folder):  # it is no checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,27 @@ def test_values_whose_keys_are_taken(tmp_path: Path) -> None:
     path = rankless.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     state = load(path, {"model": model.state_dict(), "user_content": {"model": "", "step": 0}})
     assert state["user_content"] == {"model": "gpt", "step": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"a": [{1: 2}]}, "the key 1 in 'a.0' is loaded as '1'"),
+        ({"a": {0.9: torch.ones(2)}}, "the key 0.9 in 'a' is loaded as '0.9'"),
+        ({"a": {"b": {}}}, "the empty table 'a.b' is left out"),
+        ({"a": {}, "b": 1}, "the empty table 'a' is left out"),
+    ],
+)
+def test_tables_that_torch_s_names_cannot_describe_are_named(content: Any, text: str, tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "a", torch.nn.Linear(1, 1), user_content=content)
+    with pytest.warns(UserWarning, match=text):
+        rankless.convert(tmp_path / "run" / "a", tmp_path / "dcp", to="dcp")
+
+
+def test_keys_of_a_training_are_all_described(saved: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rankless.convert(saved, tmp_path / "dcp", to="dcp")
 
 
 def test_keys_that_torch_cannot_tell_apart(tmp_path: Path) -> None:

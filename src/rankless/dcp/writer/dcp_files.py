@@ -30,6 +30,7 @@ from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.dcp_versions import DCP_VERSION
 from rankless.engine.plan.element_ranges import IndexBox
 from rankless.errors import InvalidArgumentError
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import split_by_size
 from rankless.storage.posix import new_file, write_small
 
@@ -46,7 +47,13 @@ class FlatState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> FlatState:
-        """Flatten a tree. Raises ``InvalidArgumentError`` if two values would have one name."""
+        """Flatten a tree. Raises ``InvalidArgumentError`` if two values would have one name.
+
+        Warn of the first table that the flat names cannot describe.
+        """
+        changed = next(_list_changed_tables(tree, ()), None)
+        if changed is not None:
+            warn_caller(f"torch.distributed.checkpoint joins keys to one text, so that {changed}")
         planner = DefaultSavePlanner()
         try:
             planner.set_up_planner(tree, is_coordinator=True)
@@ -55,6 +62,22 @@ class FlatState:
                 f"torch.distributed.checkpoint joins keys by dots, so that these keys are equal: {error}"
             ) from error
         return cls(planner.state_dict, planner.mappings)
+
+
+def _list_changed_tables(tree: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield what a load will find otherwise. Schedulers, and optimizers by number, get the numbers in keys back."""
+    if isinstance(tree, list):
+        for number, value in enumerate(tree):
+            yield from _list_changed_tables(value, (*path, str(number)))
+    if not isinstance(tree, Mapping) or path[:1] == ("scheduler",):
+        return
+    is_by_number = path[:1] == ("optim",) and path[-1] == "state"
+    if not tree and path and path != ("model",) and not is_by_number:
+        yield f"the empty table {'.'.join(path)!r} is left out"
+    for key, value in tree.items():
+        if not isinstance(key, str) and not is_by_number:
+            yield f"the key {key!r} in {'.'.join(path)!r} is loaded as {str(key)!r}"
+        yield from _list_changed_tables(value, (*path, str(key)))
 
 
 @dataclass(frozen=True)

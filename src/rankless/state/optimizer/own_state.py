@@ -17,7 +17,6 @@ from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES
-from rankless.state.optimizer.load_changes import has_all, is_cast_of, is_unchanged, remember
 from rankless.state.optimizer.storable_states import check_tree
 from rankless.state.tensor_views import local_tensor
 
@@ -237,6 +236,13 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     Its states and settings have their values already. What torch's ``load_state_dict`` casts or replaces is put back.
     Return whether states or settings have other values afterwards.
     """
+    from rankless.state.optimizer.load_changes import (  # noqa: PLC0415 - few optimizers have code of their own
+        has_all,
+        is_cast_of,
+        is_unchanged,
+        remember,
+    )
+
     groups = list(optimizer.param_groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
     state = getattr(optimizer, "state", {})
