@@ -188,18 +188,17 @@ def remove_file(path: Path) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
-    fsync_path(path, os.O_DIRECTORY)
+    _fsync_path(path, os.O_DIRECTORY)
 
 
 def sync_tree(path: Path) -> None:
     """Make a file, or a directory and its contents, durable, except its own name in its parent."""
     for entry in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
-        fsync_path(entry)
-    fsync_path(path)
+        _fsync_path(entry)
+    _fsync_path(path)
 
 
-def fsync_path(path: Path, flags: int = 0) -> None:
-    """Make the bytes of a file, or the names in a directory, durable. ``flags`` are further ones to open it with."""
+def _fsync_path(path: Path, flags: int = 0) -> None:
     with wrap_os_errors("sync", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:

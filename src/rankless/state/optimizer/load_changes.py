@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from rankless.state.optimizer.object_states import COLLECTIONS, map_elements
 from rankless.state.tensor_views import local_tensor
 
 
-@dataclass(frozen=True)
-class _SeenTensor:
+class _SeenTensor(msgspec.Struct, frozen=True):
     """A tensor, and how often torch had changed it, and its shard, when it was seen."""
 
     tensor: torch.Tensor
