@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from rankless.conversion.config_dtype import set_config_dtype
 from rankless.conversion.target import ConversionSource, FileLayout, FileSpan
 from rankless.engine.io.checkpoint_files import CheckpointFiles
@@ -181,7 +183,9 @@ def _plan_save(source: ConversionSource) -> SavePlan:
         for group, infos in sorted(groups.items())
     }
     if _MODEL in packed:
-        packed[_MODEL] = [replace(file, notes=source.notes) for file in rename_weights(packed[_MODEL], source.stem)]
+        packed[_MODEL] = [
+            msgspec.structs.replace(file, notes=source.notes) for file in rename_weights(packed[_MODEL], source.stem)
+        ]
     files = [file for group_files in packed.values() for file in group_files]
     tensors = [(group, name) for group, group_files in packed.items() for file in group_files for name in file.entries]
     return SavePlan(files, packed, tensors, (), (), {}, needs_exchange=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 
 import msgspec
+from msgspec.structs import replace
 
 from rankless.ondisk.data_files import DataFile
 
