@@ -205,3 +205,12 @@ def save_changing(path: str, **options: Any) -> None:
 def test_one_checkpoint_of_several_is_full(ranks: Ranks, tmp_path: Path, size: int) -> None:
     ranks(size, save_changing, str(tmp_path))
     assert all(linked_files(tmp_path, number) for number in range(1, 6))
+
+
+@pytest.mark.parametrize(("elements", "links"), [(1000, 1), (100_000, 2)])
+def test_a_checkpoint_of_few_bytes_shares_nothing(tmp_path: Path, elements: int, links: int) -> None:
+    """Samples, links and hashes take longer than a write of 64 KiB."""
+    for tag in ("a", "b"):
+        rankless.save_checkpoint(tmp_path, tag, {"w": torch.zeros(elements)})
+    (file,) = (tmp_path / "b" / "model").iterdir()
+    assert file.stat().st_nlink == links

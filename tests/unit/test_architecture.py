@@ -138,7 +138,8 @@ saved = imported()
 load("a")
 loaded = imported()
 modules = [sys.modules[name] for name in loaded if name.startswith("rankless.")]
-classes = [cls for module in modules for cls in vars(module).values() if hasattr(cls, "__dataclass_fields__")]
+values = [value for module in modules for value in vars(module).values()]
+classes = [value for value in values if isinstance(value, type) and "__dataclass_fields__" in vars(value)]
 dataclasses = sorted({cls.__name__ for cls in classes})
 print(json.dumps({"save": saved, "load": loaded, "dataclasses": dataclasses, "ran": [count(save), count(load)]}))
 """
@@ -182,12 +183,13 @@ def test_a_load_of_a_native_checkpoint_imports_no_reader_of_another_format(first
 def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None:
     """These bounds only fall, unless a promise needs more. Each module costs a first save or load about a millisecond.
 
-    They last rose when saves began to compare what only one rank stores, and to store what optimizers keep.
+    They last rose when nothing was removed any more that is not proved to be an output, when corrupt files were read
+    twice, and when states of optimizers that a load could not restore were refused.
     """
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
-    assert len(modules_of_rankless(saved)) <= 196
-    assert len(modules_of_rankless(loaded)) <= 233
+    assert len(modules_of_rankless(saved)) <= 205
+    assert len(modules_of_rankless(loaded)) <= 242
 
 
 def test_a_save_and_a_load_make_dataclasses_of_public_types_only(first_use: dict[str, Any]) -> None:
@@ -202,10 +204,10 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     objects that fails in a load was named. A manifest of less than 3 s is asked for its file system: one module more.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
-    assert save_modules <= 121
-    assert save_functions <= 580
+    assert save_modules <= 118
+    assert save_functions <= 546
     assert load_modules <= 116
-    assert load_functions <= 520
+    assert load_functions <= 530
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

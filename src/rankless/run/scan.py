@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from rankless.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
@@ -127,8 +129,7 @@ def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectScan:
+class ObjectScan(msgspec.Struct, frozen=True):
     """The checkpoints of a run in an object store, oldest first, and those of them that no pointer names."""
 
     checkpoints: list[CheckpointInfo]

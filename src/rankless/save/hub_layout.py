@@ -10,21 +10,18 @@ from rankless.formats.hub_layout import NAME, HubLayout, encode_layout, is_store
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.torchao_form import flat_names, select_described
 from rankless.state.model.fused_layout import stored_layout
-from rankless.state.model.hf_config import pretrained_files
-from rankless.state.model.model_traversal import model_components
-from rankless.state.training import TrainingObjects
 
 
-def hub_layout_files(training: TrainingObjects, plan: SavePlan, values: Mapping[str, Any]) -> dict[str, bytes]:
+def hub_layout_files(models: Mapping[str, object], plan: SavePlan, values: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the file with the layout of each model of transformers, by its path in the checkpoint.
 
-    ``values`` are the merged ones. Called on rank 0, once for each plan of a save.
+    ``models`` are these, by slot. ``values`` are the merged ones. Called on rank 0, once for each plan of a save.
     """
     files = {}
-    for slot, parts in model_components(training.model).items():
+    for slot, model in models.items():
         entries = [entry for file in plan.groups.get(slot, ()) for entry in file.entries.items()]
         infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in entries}
-        layout = find_hub_layout(parts[0], infos, values.get(slot, {})) if dict(pretrained_files(parts)) else None
+        layout = find_hub_layout(model, infos, values.get(slot, {}))
         if layout:
             files[f"{slot}/{NAME}"] = encode_layout(layout)
     return files

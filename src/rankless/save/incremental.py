@@ -37,6 +37,10 @@ from rankless.storage.posix import check_space
 #: trainings never use, are less.
 _MIN_SHARE = 0.001
 
+#: The bytes of a checkpoint from which on anything is shared. Samples, links and hashes take 2 ms, and to write so few
+#: bytes takes less.
+_MIN_BYTES = 64 * 2**10
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -93,7 +97,7 @@ class IncrementalSave:
 
         ``frozen`` are the parameters without gradients.
         """
-        if self._base is None:
+        if self._base is None or sum(file.size for file in self._plan.files) < _MIN_BYTES:
             return "", []
         numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
         return self._base.id, self._compare(self._tensors, self._base).sample_files(numbers)

@@ -29,10 +29,11 @@ from rankless.run.catalog import CheckpointIdentity, next_identity
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
 from rankless.run.scan import CheckpointInfo
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
-from rankless.save.hub_layout import hub_layout_files
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.save.save_request import SaveRequest
+from rankless.state.model.hf_config import pretrained_files
+from rankless.state.model.model_traversal import model_components
 from rankless.state.step_only_tensors import step_only_tensors
 from rankless.storage.links_and_clones import Sharing
 
@@ -200,6 +201,14 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
     def _hub_layouts(self) -> Mapping[str, bytes]:
         cache = self._cache
         if cache.hub_plan is not cache.plan:
-            cache.hub_layouts = hub_layout_files(self._request.training, cache.plan, self._merged_values)
-            cache.hub_plan = cache.plan
+            cache.hub_layouts, cache.hub_plan = self._build_hub_layouts(cache.plan), cache.plan
         return cache.hub_layouts
+
+    def _build_hub_layouts(self, plan: SavePlan) -> Mapping[str, bytes]:
+        models = model_components(self._request.training.model)
+        pretrained = {slot: parts[0] for slot, parts in models.items() if dict(pretrained_files(parts))}
+        if not pretrained:
+            return {}
+        from rankless.save.hub_layout import hub_layout_files  # noqa: PLC0415 - few models are of transformers
+
+        return hub_layout_files(pretrained, plan, self._merged_values)

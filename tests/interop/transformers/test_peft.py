@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -228,9 +229,14 @@ def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> 
     assert same(best.state_dict(), result["weights"])
 
 
+def trained_sharing(*arguments: Any) -> dict[str, Any]:
+    with mock.patch("rankless.save.incremental._MIN_BYTES", 0):
+        return trained(*arguments)
+
+
 def test_frozen_parameters_in_files_of_their_own_are_shared(ranks: Ranks, tmp_path: Path) -> None:
     base_model().save_pretrained(tmp_path / "base")
-    ranks(1, trained, tmp_path / "run", 4, {"frozen": "apart"})
+    ranks(1, trained_sharing, tmp_path / "run", 4, {"frozen": "apart"})
     files = list((tmp_path / "run/checkpoint-4/model").glob("*.safetensors"))
     assert sorted(file.stat().st_nlink for file in files) == [1, 2]
 

@@ -100,14 +100,14 @@ def test_a_disk_that_dies_between_two_renames_keeps_what_the_next_save_needs(tmp
 
 
 def test_a_draft_that_somebody_removed_is_not_made_again_without_its_data(tmp_path: Path) -> None:
-    finish = CheckpointFiles._finish_data
+    write = CheckpointFiles._write_files
 
-    def and_then_it_is_gone(self: CheckpointFiles, *arguments: Any) -> Any:
-        yield from finish(self, *arguments)
+    def when_it_is_gone(self: CheckpointFiles, *arguments: Any) -> None:
         shutil.rmtree(self.folder)
+        write(self, *arguments)
 
     with (
-        mock.patch.object(CheckpointFiles, "_finish_data", and_then_it_is_gone),
+        mock.patch.object(CheckpointFiles, "_write_files", when_it_is_gone),
         pytest.raises(StorageError, match="No such file"),
     ):
         rankless.save_checkpoint(tmp_path, "s", user_content={"t": torch.zeros(100)}, rng=False)

@@ -492,6 +492,8 @@ def entry(folder: Path, kind: str) -> Path:
     elif kind == "folder linked out":
         (path.parent / "sub").symlink_to(folder)
         return path.parent / "sub" / "outside"
+    elif kind == "out through its parent":
+        return path.parent / ".." / "outside"
     elif kind == "folder":
         path.mkdir()
     elif kind == "FIFO":
@@ -500,7 +502,16 @@ def entry(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["link out", "link to an absolute path", "link to a link out", "folder linked out", "folder", "FIFO"]
+    "kind",
+    [
+        "link out",
+        "link to an absolute path",
+        "link to a link out",
+        "folder linked out",
+        "out through its parent",
+        "folder",
+        "FIFO",
+    ],
 )
 def test_what_is_no_regular_file_inside_is_refused(tmp_path: Path, kind: str) -> None:
     path = entry(tmp_path, kind)

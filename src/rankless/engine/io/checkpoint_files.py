@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from rankless.ondisk import block_crcs, manifest
 from rankless.ondisk.block_crcs import Fragment
 from rankless.ondisk.data_files import DataFile, build_index, index_path
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.process.worker_threads import THREADS, run_in_threads
 from rankless.storage import posix
 from rankless.storage.direct_io import BufferedWriter
+from rankless.storage.filesystems import is_in_memory
 
 #: ``{path inside the checkpoint: contents}``.
 SmallFiles = Mapping[str, bytes]
@@ -73,27 +76,40 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
         if they leave a gap in a tensor.
         """
-        records = dict(self._finish_data(fragments, unchanged))
-        for name, data in sorted({**build_indexes(self.plan), **small_files}.items()):
-            posix.make_parents(self.folder, name)
-            posix.write_small(self.folder / name, data)
-            records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
+        headers, records = {}, {}
+        for number, (header, record) in enumerate(build_headers(self.plan, fragments, unchanged)):
+            path = self.plan.files[number].path
+            records[path] = record
+            if number not in unchanged.linked:  # these have their headers already
+                headers[path] = header
+        contents = {**build_indexes(self.plan), **small_files}
+        records |= {name: FileRecord(len(data), f"{block_crcs.crc64(data):016x}") for name, data in contents.items()}
         finished = make_manifest(dict(sorted(records.items())))
-        posix.write_small(self.folder / manifest.NAME, manifest.encode_manifest(finished))
-        with span("sync", "sync"):
-            for folder in sorted({parent for name in records for parent in Path(name).parents}, reverse=True):
-                posix.fsync_directory(self.folder / folder)
+        contents[manifest.NAME] = manifest.encode_manifest(finished)
+        self._write_files(headers, contents)
         return finished
 
-    def _finish_data(self, fragments: Fragments, unchanged: UnchangedBlocks) -> Iterator[tuple[str, FileRecord]]:
-        """Write the headers, which contain the CRCs of all blocks. A linked file has this header already."""
-        for number, (header, record) in enumerate(build_headers(self.plan, fragments, unchanged)):
-            file = self.plan.files[number]
-            if number not in unchanged.linked:
-                with BufferedWriter(self.folder / file.path) as writer:
-                    writer.write(0, memoryview(header))
-                    writer.sync()
-            yield file.path, record
+    def _write_files(self, headers: Mapping[str, bytes], contents: SmallFiles) -> None:
+        """Write the headers of data files and the small files, by path, and make them and their names durable.
+
+        ext4 makes what several threads sync durable with one commit of its journal: six files took half the time.
+        """
+        threads = 1 if is_in_memory(self.folder) else THREADS
+        for name in contents:
+            posix.make_parents(self.folder, name)
+        files = [*contents, *(file.path for file in self.plan.files)]
+        folders = {parent for name in files for parent in Path(name).parents}
+        writes = [partial(_write_header, self.folder / name, header) for name, header in headers.items()]
+        writes += [partial(posix.write_small, self.folder / name, data) for name, data in contents.items()]
+        run_in_threads(lambda write: write(), writes, threads)
+        with span("sync", "sync"):
+            run_in_threads(posix.fsync_directory, [self.folder / folder for folder in folders], threads)
+
+
+def _write_header(path: Path, header: bytes) -> None:
+    with BufferedWriter(path) as writer:
+        writer.write(0, memoryview(header))
+        writer.sync()
 
 
 def build_headers(

@@ -37,7 +37,9 @@ def write_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
     """
-    buffers = BufferPool(CHUNK + SECTOR_BYTES, _pin_for_devices(file_ranges, provider_of))
+    buffers = BufferPool(
+        min(CHUNK, count_bytes(file_ranges)) + SECTOR_BYTES, _pin_for_devices(file_ranges, provider_of)
+    )
     results: list[list[tuple[int, Fragment]]] = []
     for some_ranges in _split_by_files(file_ranges):
         with ExitStack() as stack:
@@ -53,8 +55,8 @@ def write_file_ranges(
 
             results += run_in_threads(write_one, *_schedule_chunks(some_ranges, writers.values()))
             with span("sync", "sync"):
-                for writer in writers.values():
-                    writer.sync()
+                are_on_disk = any(not writer.copies_bytes for writer in writers.values())
+                run_in_threads(lambda writer: writer.sync(), writers.values(), THREADS if are_on_disk else 1)
     return merge_fragments(results)
 
 
