@@ -24,7 +24,7 @@ from rankless.errors import (
 )
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, check_read, detect_replacement, find_file_ranges
-from rankless.inspection.element_values import as_array
+from rankless.inspection.bits_to_floats import as_array
 from rankless.inspection.placeholders import PlaceholderCodec
 from rankless.load.verification import CheckpointVerification, VerificationResult
 from rankless.observe.units import format_size

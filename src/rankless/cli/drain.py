@@ -46,7 +46,7 @@ def drain(
 
 
 def _print_result(result: DrainResult) -> None:
-    from rankless.cli.tier.generations import format_parts  # noqa: PLC0415 - NumPy is slow to import
+    from rankless.cli.tier.select_generations import format_parts  # noqa: PLC0415 - NumPy is slow to import
 
     out, tag = terminal_console(), escape_control_characters(result.tag)
     if result.status == "published":

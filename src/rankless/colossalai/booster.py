@@ -25,7 +25,7 @@ from rankless.components.component_output import Destination
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
 from rankless.components.content import ComponentContent
-from rankless.components.file_layouts import Layout, safetensors_file, torch_file
+from rankless.components.file_or_folder import Layout, safetensors_file, torch_file
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.load.load_result import RestoreResult
 from rankless.observe.warning import warn_caller

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rankless.colossalai.file_division import build_index, format_mib, number_file_name
 from rankless.components.component_files import ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.components.content import MODEL, OPTIMIZER, ComponentContent
-from rankless.components.file_layouts import file_sets, model_file
+from rankless.components.file_or_folder import file_sets, model_file
 from rankless.conversion.fake_tensors import FakeTensors
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.errors import InvalidArgumentError

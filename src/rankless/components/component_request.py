@@ -10,7 +10,7 @@ import torch
 
 from rankless.components.component_output import Destination
 from rankless.components.content import MODEL, OPTIMIZER
-from rankless.components.file_layouts import Layout
+from rankless.components.file_or_folder import Layout
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.data_files import ADAPTER, ONLY_ADAPTERS

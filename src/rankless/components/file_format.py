@@ -9,7 +9,7 @@ from typing import Any
 from rankless.components.component_files import FileSet
 from rankless.components.component_output import Destination
 from rankless.components.content import ComponentContent
-from rankless.components.file_layouts import (
+from rankless.components.file_or_folder import (
     Layout,
     adapter_folder,
     safetensors_file,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankless.inspection.element_values import as_array, small_float_steps
+from rankless.inspection.bits_to_floats import as_array, small_float_steps
 from rankless.ondisk.dtypes import NUMPY_NAMES, dtype_width
 from rankless.storage.aligned_memory import Bytes
 

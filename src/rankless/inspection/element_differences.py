@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankless.inspection.element_values import Bits, as_values
+from rankless.inspection.bits_to_floats import Bits, as_values
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from queue import SimpleQueue
 
 from rankless.engine.plan.element_ranges import TensorRange
-from rankless.inspection.element_values import Bits
+from rankless.inspection.bits_to_floats import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.partial_statistics import PartialStatistics, Scratch, measure_part
 from rankless.inspection.read_elements import TensorSide, split_segments

@@ -24,7 +24,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from rankless.inspection.element_values import Bits, as_values
+from rankless.inspection.bits_to_floats import Bits, as_values
 from rankless.inspection.tensor_statistics import BUCKETS, EXPONENTS, ZERO_BUCKET, TensorStatistics
 from rankless.ondisk.dtypes import dtype_width
 from rankless.storage.aligned_memory import aligned_buffer

@@ -16,7 +16,7 @@ from rankless.engine.plan.element_ranges import TensorRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.reader import FileExtent
-from rankless.inspection.element_values import Bits
+from rankless.inspection.bits_to_floats import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.placeholders import TensorPlaceholder
 from rankless.inspection.tensor_pairs import Key, info_of

@@ -10,8 +10,8 @@ from itertools import chain, islice
 import numpy as np
 
 from rankless.engine.plan.element_ranges import TensorRange
+from rankless.inspection.bits_to_floats import Bits
 from rankless.inspection.element_differences import ChangeMetrics, measure_change
-from rankless.inspection.element_values import Bits
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.read_elements import TensorSide, split_segments
 from rankless.inspection.tensor_pairs import TensorPair

@@ -29,7 +29,7 @@ from rankless.save.shared_upload import RankBytes, UploadRanks
 from rankless.storage.object_path import ObjectPath
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.job import TierJob
-from rankless.tier.parts_of_process import HeldParts
+from rankless.tier.upload_source import HeldParts
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -29,8 +29,8 @@ from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.storage.posix import make_durable_directory, wrap_os_errors
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Generation
-from rankless.tier.host_catalog import HostGeneration, list_generations
 from rankless.tier.host_folder import TierFolder
+from rankless.tier.host_inspection import HostGeneration, list_generations
 from rankless.tier.job import TierJob
 from rankless.tier.part import PartTable, find_corrupt_range
 from rankless.tier.parts_in_run import CollectedParts

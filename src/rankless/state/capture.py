@@ -37,7 +37,7 @@ from rankless.state.optimizer import adapters
 from rankless.state.optimizer import optimizer_view as optimizers
 from rankless.state.optimizer.own_state import add_blank_entries, merge_own
 from rankless.state.optimizer.param_groups import merge_groups
-from rankless.state.scheduler_stages import merge_entries
+from rankless.state.schedulers_by_params import merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import TensorView, check_present, view_of
 from rankless.state.training import TrainingObjects

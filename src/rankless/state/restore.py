@@ -41,7 +41,7 @@ from rankless.state.optimizer.numbered_parameters import (
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
-from rankless.state.scheduler_stages import find_entries, has_differed, scheduled_params
+from rankless.state.schedulers_by_params import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description

@@ -10,7 +10,7 @@ import torch
 from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
-from rankless.state.scheduler_stages import scheduled_params
+from rankless.state.schedulers_by_params import scheduled_params
 from rankless.state.stateful import loading_code
 
 

@@ -29,7 +29,7 @@ from rankless.save.handle import SaveHandle
 from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
 from rankless.torchtitan.data_loader import DataLoaderStates
-from rankless.torchtitan.run_folder import RunFolder, StartPoint, check_replaceable, remove_replaceable, tag_of
+from rankless.torchtitan.step_folders import RunFolder, StartPoint, check_replaceable, remove_replaceable, tag_of
 
 #: The states of a checkpoint of torchtitan that rankless reads as its own components.
 _TENSOR_STATES = (OPTIMIZER, LR_SCHEDULER)

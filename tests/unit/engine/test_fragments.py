@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rankless.engine.integrity import fragments as fold
-from rankless.engine.integrity.crc_combine import extend_crcs
+from rankless.engine.integrity.extend_crcs import extend_crcs
 from rankless.engine.integrity.fragments import FragmentTable, decode_fragments, encode_fragments
 from rankless.engine.io import requests
 from rankless.engine.io.requests import Fragments

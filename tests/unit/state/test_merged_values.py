@@ -7,7 +7,7 @@ import pytest
 from rankless.errors import StateError
 from rankless.state.optimizer.own_state import merge_own
 from rankless.state.optimizer.param_groups import merge_groups
-from rankless.state.scheduler_stages import has_differed, merge_entries
+from rankless.state.schedulers_by_params import has_differed, merge_entries
 
 PAIRS = [(1, 1.0), (True, 1), (0.0, -0.0), ([1], [True])]
 

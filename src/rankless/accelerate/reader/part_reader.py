@@ -11,7 +11,7 @@ from rankless.dcp.reader import dcp_directory
 from rankless.errors import CorruptCheckpointError, UnsafePickleError
 from rankless.formats.contained_paths import check_contained
 from rankless.formats.sharded.model_files import MODEL, OPTIMIZER, parse_file_name
-from rankless.formats.sharded.opened_files import OpenedFiles
+from rankless.formats.sharded.reader_files import OpenedFiles
 from rankless.formats.stored_tensor import UnreadTensor
 from rankless.formats.tree.classify import TreeClassifier
 from rankless.ondisk.block_crcs import crc64

@@ -11,10 +11,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from rankless.cli.table import Cell, Column, Table
-from rankless.cli.tier.generations import checkpoint_bytes, describe_state, find_folder, format_parts
+from rankless.cli.tier.select_generations import checkpoint_bytes, describe_state, find_folder, format_parts
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_size, format_time
-from rankless.tier.host_catalog import HostGeneration, list_generations
+from rankless.tier.host_inspection import HostGeneration, list_generations
 
 _STYLES = {"in both": "green", "in the tier only": "bold green"}
 

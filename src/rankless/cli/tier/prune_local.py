@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rankless.cli.output import print_json
-from rankless.cli.tier.generations import describe_state, find_folder
+from rankless.cli.tier.select_generations import describe_state, find_folder
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count, format_size
-from rankless.tier.host_catalog import HostGeneration, list_generations
+from rankless.tier.host_inspection import HostGeneration, list_generations
 
 
 def prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankless.cli.tier.generations import describe_state, find_folder, format_parts, select_generations
+from rankless.cli.tier.select_generations import describe_state, find_folder, format_parts, select_generations
 from rankless.errors import CorruptCheckpointError, NoCheckpointError
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.tier.generation import Generation, describe_layout

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankless.cli.output import format_error_message
-from rankless.cli.tier.generations import find_folder, format_parts, select_generations
+from rankless.cli.tier.select_generations import find_folder, format_parts, select_generations
 from rankless.cli.verify_one import VerifyResult
 from rankless.errors import RanklessError
 from rankless.observe.terminal import show_progress
 from rankless.storage.mapped_file import map_to_read
 from rankless.tier.generation import layout_plan
-from rankless.tier.host_catalog import HostGeneration
 from rankless.tier.host_folder import TierFolder
+from rankless.tier.host_inspection import HostGeneration
 from rankless.tier.part import PartTable, find_corrupt_ranges
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankless.engine.integrity.column_tables import decode_rows, encode_rows
-from rankless.engine.integrity.crc_combine import Numbers, extend_crcs
+from rankless.engine.integrity.extend_crcs import Numbers, extend_crcs
 from rankless.engine.io.requests import Fragments
 from rankless.ondisk.block_crcs import BLOCK_BYTES, Fragment
 

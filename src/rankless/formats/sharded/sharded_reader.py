@@ -22,7 +22,7 @@ from rankless.formats.sharded.model_files import (
     list_components,
     parse_file_name,
 )
-from rankless.formats.sharded.opened_files import OpenedFiles
+from rankless.formats.sharded.reader_files import OpenedFiles
 from rankless.formats.sharded.shard_files import PICKLED, merge_states
 from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree

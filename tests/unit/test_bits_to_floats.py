@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankless.inspection.element_values import as_array, as_values
+from rankless.inspection.bits_to_floats import as_array, as_values
 from rankless.ondisk.dtypes import WIDTHS
 from rankless.state.tensor_views import DTYPES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rankless.errors import NoCheckpointError
 from rankless.storage.object_path import parse_location
 from rankless.storage.posix import local_path
-from rankless.tier.host_catalog import HostGeneration, list_generations
+from rankless.tier.host_inspection import HostGeneration, list_generations
 from rankless.tier.host_folder import TierFolder
 
 
