@@ -18,7 +18,7 @@ from rankless.formats.sharded.index import read_index, two_saves_error
 from rankless.ondisk import block_crcs, torchao_form, values
 from rankless.ondisk.data_files import CRC_KEY, TensorInfo
 from rankless.ondisk.header import parse_json_object
-from rankless.ondisk.torchao_form import TORCHAO
+from rankless.ondisk.value_files import TORCHAO
 from rankless.ondisk.values import ArrayCodec
 from rankless.ondisk.weight_names import DIFFUSERS, TRANSFORMERS, index_and_single
 from rankless.storage.store import store_of

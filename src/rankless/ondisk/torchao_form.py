@@ -11,10 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankless.errors import UnsupportedTensorError
-from rankless.ondisk.value_files import SUBCLASS
-
-#: The member of the description of a tensor with torchao's description of it, as JSON.
-TORCHAO = "torchao"
+from rankless.ondisk.value_files import SUBCLASS, TORCHAO
 
 #: The key of the metadata with the names of all tensors, and torchao's description of a tensor that is not quantized.
 _NAMES, _PLAIN = "tensor_names", json.dumps({"_type": "Tensor"})

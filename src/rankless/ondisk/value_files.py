@@ -21,6 +21,9 @@ _SCHEDULER = "scheduler"
 #: The member of the description of a tensor of a wrapper subclass that has the name of the class.
 SUBCLASS = "tensor_subclass"
 
+#: The member of this description with torchao's own, as JSON: see :mod:`rankless.ondisk.torchao_form`.
+TORCHAO = "torchao"
+
 #: The key of what an optimizer keeps besides the states of parameters and the settings of groups.
 OWN_STATE = "own"
 

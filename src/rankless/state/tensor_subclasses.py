@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankless.engine.plan.layout_types import FlatSharded, PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.errors import UnsupportedTensorError
-from rankless.ondisk.torchao_form import TORCHAO, has_equal_settings
-from rankless.ondisk.value_files import SUBCLASS
+from rankless.ondisk.value_files import SUBCLASS, TORCHAO
 from rankless.state.tensor_views import (
     NAMES,
     PLAIN_CLASSES,
@@ -67,6 +66,8 @@ def is_description(value: object) -> TypeGuard[dict[str, Any]]:
 def is_alike(saved: Any, here: Mapping[str, Any]) -> bool:
     """Return whether two descriptions agree. torchao's is compared if ``saved``, of a file of torchao, has no other."""
     if isinstance(saved, dict) and saved.keys() == {TORCHAO}:
+        from rankless.ondisk.torchao_form import has_equal_settings  # noqa: PLC0415 - few files are of torchao
+
         return has_equal_settings(saved[TORCHAO], here.get(TORCHAO, ""))
     return is_description(saved) and _without_torchao(saved) == _without_torchao(here)
 

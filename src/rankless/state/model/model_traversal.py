@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankless.engine.plan.layout_types import FlatSharded, MeshShape, PlacementLayout, Replicated
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedTensorError
-from rankless.ondisk.torchao_form import TORCHAO
+from rankless.ondisk.value_files import TORCHAO
 from rankless.state.components import name_components
 from rankless.state.model import fsdp1
 from rankless.state.model.flat_model import FlatModel
@@ -30,7 +30,6 @@ from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_subclasses import is_wrapper, view_outside, view_wrapper
 from rankless.state.tensor_views import NAMES, TensorView, check_kind, is_plain, local_tensor, view_of
 from rankless.state.tied_weights import find_tied
-from rankless.state.torchao_description import describe_for_torchao
 
 
 def model_components(model: object) -> dict[str, list[Any]]:
@@ -291,6 +290,8 @@ def _add_wrapper(
         raise UnsupportedTensorError(
             f"{subject} is a tensor subclass that the model's state_dict hooks split: pass state_dict_hooks=False"
         )
+    from rankless.state.torchao_description import describe_for_torchao  # noqa: PLC0415 - few models have such tensors
+
     torchao = describe_for_torchao(local_tensor(tensor), tuple(tensor.shape))
     view.wrappers[name] = {**wrapper.description, **({TORCHAO: torchao} if torchao else {})}
     kept = view.tied.pop(name, None)
