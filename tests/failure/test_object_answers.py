@@ -21,6 +21,7 @@ from rankless.cli.prune import prune
 from rankless.engine.io import upload_parts
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, RanklessError, StorageError
 from rankless.formats import native
+from rankless.load import selection
 from rankless.run import cleanup, object_removal, pointers
 from rankless.storage.http import connection
 from rankless.storage.http.connection import Address, HttpRequest, HttpResponse
@@ -267,6 +268,17 @@ class TestManifestsThatAreNotFound:
             assert len(fake.requests) < 80
         with pytest.raises(CorruptCheckpointError, match="no manifest, but its tag still names it"):
             rankless.open(run_path())
+
+    def test_attempts_without_a_change_between_them_are_bounded(self, fake: FakeStore) -> None:
+        """Also if the pointer cannot tell that the checkpoint is still named."""
+        fake.objects = {key: stored for key, stored in fake.objects.items() if "manifest.json" not in key}
+        with (
+            mock.patch.object(selection, "is_named", return_value=False),
+            mock.patch.object(selection, "_LONGEST_RETRY_SECONDS", 0.001),
+            pytest.raises(RanklessError),
+        ):
+            self.restore()
+        assert len(fake.requests) < 1000
 
     def test_a_load_takes_the_one_before_a_lost_one(self, fake: FakeStore) -> None:
         fake.objects = {key: stored for key, stored in fake.objects.items() if not ("/s2." in key and "manif" in key)}

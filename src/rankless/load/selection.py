@@ -31,7 +31,7 @@ from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.collected_parts import FOLDER
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
-from rankless.run.object_run import has_lost_files, is_named, lost_files_error
+from rankless.run.object_run import has_lost_manifest, is_named, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tag_arguments import resolve_tag
 from rankless.storage.object_path import ObjectPath, make_object_path
@@ -200,7 +200,7 @@ class CheckpointSelector:
                 raise self._filling_error or error
         elif self._may_fall_back(selected, error):
             folder = selected.locate(self._request.path)
-            is_lost = isinstance(error, CheckpointReplacedError) and has_lost_files(folder)
+            is_lost = isinstance(error, CheckpointReplacedError) and has_lost_manifest(folder)
             self._errors[selected.tag, selected.id] = lost_files_error(folder) if is_lost else error
         else:
             raise self._filling_error or error
@@ -338,7 +338,7 @@ def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
     try:
         return SelectedCheckpoint(str(folder), tag, read_manifest(folder).id)
     except NoCheckpointError as error:
-        if has_lost_files(folder):
+        if has_lost_manifest(folder):
             raise lost_files_error(folder) from error
         raise
     except RanklessError:  # all ranks raise it when they read the manifest

@@ -13,7 +13,7 @@ from rankless.formats.native import NativeReader, is_native
 from rankless.formats.reader import Reader
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
 from rankless.run.folder_names import is_saved_folder
-from rankless.run.object_run import has_lost_files, lost_files_error
+from rankless.run.object_run import has_lost_manifest, lost_files_error
 from rankless.run.pointers import find_tagged_folder
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
 from rankless.run.tag_arguments import Best, resolve_tag
@@ -66,7 +66,7 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
                 resolved = latest_checkpoint(path).path
                 return NativeReader(resolved, keys=keys)
             return open_reader(resolved, keys)
-        if has_lost_files(resolved):
+        if has_lost_manifest(resolved):
             raise lost_files_error(resolved)
         time.sleep(_RETRY_SECONDS)
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")

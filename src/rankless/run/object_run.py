@@ -89,7 +89,7 @@ def is_named(folder: Path) -> bool:
     return entry is not None and entry.names_folder(match["id"])
 
 
-def has_lost_files(folder: Path) -> bool:
+def has_lost_manifest(folder: Path) -> bool:
     """Return whether a pointer names a folder in an object store, although its manifest is missing."""
     if not is_named(folder):
         return False
