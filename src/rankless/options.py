@@ -146,7 +146,7 @@ class LoadOptions:
             number of ranks has changed, each rank derives new states from the saved ones, different on each rank.
         resume: Whether the training goes on from what is loaded. With a local tier the load then takes over its folder:
             an older job that is still alive saves nothing into it any more, and a checkpoint that only the tier has is
-            written into the run directory. Otherwise the load changes nothing there, for an evaluation beside the
+            written into the run directory. Otherwise the load changes nothing there, for an evaluation next to the
             training, and the first save takes over. By default, whether an optimizer or a data loader is passed.
         cast_dtype: Whether to cast between floating point dtypes; ``False`` by default, and a difference raises
             ``MismatchError``. No other dtypes are cast, for example complex to real or floating point to integer.

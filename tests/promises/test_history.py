@@ -63,7 +63,7 @@ def listed(place: Place) -> list[str]:
     return [info.tag for info in rankless.list_checkpoints(place.path)]  # type: ignore[attr-defined]
 
 
-@promise("a job goes on from the newest checkpoint, whoever saved it", exempt=_NO_RUN)
+@promise("a job goes on from the newest checkpoint, by any job", exempt=_NO_RUN)
 def test_the_next_job_goes_on(place: Place) -> None:
     place.save("step_1", 1.0)
     place.save("step_2", 2.0)

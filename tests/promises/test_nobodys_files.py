@@ -18,7 +18,7 @@ from rankless.storage.object_path import ObjectPath
 from tests.promises.places import Place
 from tests.promises.promise import because, promise
 
-_BY_ID = because("the id of the checkpoint is in all keys, so nobody's object is in its way", "store", "store and tier")
+_BY_ID = because("the id of the checkpoint is in all keys, so no other object is in its way", "store", "store and tier")
 _NEW_ONLY = because(
     "only new paths are written: there is a promise of its own for that",
     "conversion into a folder",

@@ -74,7 +74,7 @@ _PROOFS: Mapping[str, _Proof] = {
 
 
 class Replaceable(msgspec.Struct, frozen=True):
-    """What may be at a path that is replaced or removed: outputs of some kinds, and nothing else.
+    """The outputs that may be at a path that is replaced or removed: those of some kinds, and nothing else.
 
     ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` says
     in messages what is expected.

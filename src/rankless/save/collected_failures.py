@@ -15,7 +15,7 @@ class CollectedFailures:
 
     @property
     def is_rank_missing(self) -> bool:
-        """Whether a rank did not come: what needs it may wait for the whole timeout again."""
+        """True if a rank did not come: what needs it may wait for the whole timeout again."""
         return any(isinstance(error, RankTimeoutError) for error in self._errors)
 
     def run(self, function: Callable[[], object]) -> bool:

@@ -76,7 +76,7 @@ def exchange_directories(pending: Path, final: Path, displaced: Path) -> None:
 def exchange_files(pending: Path, final: Path, displaced: Path) -> None:
     """Replace the file ``final`` by a finished one in one atomic step, and rename the old one to ``displaced``.
 
-    On a file system that cannot exchange names the old one is gone after that: a reader must find a file at any time.
+    On a file system that cannot exchange names the old one is removed by that: a reader must find a file at any time.
     """
     with wrap_os_errors("rename to its final name", pending):
         if _renameat2(pending, final, _EXCHANGE):

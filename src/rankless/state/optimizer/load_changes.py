@@ -1,4 +1,4 @@
-"""What the own code of an optimizer changes in states and settings that have their loaded values already."""
+"""Changes by the own code of an optimizer to states and settings that have their loaded values already."""
 
 from __future__ import annotations
 
