@@ -9,8 +9,8 @@ from pathlib import Path
 from rankless.errors import NoCheckpointError
 from rankless.storage.object_path import parse_location
 from rankless.storage.posix import local_path
-from rankless.tier.host_inspection import HostGeneration, list_generations
 from rankless.tier.host_folder import TierFolder
+from rankless.tier.host_inspection import HostGeneration, list_generations
 
 
 def find_folder(run: str, local: str) -> tuple[Path, TierFolder]:
