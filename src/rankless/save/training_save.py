@@ -204,7 +204,6 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         cache = self._cache
         if not any(name.endswith(f"/{CONFIG}") for name in self._captured.small_files):
             return {}
-        from rankless.save.hub_layout import hub_layout_files  # noqa: PLC0415 - most saves need no layout
 
         if cache.hub_plan is not cache.plan:
             cache.hub_layouts, cache.hub_plan = self._build_hub_layouts(cache.plan), cache.plan
