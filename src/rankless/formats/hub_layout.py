@@ -26,7 +26,7 @@ NAME = "hub_layout.json"
 
 
 class HubLayout(msgspec.Struct, frozen=True):
-    """How the files of ``save_pretrained`` differ from a checkpoint.
+    """The differences of the files of ``save_pretrained`` from a checkpoint.
 
     ``splits`` has, for each tensor that is stored otherwise, the elements that each tensor in the files has of it.
     ``left_out`` are the tensors that are not stored. Quantized tensors have torchao's names.

@@ -1,4 +1,4 @@
-"""How ``save_pretrained`` stores a model, for the checkpoint, which has the tensors as they are in memory."""
+"""The form in which ``save_pretrained`` stores a model, for the checkpoint, which has the tensors as in memory."""
 
 from __future__ import annotations
 
