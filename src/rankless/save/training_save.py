@@ -23,7 +23,6 @@ from rankless.formats.native import STATE as STATE_FILE
 from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.data_files import CONFIG
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
 from rankless.run.catalog import CheckpointIdentity, next_identity
@@ -200,10 +199,8 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         return {**self._captured.small_files, **self._hub_layouts(), STATE_FILE: state_file, RANKS: ranks_file}
 
     def _hub_layouts(self) -> Mapping[str, bytes]:
-        """Return the layouts of models of transformers. Other models have no configuration."""
+        """Return the layouts of models of transformers."""
         cache = self._cache
-        if not any(name.endswith(f"/{CONFIG}") for name in self._captured.small_files):
-            return {}
         if cache.hub_plan is not cache.plan:
             cache.hub_layouts, cache.hub_plan = self._build_hub_layouts(cache.plan), cache.plan
         return cache.hub_layouts
