@@ -327,7 +327,7 @@ def test_replicas_that_have_diverged_are_named(device_ranks: DeviceRanks, tmp_pa
 
 def save_frozen(path: str, order: Order) -> list[str]:
     """A frozen parameter gets its old value back in a kernel that has not run when the save begins."""
-    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(2000), requires_grad=False)}).to("sim")
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.ones(20_000), requires_grad=False)}).to("sim")
     shared = []
     SCHEDULER.order = order
     for number in range(3):

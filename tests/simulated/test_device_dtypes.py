@@ -34,6 +34,8 @@ def make_tensors(device: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for name, dtype in DTYPES.items():
+        if name == "F4":  # two values share a byte: no scalars and no views of some of them
+            continue
         layouts = {
             "whole": make_random(dtype, 33, 7).to(device),
             "scalar": make_random(dtype, 1).reshape(()).to(device),

@@ -58,7 +58,15 @@ def is_risky_block(block: ast.With) -> bool:
         name = ast.unparse(item.optional_vars)
         nodes = [node for statement in block.body for node in ast.walk(statement)]
         used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name}
-        if "getsockname" in used <= FINDING and not any(isinstance(node, ast.Yield) for node in nodes):
+        is_passed_on = any(
+            isinstance(node, ast.Call) and name in map(ast.unparse, ast.walk(ast.Tuple(node.args, ast.Load())))
+            for node in nodes
+        )
+        if (
+            "getsockname" in used <= FINDING
+            and not is_passed_on
+            and not any(isinstance(node, ast.Yield) for node in nodes)
+        ):
             return True
     return False
 

@@ -18,11 +18,9 @@ from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspec
 from rankless.inspection.tensor_statistics import BUCKETS, TensorStatistics
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
+from rankless.ondisk.hidden_names import STATISTICS
 from rankless.storage.object_path import parse_location
 from rankless.storage.store import store_of
-
-#: The name of the file.
-_NAME = ".statistics"
 
 #: The number of bytes of the CRC, and the most bytes of a file.
 _CRC_BYTES, _MAX_BYTES = 8, 2**30
@@ -74,7 +72,7 @@ def write_statistics(inspected: InspectedCheckpoint, statistics: CheckpointStati
     if inspected.manifest is None or not inspected.reader.is_current():
         return
     body = msgspec.msgpack.encode(_KeptStatistics(inspected.manifest.id, dict(statistics.tensors)))
-    file = inspected.path / _NAME
+    file = inspected.path / STATISTICS
     try:
         store_of(file).replace_small(file, crc64(body).to_bytes(_CRC_BYTES, "little") + body)
     except StorageError:
@@ -87,7 +85,7 @@ def write_statistics(inspected: InspectedCheckpoint, statistics: CheckpointStati
 
 def _read_file(inspected: InspectedCheckpoint) -> _KeptStatistics | None:
     """Return the content of the file; ``None`` if there is none."""
-    file = inspected.path / _NAME
+    file = inspected.path / STATISTICS
     store = store_of(file)
     try:
         if not store.file_exists(file):
@@ -105,12 +103,12 @@ def _decode(inspected: InspectedCheckpoint, data: bytes) -> _KeptStatistics:
     crc, body = int.from_bytes(data[:_CRC_BYTES], "little"), data[_CRC_BYTES:]
     try:
         if crc64(body) != crc:
-            raise CorruptCheckpointError(f"{inspected.path / _NAME} does not match its CRC: remove it")
+            raise CorruptCheckpointError(f"{inspected.path / STATISTICS} does not match its CRC: remove it")
         kept = msgspec.msgpack.decode(body, type=_KeptStatistics)
     except msgspec.DecodeError as error:
-        raise CorruptCheckpointError(f"{inspected.path / _NAME} is corrupt: remove it") from error
+        raise CorruptCheckpointError(f"{inspected.path / STATISTICS} is corrupt: remove it") from error
     if inspected.manifest is not None and kept.id == inspected.manifest.id:
         names = {f"{group}/{name}" for group, name in select_tensors(inspected, None)}
         if kept.tensors.keys() != names or any(len(of.histogram) != BUCKETS for of in kept.tensors.values()):
-            raise CorruptCheckpointError(f"{inspected.path / _NAME} does not fit to the checkpoint: remove it")
+            raise CorruptCheckpointError(f"{inspected.path / STATISTICS} does not fit to the checkpoint: remove it")
     return kept

@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple
 #: checkpoint; its id is that of the pin.
 State = Literal["partial", "replaced", "removed", "corrupt", "lock", "pin"]
 
+#: The file with statistics of a checkpoint, which is put into its folder after the save, and is not in its manifest.
+STATISTICS = ".statistics"
+
 _NAME = re.compile(
     r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt|lock|pin)"
 )

@@ -15,6 +15,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, TagExistsError
 from rankless.formats.native import is_native, read_manifest
 from rankless.ondisk import manifest
+from rankless.ondisk.hidden_names import STATISTICS
 from rankless.storage import directory_trees, posix
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
@@ -29,7 +30,7 @@ def _checkpoint_files(path: Path, tag: str) -> frozenset[str] | None:
     if not is_native(path):
         return None
     found = read_manifest(path)
-    return frozenset({manifest.NAME, *found.files}) if tag in {"", found.tag} else None
+    return frozenset({manifest.NAME, STATISTICS, *found.files}) if tag in {"", found.tag} else None
 
 
 def _export_files(path: Path, tag: str) -> frozenset[str] | None:
