@@ -13,6 +13,7 @@ import pytest
 import rankless
 from rankless.errors import RanklessError, StorageError
 from rankless.run import pending_dir
+from rankless.save import drain_attempts
 from rankless.storage import filesystems, posix
 from rankless.storage.http.client import ObjectClient, ObjectRequest, ObjectResponse
 from rankless.storage.object_path import ObjectPath
@@ -78,6 +79,7 @@ def storage_that_fails(number: int) -> Iterator[list[str]]:
         mock.patch.object(posix, "fsync_directory", fsync_directory),
         mock.patch.object(posix, "write_small", write_small),
         mock.patch.object(ObjectClient, "send", send_request),
+        mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.001),
     ):
         yield calls
 
