@@ -18,7 +18,7 @@ ALONE = [setting for setting in FAULTY_CALLS if setting.ranks == 1]
 #: Kinds of saves and loads, and of how many calls one fails.
 CASES = [
     *((setting, 127 if setting in ALONE else 211) for setting in FAULTY_CALLS[:6]),
-    *((setting, 59 if setting in ALONE else 101) for setting in FAULTY_CALLS),
+    *((setting, 59 if setting in ALONE else 83) for setting in FAULTY_CALLS),
 ]
 
 
