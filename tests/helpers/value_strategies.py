@@ -105,7 +105,7 @@ torch_tensors = st.builds(
         .view(dtype)
         .reshape(shape)
     ),
-    st.sampled_from(list(DTYPES.values())),
+    st.sampled_from([dtype for name, dtype in DTYPES.items() if name != "F4"]),  # torch copies and converts none of it
     st.lists(st.integers(0, 3), max_size=3),
     st.integers(0, 100),
 )

@@ -375,7 +375,7 @@ def test_safetensors_that_are_whole(ranks: Ranks, tmp_path: Path) -> None:
 @st.composite
 def chunked(draw: st.DrawFn) -> tuple[torch.Tensor, list[IndexBox]]:
     """A tensor, cut into boxes in any way."""
-    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    dtype = draw(st.sampled_from([dtype for name, dtype in DTYPES.items() if name != "F4"]))  # has no scalars
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape), draw(st.permutations(split_box(draw, IndexBox((0,) * len(shape), shape))))

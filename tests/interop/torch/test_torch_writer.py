@@ -28,7 +28,11 @@ TENSORS = st.builds(
     ),
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from(
-        [getattr(torch, name) for name in TORCH_NAMES.values() if "fnuz" not in name and "e8m0" not in name]
+        [
+            getattr(torch, name)
+            for name in TORCH_NAMES.values()
+            if not any(part in name for part in ("fnuz", "e8m0", "float4"))
+        ]
     ),
 )
 TREES = st.recursive(
