@@ -290,9 +290,6 @@ PLACES: dict[str, Opened] = {
     "conversion into a store": _in_store(Conversion),
 }
 
-#: The places where a name that is taken is replaced only if that is asked for.
-ASKING = frozenset(PLACES) - {name for name in PLACES if name.startswith(("component", "Lightning"))}
-
 
 @contextmanager
 def open_place(name: str, tmp_path: Path) -> Iterator[Place]:

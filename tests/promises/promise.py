@@ -18,6 +18,7 @@ class Promise:
     """A promise in words, where it does not apply and why, and where it is known to be broken and how."""
 
     text: str
+    module: str
     exempt: Mapping[str, str]
     broken: Mapping[str, str]
 
@@ -45,16 +46,17 @@ def promise(
     so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this process that ranks
     would not see.
     """
-    kept = Promise(text, exempt or {}, broken or {})
-    unknown = {*kept.exempt, *kept.broken} - PLACES.keys()
+    unknown = {*(exempt or {}), *(broken or {})} - PLACES.keys()
     assert not unknown, f"no such place: {sorted(unknown)}"
 
     def parametrize(test: F) -> F:
+        kept = Promise(text, test.__module__, exempt or {}, broken or {})
+        earlier = sum(other.module == kept.module for other in PROMISES.values())  # whatever else was imported
         PROMISES[test.__name__] = kept
         cases = []
         for number, name in enumerate(PLACES):
             ways = [way for way in WAYS if name in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
-            by_day = ways[(number + len(PROMISES)) % len(ways)]
+            by_day = ways[(number + earlier) % len(ways)]
             for way in ways if name not in kept.exempt else ():
                 marks = [] if way == by_day else [pytest.mark.full]
                 if name in kept.broken:

@@ -22,7 +22,7 @@ def make_table() -> str:
     lines = ["| promise | " + " | ".join(PLACES) + " |", "|---|" + ":---:|" * len(PLACES)]
     lines += [
         f"| {promise.text} | " + " | ".join(_describe_cell(promise, name, reasons) for name in PLACES) + " |"
-        for promise in PROMISES.values()
+        for promise in sorted(PROMISES.values(), key=lambda promise: promise.module)
     ]
     lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
     return "\n".join(lines) + "\n"

@@ -94,7 +94,7 @@ def test_a_strangers_path_is_refused(place: Place, put: Callable[[Path], None]) 
     "a file that somebody has put into an output is not removed with it",
     exempt=_NEW_ONLY
     | _ONE_FILE
-    | because("objects whose keys begin with those of a checkpoint are removed with it", "store", "store and tier"),
+    | because("objects below the keys of a checkpoint are removed with it", "store", "store and tier"),
 )
 def test_a_file_in_an_output_is_not_lost(place: Place) -> None:
     place.save("one", 1.0)

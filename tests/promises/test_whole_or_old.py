@@ -21,7 +21,7 @@ from tests.promises.places import Place, state_of
 from tests.promises.promise import because, promise
 
 _FOREIGN = because(
-    "the files are those of another format",
+    "the files have another format",
     "component in a file",
     "DCP in a folder",
     "DCP in a store",

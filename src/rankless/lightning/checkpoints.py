@@ -46,7 +46,7 @@ class LightningCheckpoints:
     checkpoint_format: str
     async_save: bool
     frozen: str = "together"
-    #: The kind of Lightning's own checkpoints that the strategy may replace, and the name of what writes them.
+    #: The kind of Lightning's own checkpoints that the strategy may replace: see :mod:`rankless.run.ownership`.
     own_kind: str = "lightning"
     _handle: SaveHandle[CheckpointInfo] | None = None
     _removals: list[Callable[[], object]] = field(default_factory=list)

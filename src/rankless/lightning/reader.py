@@ -56,7 +56,7 @@ def find_owned_files(path: Path) -> frozenset[str] | None:
 
 
 def find_owned_files_of_fabric(path: Path) -> frozenset[str] | None:
-    """Return the same of a checkpoint of Fabric, whose files are those of ``torch.save``."""
+    """Return the names of the files of a checkpoint of Fabric, which may be any file of ``torch.save``."""
     return frozenset({""}) if is_torch_file(path) else find_owned_files(path)
 
 

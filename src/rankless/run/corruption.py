@@ -51,8 +51,8 @@ def find_corrupt(records: Iterable[CorruptRecord], path: Path, tag: str) -> Corr
 def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) -> Iterator[Path]:
     """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
 
-    Those that were renamed, copied or repaired since are left unchanged, and so are those in an object store: they
-    keep their tags until a save takes them.
+    A checkpoint that was renamed, copied or repaired since is left unchanged, and so is one in an object store: it
+    keeps its tag until a save takes that.
     """
     if isinstance(path, ObjectPath):
         return

@@ -75,7 +75,7 @@ _PROOFS: Mapping[str, _Proof] = {
 
 
 class Replaceable(msgspec.Struct, frozen=True):
-    """The outputs that may be at a path that is replaced or removed: those of some kinds, and nothing else.
+    """The outputs that may be at a path that is replaced or removed: outputs of some kinds, and nothing else.
 
     ``kinds`` are keys of the table of proofs. ``tag``: the name of a checkpoint of rankless; "" for any. ``text`` says
     in messages what is expected.
@@ -88,8 +88,8 @@ class Replaceable(msgspec.Struct, frozen=True):
     def find_foreign(self, path: Path) -> str | None:
         """Return the first name in ``path`` that is no file of such an output, or "" for the path itself.
 
-        ``None`` if everything is: also if there is nothing, an empty folder, or a link to such an output, of which only
-        the link is lost. Raises ``StorageError`` if that cannot be found out.
+        ``None`` if everything is: also if there is nothing, an empty folder, or a link to such an output, as only the
+        link is lost then. Raises ``StorageError`` if that cannot be found out.
         """
         if isinstance(path, ObjectPath):
             return self._find_foreign_object(path)

@@ -158,7 +158,7 @@ class PendingDirectory:
             atomic_rename.exchange_directories(self.displaced_path, self.final, output)
             raise
         except StorageError:
-            return  # the output has the name by now, which an unreadable old checkpoint does not undo
+            return  # the output has the name by now, and what it has replaced was checked before
 
     def _drop_displaced(self, check_replaceable: Callable[[Path], None]) -> None:
         """Delete the displaced checkpoint, but only if another has its name by now; otherwise it is the only copy.

@@ -15,7 +15,8 @@ from rankless.state.model.fused_layout import stored_layout
 def hub_layout_files(models: Mapping[str, object], plan: SavePlan, values: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the file with the layout of each model of transformers, by its path in the checkpoint.
 
-    ``models`` are these, by slot. ``values`` are the merged ones. Called on rank 0, once for each plan of a save.
+    ``models`` are the models by slot, and ``values`` the values that all ranks have agreed on. Called on rank 0, once
+    for each plan of a save.
     """
     files = {}
     for slot, model in models.items():

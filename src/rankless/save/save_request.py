@@ -110,13 +110,13 @@ class SaveRequest(msgspec.Struct, frozen=True):
     def _is_taken(self, final: Path) -> bool:
         if self.known_tags is not None:  # a save into the tier does not wait for storage, unless the name is taken
             return self.tag in self.known_tags
-        if isinstance(final, ObjectPath):
+        if isinstance(final, ObjectPath):  # to overwrite, it must also be known whether the checkpoint was copied there
             return self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
         return posix.path_exists(final)
 
     @property
     def replaces(self) -> bool:
-        """True on rank 0 if the save may take a tag that is taken, because a load found that checkpoint corrupt."""
+        """True on rank 0 if the save may take a tag that is taken: it overwrites, or a load found that one corrupt."""
         return self.overwrite or self.find_corrupt() is not None
 
     def find_corrupt(self) -> CorruptRecord | None:
