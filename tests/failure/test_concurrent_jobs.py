@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -383,6 +384,53 @@ def test_an_overwrite_succeeds_whoever_takes_or_removes_the_name_meanwhile(tmp_p
         save_as_other_job(tmp_path, "last", 4.0, overwrite=True)
     assert value_of(tmp_path) == 4.0
     assert not list_hidden_names(tmp_path)
+
+
+LOOKS = ["posix.path_exists", "directory_trees.list_tree", "read_manifest"]
+
+
+@pytest.mark.parametrize("what", ["nothing", "other files"])
+@pytest.mark.parametrize("where", LOOKS)
+def test_an_overwrite_looks_again_if_the_name_changes_under_its_look(
+    tmp_path: Path, exchanging: None, where: str, what: str
+) -> None:
+    """Other jobs take the name away, or give it to a checkpoint that has more files, while the files are compared."""
+    save_as_other_job(tmp_path, "last", 1.0)
+    other = RunDirectory(tmp_path / "other", max_shard_size=1024)
+    other.save("last", {f"w{n}": torch.full((999,), 2.0) for n in range(4)})
+
+    def change() -> None:
+        (tmp_path / "last").rename(tmp_path / "aside")
+        if what == "other files":
+            (tmp_path / "other/last").rename(tmp_path / "last")
+
+    with change_at_call(f"rankless.run.ownership.{where}", change):
+        save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
+    assert value_of(tmp_path, "last") == 3.0
+    assert value_of(tmp_path, "aside") == 1.0
+
+
+@pytest.mark.parametrize("where", LOOKS)
+def test_retention_passes_over_what_is_removed_under_its_look(tmp_path: Path, where: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.save("a", {"w": torch.zeros(64)})
+    removal = change_at_call(f"rankless.run.ownership.{where}", lambda: shutil.rmtree(tmp_path / "a"))
+    with removal, warnings.catch_warnings(action="error"):
+        run.save("b", {"w": torch.zeros(64)}, keep=1)
+    assert tags(tmp_path) == ["b"]
+
+
+def test_what_is_not_ours_is_left_although_it_changes_all_the_time(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+
+    def change(path: Path) -> bool:
+        (path / f"{time.time_ns()}").touch()
+        return False
+
+    change(tmp_path / "last")
+    with mock.patch("rankless.run.ownership.is_native", change), pytest.raises(StorageError, match="all the time"):
+        save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
+    assert list((tmp_path / "last").iterdir())
 
 
 @pytest.mark.parametrize(

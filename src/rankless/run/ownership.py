@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, TagExistsError
+from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, StorageError, TagExistsError
 from rankless.formats.native import is_native, read_manifest
 from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import STATISTICS
@@ -23,6 +23,9 @@ from rankless.storage.store import store_of
 #: Whether a path is an output of one format, and the names of its files in it; ``None`` if it is none. ``tag`` is the
 #: name under which it must have been saved, or "" for any.
 _Proof = Callable[[Path, str], "frozenset[str] | None"]
+
+#: The most looks at a path that other jobs replace or remove meanwhile.
+_LOOKS = 100
 
 
 def _checkpoint_files(path: Path, tag: str) -> frozenset[str] | None:
@@ -93,6 +96,20 @@ class Replaceable(msgspec.Struct, frozen=True):
         """
         if isinstance(path, ObjectPath):
             return self._find_foreign_object(path)
+        for _ in range(_LOOKS):
+            identity = posix.identify(path)
+            try:
+                foreign = self._find_foreign_file(path)
+            except StorageError:
+                if posix.identify(path) == identity:
+                    raise
+            else:
+                # Another job may have put its output there after the files of the previous one were listed.
+                if foreign is None or posix.identify(path) == identity:
+                    return foreign
+        raise StorageError(f"other jobs replace {path} all the time: choose another path")
+
+    def _find_foreign_file(self, path: Path) -> str | None:
         if not posix.path_exists(path):
             return None
         if posix.is_link(path):

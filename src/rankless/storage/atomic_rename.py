@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
-from rankless.storage.posix import fsync_directory, remove_file, wrap_os_errors, write_small
+from rankless.storage.posix import fsync_directory, identify, remove_file, wrap_os_errors, write_small
 
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -183,15 +183,9 @@ def _rename(source: Path, target: Path) -> None:
     After a restart of a file server its client sends a rename again whose reply was lost. The server reports that the
     source is missing then, although the rename is done.
     """
-    identity = _identify(source)
+    identity = identify(source)
     try:
         source.rename(target)
     except FileNotFoundError:
-        if not os.path.lexists(target) or _identify(target) != identity:
+        if not os.path.lexists(target) or identify(target) != identity:
             raise
-
-
-def _identify(path: Path) -> tuple[int, int, int]:
-    """Return values that a rename keeps. The number of a removed inode may be used again, its time will not."""
-    status = path.lstat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns

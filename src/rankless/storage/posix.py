@@ -271,6 +271,20 @@ def directory_identity(path: Path) -> str:
     return f"{status.st_dev} {status.st_ino}"
 
 
+def identify(path: Path) -> tuple[int, int, int] | None:
+    """Return values of a path itself that a rename keeps; ``None`` if it does not exist.
+
+    The number of a removed inode may be used again, its time will not.
+    """
+    with wrap_os_errors("inspect", path):
+        try:
+            with _stale_as_missing():
+                status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
 def disk_usage(path: Path) -> tuple[float, int] | None:
     """Return a directory's modification time in seconds since 1970, and the bytes of the disk that its files use.
 

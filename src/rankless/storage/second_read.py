@@ -19,6 +19,7 @@ from rankless.errors import CorruptCheckpointError, UnsafeNameError
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.filesystems import forget_names
 from rankless.storage.object_path import ObjectPath
+from rankless.storage.posix import identify
 
 T = TypeVar("T")
 
@@ -28,8 +29,10 @@ _log = logging.getLogger("rankless")
 def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
     """Return the result of ``read``, which reads and checks a small file or a header. Read again if it is corrupt.
 
-    The second result counts, and its ``CorruptCheckpointError`` is raised.
+    The second result counts, and its ``CorruptCheckpointError`` is raised. A file that another job has replaced or
+    added between both reads was not read wrongly: no warning then.
     """
+    identity = _identify(path)
     try:
         return read()
     except UnsafeNameError:
@@ -37,8 +40,14 @@ def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
     except CorruptCheckpointError as error:  # which keeps the first buffer, so that the second one is another
         forget_file(path)
         result = read()
-        _log.warning("a first read of %s was wrong, and a second one is right: %s", path, error)
+        if _identify(path) == identity:
+            _log.warning("a first read of %s was wrong, and a second one is right: %s", path, error)
         return result
+
+
+def _identify(path: Path) -> object:
+    """Return what tells a file from another one of its name. Objects are told apart by their requests."""
+    return None if isinstance(path, ObjectPath) else identify(path)
 
 
 def forget_file(path: Path) -> None:
