@@ -230,11 +230,11 @@ MESSAGES = {
 
 #: The most calls to the file system by rank 0, and by each other rank; none of those that are not listed. A save
 #: creates four files (the tensors, and three of JSON) and a lock file, which it removes, and appends
-#: to the journal. It syncs the four, the tensors
-#: once more with their header, and three directories whose entries change.
+#: to the journal. It syncs the four and three directories whose entries change; if there are other ranks, it syncs the
+#: tensors once more, with their header. It opens files again to sync them, so that all are synced at a time.
 _CHANGES = {"create": 6, "unlink": 1, "mkdir": 3, "ftruncate": 1, "write": 3, "fsync": 8, "renameat2": 1}
 _CHECKS = {
-    "open": 13,
+    "open": 16,
     "read": 2,
     "preadv": 4,
     "fstat": 5,
@@ -249,10 +249,10 @@ _CHECKS = {
 _LISTS = {"scandir": 13} if sys.version_info >= (3, 13) else {"listdir": 9, "scandir": 4}
 CALLS_OF_RANK_0: dict[str, dict[str, int]] = {
     "save": _CHANGES | _CHECKS,
-    "asynchronous save": _CHANGES | _CHECKS | {"open": 15, "read": 3, "stat": 20, "lstat": 23, "fstat": 6},
+    "asynchronous save": _CHANGES | _CHECKS | {"open": 18, "read": 3, "stat": 20, "lstat": 23, "fstat": 6},
     "save without a change": _CHANGES
     | _CHECKS
-    | {"ftruncate": 0, "open": 24, "read": 4, "stat": 27, "lstat": 34, "fstat": 15, "preadv": 10, "statvfs": 2},
+    | {"ftruncate": 0, "open": 27, "read": 4, "stat": 27, "lstat": 34, "fstat": 15, "preadv": 10, "statvfs": 2},
     "load": {"open": 21, "read": 11, "fstat": 14, "stat": 123, "lstat": 61, **_LISTS},
 }
 CALLS_OF_OTHERS: dict[str, dict[str, int]] = {
@@ -285,12 +285,15 @@ def find_exceeded(costs: Costs, bound: Costs) -> dict[str, tuple[int, int]]:
 
 
 def find_uncounted(costs: Costs, bound: Costs) -> set[str]:
-    """Return the costs of which a counter has seen too few: it would stay within every bound."""
+    """Return the costs of which a counter has seen too few: it would stay within every bound.
+
+    Small files that have not changed for 0.1 s are remembered, so a slow machine may read none.
+    """
     moved_bytes = ("bytes_read", "bytes_written", "bytes_hashed", "bytes_copied")
     expected = {name: getattr(bound, name) // 5 * 2 for name in moved_bytes if getattr(bound, name) > NBYTES}
     expected |= {name: getattr(bound, name) // 5 for name in ("messages", "python_memory")}
     too_few = {name for name, least in expected.items() if getattr(costs, name) < least}
-    return too_few | {name for name, limit in bound.calls.items() if limit and not costs.calls.get(name)}
+    return too_few | {name for name, limit in bound.calls.items() if limit and not costs.calls.get(name)} - {"read"}
 
 
 @pytest.mark.parametrize(("kind", "size"), [("plain", 1), ("sharded", 2), ("replicated", 2)])

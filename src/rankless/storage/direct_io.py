@@ -64,8 +64,12 @@ class FileWriter(ClosingMixin, ClosedInForks):
         for start in range(0, len(data), _BUFFERED_BYTES):
             write_fully(self._buffered_fd, data[start : start + _BUFFERED_BYTES], offset + start)
 
+    def flush(self) -> None:
+        """Pass everything written so far to the file system: a later sync of the file makes it durable."""
+
     def sync(self) -> None:
         """Make everything written so far durable."""
+        self.flush()
         with wrap_os_errors("sync", self._path):
             os.fsync(self._buffered_fd)
 
@@ -93,7 +97,7 @@ class DirectWriter(FileWriter):
     """A writer past the page cache, if the file system supports it.
 
     The address of ``data`` and ``offset`` must be equal modulo :data:`SECTOR_BYTES`. Edges (bytes before and after
-    whole sectors) are written by :meth:`sync`, or when there are some hundreds: each write through the cache waits for
+    whole sectors) are written by :meth:`flush`, or when there are some hundreds: each write through the cache waits for
     all direct writes of all processes to the file, and delays new ones.
     """
 
@@ -146,12 +150,11 @@ class DirectWriter(FileWriter):
         for offset, data in edges:
             write_fully(self._buffered_fd, memoryview(data), offset)
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """See :class:`FileWriter`."""
         with wrap_os_errors("write", self._path):
             edges_to_write, self._edges = self._edges, []
             self._write_edges(edges_to_write)
-        super().sync()
 
     def close(self) -> None:
         """See :class:`FileWriter`."""

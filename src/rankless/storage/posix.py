@@ -129,7 +129,7 @@ def make_parents(root: Path, name: str) -> None:
 
 def write_small(path: Path, data: bytes | memoryview) -> None:
     """Write a new small file and make its bytes durable."""
-    with wrap_os_errors("write", path), path.open("xb") as file:
+    with new_file(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -188,17 +188,18 @@ def remove_file(path: Path) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
-    _fsync_path(path, os.O_DIRECTORY)
+    fsync_path(path, os.O_DIRECTORY)
 
 
 def sync_tree(path: Path) -> None:
     """Make a file, or a directory and its contents, durable, except its own name in its parent."""
     for entry in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
-        _fsync_path(entry)
-    _fsync_path(path)
+        fsync_path(entry)
+    fsync_path(path)
 
 
-def _fsync_path(path: Path, flags: int = 0) -> None:
+def fsync_path(path: Path, flags: int = 0) -> None:
+    """Make the bytes of a file, or the names in a directory, durable. ``flags`` are more flags of ``os.open``."""
     with wrap_os_errors("sync", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:

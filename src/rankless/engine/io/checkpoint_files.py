@@ -92,24 +92,29 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
     def _write_files(self, headers: Mapping[str, bytes], contents: SmallFiles) -> None:
         """Write the headers of data files and the small files, by path, and make them and their names durable.
 
-        ext4 makes what several threads sync durable with one commit of its journal: six files took half the time.
+        All is written before anything is synced. What several threads sync at a time, ext4 makes durable with one
+        commit of its journal: six files took half the time.
         """
         threads = 1 if is_in_memory(self.folder) else THREADS
         for name in contents:
             posix.make_parents(self.folder, name)
-        files = [*contents, *(file.path for file in self.plan.files)]
-        folders = {parent for name in files for parent in Path(name).parents}
         writes = [partial(_write_header, self.folder / name, header) for name, header in headers.items()]
-        writes += [partial(posix.write_small, self.folder / name, data) for name, data in contents.items()]
+        writes += [partial(_write_small, self.folder / name, data) for name, data in contents.items()]
         run_in_threads(lambda write: write(), writes, threads)
+        files = [*contents, *(file.path for file in self.plan.files)]
+        folders = {str(parent) for name in files for parent in Path(name).parents}
         with span("sync", "sync"):
-            run_in_threads(posix.fsync_directory, [self.folder / folder for folder in folders], threads)
+            run_in_threads(posix.fsync_path, [self.folder / name for name in (*headers, *contents, *folders)], threads)
 
 
 def _write_header(path: Path, header: bytes) -> None:
     with BufferedWriter(path) as writer:
         writer.write(0, memoryview(header))
-        writer.sync()
+
+
+def _write_small(path: Path, data: bytes) -> None:
+    with posix.new_file(path) as file:
+        file.write(data)
 
 
 def build_headers(

@@ -32,10 +32,13 @@ def write_file_ranges(
     provider_of: ProviderOf,
     on_moved: OnBytesMoved = ignore_progress,
     open_writer: Callable[[Path], FileWriter] = DirectWriter,
+    *,
+    sync: bool = True,
 ) -> Fragments:
     """Write this rank's file ranges into existing files, make them durable, and return the fragments that it hashed.
 
-    Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing.
+    Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing. Without
+    ``sync`` nothing is durable before the caller has synced the files.
     """
     buffers = BufferPool(
         min(CHUNK, count_bytes(file_ranges)) + SECTOR_BYTES, _pin_for_devices(file_ranges, provider_of)
@@ -56,7 +59,7 @@ def write_file_ranges(
             results += run_in_threads(write_one, *_schedule_chunks(some_ranges, writers.values()))
             with span("sync", "sync"):
                 are_on_disk = any(not writer.copies_bytes for writer in writers.values())
-                run_in_threads(lambda writer: writer.sync(), writers.values(), THREADS if are_on_disk else 1)
+                run_in_threads(lambda writer: writer.sync() if sync else writer.flush(), writers.values(), THREADS if are_on_disk else 1)
     return merge_fragments(results)
 
 
