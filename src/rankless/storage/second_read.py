@@ -46,7 +46,7 @@ def read_twice_if_wrong(path: Path, read: Callable[[], T]) -> T:
 
 
 def _identify(path: Path) -> object:
-    """Return what tells a file from another one of its name. Objects are told apart by their requests."""
+    """Return what differs between two files of one name; of an object nothing."""
     return None if isinstance(path, ObjectPath) else identify(path)
 
 
