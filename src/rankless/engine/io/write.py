@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 from rankless.engine.io.requests import (
@@ -59,7 +60,9 @@ def write_file_ranges(
             results += run_in_threads(write_one, *_schedule_chunks(some_ranges, writers.values()))
             with span("sync", "sync"):
                 are_on_disk = any(not writer.copies_bytes for writer in writers.values())
-                run_in_threads(lambda writer: writer.sync() if sync else writer.flush(), writers.values(), THREADS if are_on_disk else 1)
+                finish = methodcaller("sync" if sync else "flush")
+                threads = THREADS if are_on_disk else 1
+                run_in_threads(finish, writers.values(), threads)
     return merge_fragments(results)
 
 
