@@ -510,7 +510,7 @@ class LoadTargets:
             self.report.add_missing(slot, f"{slot}: own values", reason)
         for name in optimizer_restore.unexpected_own():
             self.report.add_unexpected(slot, f"{slot}: {name!r} of its state_dict()")
-        if optimizer_restore.has_differing_own():
+        if optimizer_restore.has_inexact_own():
             self.report.cast.add(slot)
 
     def _saved_dtypes(self, slot: str) -> dict[str, str]:
