@@ -21,7 +21,7 @@ from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, ite
 from rankless.state.optimizer.own_restore import OwnRestore
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
-from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
+from rankless.state.optimizer.state_buffers import addresses_of, cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
@@ -62,6 +62,7 @@ class OptimizerRestore:
         self._unclassed = {
             name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]
         }
+        self._occupied = addresses_of(groups)
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
         self._own = [
             OwnRestore(adapter.optimizer, names, own, is_unclassed=not self._unclassed.isdisjoint(names))
@@ -127,7 +128,13 @@ class OptimizerRestore:
                     continue
                 if buffer is None:
                     buffer = allocated[state] = provide_state_buffer(
-                        group, member, ref, state, info, described=saved_plain.get(state)
+                        group,
+                        member,
+                        ref,
+                        state,
+                        info,
+                        occupied=self._occupied,
+                        described=saved_plain.get(state),
                     )
                 self.targets[name] = view_target(ref, state, buffer, info)
         return allocated
