@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankless.state.optimizer.left_out_values import warn_left_out
+from rankless.state.optimizer.left_out_values import has_values, warn_left_out
 from rankless.state.optimizer.own_state import add_values, find_entry, find_related, resolve_references
 
 
@@ -14,13 +14,13 @@ def add_own_values(
 ) -> dict[str, Any]:
     """Return the state dict of a file with the values that a save stored for parameters of these ``names``.
 
-    Warn of values for which no state dict has a place: values of several optimizers that are one now, or the reverse,
-    and entries of ``state`` that belong to no parameter.
+    Warn of values for which no state dict has a place: values of several optimizers that are one now, or the reverse.
     """
     entry = find_entry(saved, names, len(state_dict["param_groups"]))
-    if (entry is None and find_related(saved, names)) or (entry is not None and entry.get("entries")):
+    if entry is None and has_values(find_related(saved, names)):
         warn_left_out("a file of torch.save")
     if entry is None:
         return state_dict
     states = [state_dict["state"].get(number, {}) for number in range(len(names))]
-    return add_values(state_dict, resolve_references(dict(entry.get("values", {})), states))
+    whole = add_values(state_dict, resolve_references(dict(entry.get("values", {})), states))
+    return {**whole, "state": {**whole["state"], **entry.get("entries", {})}}

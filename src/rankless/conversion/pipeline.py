@@ -87,7 +87,7 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     MEGATRON: lambda source, pending, _: load_target(MEGATRON)(source, pending),
 }
 
-#: The formats that keep whatever an optimizer has in its state dict.
+#: The formats that keep what an optimizer has in its state dict, or warn of what they leave out.
 KEEP_OWN_VALUES = frozenset({"native", "torch", "lightning", "colossalai"})
 
 #: Functions that change a source to what a format needs: ``"module:function"``.

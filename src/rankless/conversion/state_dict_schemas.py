@@ -12,6 +12,7 @@ from rankless.conversion.own_values import add_own_values
 from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
+from rankless.state.optimizer.left_out_values import warn_left_out
 from rankless.state.optimizer.whole_states import whole_states
 
 #: The entries that Lightning requires in every checkpoint.
@@ -113,10 +114,19 @@ def booster_schema(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
         )
     tree: dict[str, Any] = {"model": _model_state_dict("model", groups, values)}
     if "optimizer" in values:
-        tree["optimizer"] = _require_single(_optimizer_state_dicts("optimizer", groups, values), "optimizer")
+        optimizer = _require_single(_optimizer_state_dicts("optimizer", groups, values), "optimizer")
+        tree["optimizer"] = _states_and_groups(optimizer, "ColossalAI's Booster")
     if "scheduler" in values:
         tree["lr_scheduler"] = _require_single(_scheduler_states("scheduler", groups, values), "scheduler")
     return {**tree, "user_content.pt": values["user_content"]} if "user_content" in values else tree
+
+
+def _states_and_groups(state_dict: Mapping[str, Any], output: str) -> dict[str, Any]:
+    """Return the states of parameters and the groups of a state dict. Warn if there is more, which is left out."""
+    states = {number: state for number, state in state_dict["state"].items() if isinstance(number, int)}
+    if len(states) < len(state_dict["state"]) or len(state_dict) > len({"state", "param_groups"}):
+        warn_left_out(output)
+    return {"state": states, "param_groups": state_dict["param_groups"]}
 
 
 def _require_single(state_dicts: Any, kind: str) -> Any:

@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from rankless.engine.plan.split_tensors import Splits, split_ranges
-from rankless.errors import OptimizerMismatchError, StateError
+from rankless.errors import MismatchError, OptimizerMismatchError, StateError
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, identity_mapping
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
+from rankless.state.mismatches import format_lines
 from rankless.state.model import model_traversal as models
 from rankless.state.model.fused_layout import stored_layout
 from rankless.state.model.model_view import ModelView, ParamRef
@@ -41,7 +42,7 @@ def with_fused_experts(reader: Reader, training: TrainingObjects) -> Reader:
     for component, modules in models.model_components(training.model).items():
         if component in reader.groups:
             infos = reader.groups[component]
-            fused_refs[component] = {} if isinstance(reader, NativeReader) else _fused_refs(modules[0], infos)
+            fused_refs[component] = {} if isinstance(reader, NativeReader) else _fused_refs(modules[0], infos, reader)
             joined[component] = _fused_tensors(fused_refs[component], infos) | _joined_tensors(views[component], infos)
     for component in adapters.optimizer_components(training.optimizer):
         all_refs = (ref for same_param in (refs_for(component, views) or {}).values() for ref in same_param)
@@ -85,19 +86,48 @@ def _split_view(modules: list[Any]) -> ModelView:
     return ModelView()
 
 
-def _fused_refs(model: object, infos: _Infos) -> dict[str, ParamRef]:
-    """Return the tensors of a model that the checkpoint has renamed or split, if all their ranges are stored."""
+def _fused_refs(model: object, infos: _Infos, reader: Reader) -> dict[str, ParamRef]:
+    """Return the tensors of a model that the checkpoint has renamed or split, if all their ranges are stored.
+
+    Raises ``MismatchError`` if they are there in a form that does not fit.
+    """
     if not isinstance(model, nn.Module):
         return {}
     tensors = models.build_load_view([model], infos).tensors
     layout = stored_layout(model, {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    refs = {}
-    for name, splits in layout.splits.items():
-        stored = {split.name: split.shape for split in splits}
-        is_complete = all(key in infos and infos[key].shape == shape for key, shape in stored.items())
-        if name not in infos and is_complete and len({infos[key].dtype for key in stored}) == 1:
-            refs[name] = ParamRef(name, tensors[name], splits=splits)
+    named = {
+        name: splits
+        for name, splits in layout.splits.items()
+        if all(split.name in infos and split.name not in tensors for split in splits)
+    }
+    refs = {name: ParamRef(name, tensors[name], splits=named[name]) for name in named if name not in infos}
+    problems = [problem for ref in refs.values() if (problem := _find_misfit(ref, infos))]
+    joined = {name for ref in refs.values() for name in stored_names(ref)}
+    problems += [
+        f"{name}: in the checkpoint twice, by itself and as a part of {splits[0].name}: remove one of them"
+        for name, splits in named.items()
+        if name in infos and any(split.name in joined for split in splits)
+    ]
+    if problems:
+        raise MismatchError(
+            f"{reader.path} does not match what it is loaded into; nothing was changed:\n{format_lines(problems)}"
+        )
     return refs
+
+
+def _find_misfit(ref: ParamRef, infos: _Infos) -> str | None:
+    """Return what is wrong with the stored tensors that a tensor of a model consists of; ``None`` if they fit."""
+    for split in ref.splits:
+        if infos[split.name].shape != split.shape:
+            return (
+                f"{split.name}: shape {list(infos[split.name].shape)} in the checkpoint, {list(split.shape)} here, "
+                f"for {ref.name}"
+            )
+    dtypes = {infos[split.name].dtype: split.name for split in ref.splits}
+    if len(dtypes) > 1:
+        parts = ", ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
+        return f"{ref.name}: its parts have several dtypes in the checkpoint ({parts}): convert it to one dtype"
+    return None
 
 
 def _refs_of_own_tensors(refs: Mapping[str, ParamRef]) -> dict[str, ParamRef]:

@@ -27,6 +27,9 @@ TORCHAO = "torchao"
 #: The key of what an optimizer keeps besides the states of parameters and the settings of groups.
 OWN_STATE = "own"
 
+#: Key of a flag of this: more of it is among the states and settings, as in ``Optimizer.state_dict()``.
+IN_STATE_DICT = "in_state_dict"
+
 #: Key of a flag: the group lists its parameters in the order of the optimizer, not by name.
 ORDERED = "ordered"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -356,13 +356,21 @@ class LoadTargets:
                 sources.append(source)
         pairs = [(sources[0], dropped) for sources in names.values() for dropped in sources[1:]]
         live = {name: tensor for name, tensor in view.tensors.items() if tied.get(name, name) in stored}
+        pairs += [(tied.get(name, name), tied.get(other, other)) for name, other in self._find_shared(slot, live)]
+        self._add_merged(slot, pairs)
+
+    def _find_shared(self, slot: str, live: Mapping[str, TensorView]) -> list[tuple[str, str]]:
+        """Return which tensors are the same memory. Note the component as not exact if memory is shared in part."""
         alike, has_partial = find_shared_memory(live)
-        pairs += [(tied.get(name, name), tied.get(other, other)) for name, other in alike]
+        if has_partial:
+            self.report.cast.add(_component_of(slot))  # one value may replace a part of the other
+        return alike
+
+    def _add_merged(self, slot: str, pairs: Iterable[tuple[str, str]]) -> None:
+        """Note pairs of stored tensors for one tensor here: the second is dropped if it equals the first."""
         self.inventory.names[f"{_MERGED} {slot}"] = sorted(
             {_BETWEEN.join(pair) for pair in pairs if len(set(pair)) > 1}
         )
-        if has_partial:
-            self.report.cast.add(_component_of(slot))  # one value may replace a part of the other
 
     def list_merged(self, known: Mapping[str, set[str]]) -> list[tuple[str, str, str]]:
         """Return, given the names that any rank knows, what is one tensor of a model on some rank.
@@ -499,6 +507,7 @@ class LoadTargets:
                     self.report.cast.add(slot)
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
+            self._add_merged(slot, self._find_shared(slot, optimizer_restore.targets))
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
@@ -510,7 +519,7 @@ class LoadTargets:
             self.report.add_missing(slot, f"{slot}: own values", reason)
         for name in optimizer_restore.unexpected_own():
             self.report.add_unexpected(slot, f"{slot}: {name!r} of its state_dict()")
-        if optimizer_restore.has_differing_own():
+        if optimizer_restore.has_inexact_own():
             self.report.cast.add(slot)
 
     def _saved_dtypes(self, slot: str) -> dict[str, str]:

@@ -231,6 +231,16 @@ def test_a_resumed_optimizer_makes_the_same_steps(tmp_path: Path, kind: Any, has
         assert torch.equal(actual, expected)
 
 
+def test_own_settings_are_those_of_the_save_after_a_resume_too(tmp_path: Path) -> None:
+    for number in range(3):
+        model, optimizer = make(Hooked)
+        if number:
+            assert "optimizer" in rankless.restore(tmp_path, None, model, optimizer).exact
+        assert optimizer.norm == 3.0 * number
+        train(model, optimizer, 2)
+        rankless.save_checkpoint(tmp_path, str(number), model, optimizer)
+
+
 @first_of(1, "staging", ["overlapped", "eager"])
 def test_own_values_are_those_at_the_call(tmp_path: Path, staging: Any) -> None:
     model, optimizer = make(Overrides)
@@ -322,6 +332,55 @@ def test_values_by_number_are_refused_if_parameters_are_in_another_order(place: 
     restored = rankless.restore(tmp_path, None, model, optimizer)
     assert "optimizer" in restored.exact
     assert optimizer.counts == [6, 2]
+
+
+def write_by_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "file.pt")
+
+
+def convert(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    rankless.save_checkpoint(folder, "a", model, optimizer)
+    rankless.convert(folder / "a", folder / "file.pt", to="torch")
+
+
+def by_list(params: Any) -> Numbered:
+    return Numbered(params, "list")
+
+
+def by_states(params: Any) -> Numbered:
+    return Numbered(params, "states")
+
+
+@pytest.mark.parametrize("write", [write_by_torch, convert])
+@pytest.mark.parametrize("kind", [Scaled, Overrides, Hooked, Entries, by_list, by_states])
+def test_an_optimizer_takes_its_own_values_from_a_file_of_torch(tmp_path: Path, kind: Any, write: Any) -> None:
+    model, optimizer = make(kind)
+    train(model, optimizer, 3)
+    optimizer.counts = [6, 2]
+    write(model, optimizer, tmp_path)
+    other, resumed = make(kind)
+    assert "optimizer" in rankless.restore(tmp_path / "file.pt", None, other, resumed, rng=False).exact
+    assert getattr(resumed, "counts", [6, 2]) == [6, 2]
+    train(model, optimizer, 3)
+    train(other, resumed, 3)
+    for expected, actual in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_further_keys_of_a_file_that_nothing_loads_are_not_exact(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict() | {"average": 3}}, tmp_path / "a.pt")
+    assert "optimizer" in rankless.restore(tmp_path / "a.pt", None, model, optimizer, rng=False).reconstructed
+
+
+@pytest.mark.parametrize("kind", [Overrides, Hooked, by_list, by_states])
+def test_a_file_of_torch_without_own_values_does_not_match(tmp_path: Path, kind: Any) -> None:
+    model, optimizer = make(kind)
+    states = optim.SGD(model.parameters(), lr=0.1, momentum=0.9).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": states}, tmp_path / "a.pt")
+    with pytest.raises(MismatchError, match="keeps values in its state_dict"):
+        rankless.restore(tmp_path / "a.pt", None, model, optimizer, rng=False)
 
 
 class Rounding(optim.Adam):

@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import rankless
-from rankless.errors import UnsupportedValueError
+from rankless.errors import UnsupportedTensorError, UnsupportedValueError
 
 
 class Keeps(optim.Optimizer):
@@ -31,6 +31,10 @@ class Gives(optim.SGD):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "table": self.table}
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class without data of its own."""
 
 
 class Name(StrEnum):
@@ -117,6 +121,23 @@ def test_values_that_look_like_descriptions_are_refused(value: Any, tmp_path: Pa
     model = nn.Linear(2, 2)
     states = {"value": value, "queue": [torch.ones(2, 2)]}
     assert "optimizer state 'value' of 'weight'" in is_refused(tmp_path, Keeps(model.parameters(), states), model)
+
+
+def test_a_tensor_of_a_class_that_a_load_could_not_give_back_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Keeps(model.parameters(), {"value": torch.zeros(2, 2).as_subclass(Marked)})
+    with pytest.raises(UnsupportedTensorError, match="'value' of 'weight' is a tensor of the class Marked"):
+        rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+
+
+def test_states_of_the_class_of_their_parameter_are_loaded_as_such(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Marked))
+    optimizer = Keeps(model.parameters(), {"value": torch.zeros_like(model.weight)})
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    loaded = Keeps(model.parameters(), {})
+    rankless.restore(tmp_path, None, model, loaded)
+    assert type(loaded.state[model.weight]["value"]) is Marked
 
 
 def test_a_reserved_key_in_an_own_state_dict_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rankless.formats.tree.tree_traversal import check_keys
 from rankless.formats.tree.unique_names import collision_error, index_by_name, index_by_text
 from rankless.ondisk.hash_limits import has_safe_hash
 from rankless.ondisk.read_budget import ReadBudget
-from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
+from rankless.ondisk.value_files import BY_NUMBER, IN_STATE_DICT, ORDERED, OWN_STATE
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 STATE, GROUPS = "state", "param_groups"
@@ -48,8 +48,8 @@ class ParsedOptimizer:
     """An optimizer: its parameter groups, and the states of its parameters by name.
 
     With ``by_number`` the parameters have no names, but are identified by their number, counted over all groups.
-    ``kind`` is the name of its class, if that was saved. ``own`` is what it keeps besides states and settings, in the
-    form of ``state.json``; only files that name the class have it, which rankless wrote.
+    ``kind`` is the name of its class, which only files of rankless have. ``own`` is what it keeps besides states and
+    settings, in the form of ``state.json``.
     """
 
     groups: Sequence[OptimizerGroup]
@@ -130,9 +130,12 @@ def _parse_groups(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> 
         for number, group in enumerate(node[GROUPS])
     ]
     texts = {str(key): name for key, name in names.items()}  # DCP converts the numbers to strings
+    entries = _other_entries(node.get(STATE, {}), names)
     states: dict[str, dict[str, Any]] = {}
     keys: dict[str, Any] = {}
     for key, param_states in node.get(STATE, {}).items():
+        if key in entries:
+            continue
         if not isinstance(param_states, dict):
             raise CorruptCheckpointError(f"the optimizer's state of parameter {str(key)[:100]!r} is not a dict")
         budget.spend(_PARAMETER * (1 + len(param_states)))
@@ -140,12 +143,22 @@ def _parse_groups(node: Mapping[str, Any], clean: Clean, budget: ReadBudget) -> 
         if name in states:
             raise collision_error(name, (STATE, keys[name]), (STATE, key))
         keys[name], states[name] = key, index_by_text(param_states, (STATE, key))
-    kind = node.get(_CLASS)
-    if not isinstance(kind, str):
-        return ParsedOptimizer(groups, states, by_number)
-    further = {key: value for key, value in node.items() if key not in {STATE, GROUPS, _CLASS}}
-    own = [{_PARAMS: [name for group in groups for name in group.params], "values": further}] if further else []
-    return ParsedOptimizer(groups, states, by_number, kind, own)
+    kind = node[_CLASS] if isinstance(node.get(_CLASS), str) else None
+    known = {STATE, GROUPS} if kind is None else {STATE, GROUPS, _CLASS}
+    further = {key: value for key, value in node.items() if key not in known}
+    own = {name: value for name, value in (("values", further), ("entries", entries)) if value}
+    params = [name for group in groups for name in group.params]
+    is_listed = own or kind is not None
+    return ParsedOptimizer(
+        groups, states, by_number, kind, [{_PARAMS: params, **own, IN_STATE_DICT: True}] if is_listed else []
+    )
+
+
+def _other_entries(states: Mapping[Any, Any], names: Mapping[str | int, str]) -> dict[Any, Any]:
+    """Return the entries of an optimizer's ``state`` that belong to no parameter, if parameters are numbers there."""
+    if not names or not all(isinstance(key, int) for key in names):
+        return {}
+    return {key: value for key, value in states.items() if not isinstance(key, int) and not str(key).isdecimal()}
 
 
 def _group_settings(group: Mapping[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -52,18 +52,25 @@ def check_collections(ref: ParamRef, plain: Mapping[str, Any]) -> None:
             )
 
 
-def as_native_states(group: ParamGroup, member: GroupMember, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states with numbers as tensors, if this optimizer keeps them so: other systems count steps in Python."""
-    if not any(type(value) in {int, float} for value in plain.values()):
+def as_native_states(
+    group: ParamGroup, member: GroupMember, plain: Mapping[str, Any], tensors: Collection[str]
+) -> dict[str, Any]:
+    """Return states with numbers as tensors, if this optimizer keeps them so: other systems count steps in Python.
+
+    ``tensors`` are the names of states that are tensors of some parameter in the checkpoint: numbers under these names
+    were numbers in the optimizer, too.
+    """
+    numbers = {name for name, value in plain.items() if type(value) in {int, float} and name not in tensors}
+    if not numbers:
         return dict(plain)
     probed_states = probe_member(group, member)
-    return {name: _as_tensor(value, probed_states.get(name)) for name, value in plain.items()}
+    return {
+        name: _as_tensor(value, probed_states.get(name) if name in numbers else None) for name, value in plain.items()
+    }
 
 
 def _as_tensor(value: Any, probed: ProbedState | None) -> Any:
-    if type(value) not in {int, float} or probed is None or probed.shape:
-        return value
-    return torch.tensor(value, dtype=probed.dtype, device=probed.device)
+    return value if probed is None or probed.shape else torch.tensor(value, dtype=probed.dtype, device=probed.device)
 
 
 def probe_member(group: ParamGroup, member: GroupMember) -> Mapping[str, ProbedState | None]:

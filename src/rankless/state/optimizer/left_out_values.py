@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankless.observe.warning import warn_caller
@@ -17,7 +17,14 @@ def warn_left_out(output: str) -> None:
     )
 
 
+def has_values(saved: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether one of the saved entries of optimizers has such values."""
+    return any(entry.get("values") or entry.get("entries") for entry in saved)
+
+
 def warn_if_left_out(values: Mapping[str, Any], output: str) -> None:
     """Warn if one of the optimizers among the ``values`` of a checkpoint has such values."""
-    if any(value.get(OWN_STATE) for slot, value in values.items() if slot.partition("/")[0] == "optimizer"):
+    if any(
+        has_values(value.get(OWN_STATE, ())) for slot, value in values.items() if slot.partition("/")[0] == "optimizer"
+    ):
         warn_left_out(output)

@@ -18,12 +18,11 @@ from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.foreign_states import as_native_states, check_collections, check_state_shapes
 from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
-from rankless.state.optimizer.own_state import find_entry, find_related, has_own_form, own_values, put_own
+from rankless.state.optimizer.own_restore import OwnRestore
 from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
 from rankless.state.optimizer.probe import ProbedState, probe_states
-from rankless.state.optimizer.state_buffers import cast_with_parameter, provide_state_buffer, view_target
+from rankless.state.optimizer.state_buffers import addresses_of, cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
-from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
 
@@ -63,9 +62,10 @@ class OptimizerRestore:
         self._unclassed = {
             name for saved_group in saved if saved_group["class"] is None for name in saved_group["params"]
         }
+        self._occupied = addresses_of(groups)
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
         self._own = [
-            (adapter, find_entry(own, names, len(adapter.optimizer.param_groups)), bool(find_related(own, names)))
+            OwnRestore(adapter.optimizer, names, own, is_unclassed=not self._unclassed.isdisjoint(names))
             for adapter, names in iterate_own(groups)
         ]
         #: Whether code of an optimizer changed states or settings while it loaded them. Known after :meth:`apply`.
@@ -75,6 +75,7 @@ class OptimizerRestore:
         for name, info in infos.items():
             fqn, state = split_state_key(name)
             by_name.setdefault(fqn, {})[state] = info
+        self._tensor_names = {state for states in by_name.values() for state in states}
         missing = set(self.missing)
         for group, saved_group in zip(groups, self._matched, strict=True):
             check_state_shapes(group, saved_group, by_name)
@@ -84,25 +85,18 @@ class OptimizerRestore:
                     self._states.append((group, member, self._allocate_states(group, member, by_name)))
 
     def missing_own(self) -> list[str]:
-        """Return the classes of the optimizers that keep more than states and settings, of which none fits here."""
-        return [
-            str(adapter.class_name)
-            for adapter, entry, is_related in self._own
-            if entry is None and (is_related or own_values(adapter.optimizer).get("values"))
-        ]
+        """Return the classes of the optimizers that keep more than states and settings, of which some is missing."""
+        settings = {name for group in self._saved for name in group["settings"]}
+        states = {name for states in self._saved_states.values() for name in states} | self._tensor_names
+        return [own.class_name for own in self._own if own.lacks_values(settings, states)]
 
     def unexpected_own(self) -> list[str]:
         """Return the saved keys that an optimizer has no code of its own to load."""
-        return [
-            str(key)
-            for adapter, entry, _ in self._own
-            if entry is not None and not has_own_form(adapter.optimizer)
-            for key in entry.get("values", {})
-        ]
+        return [key for own in self._own if not own.is_unclassed for key in own.unused_keys()]
 
-    def has_differing_own(self) -> bool:
-        """Return whether ranks had different values, of which only one rank's were saved."""
-        return any(entry is not None and entry.get("differed") for _, entry, _ in self._own)
+    def has_inexact_own(self) -> bool:
+        """Return whether ranks had different values, or nothing loads what another system saved besides the states."""
+        return any(own.has_differed or (own.is_unclassed and own.unused_keys()) for own in self._own)
 
     def check_trained(self, trained: set[str]) -> list[str]:
         """Return the parameters of the checkpoint that no rank trains; see :func:`check_trained`."""
@@ -134,7 +128,13 @@ class OptimizerRestore:
                     continue
                 if buffer is None:
                     buffer = allocated[state] = provide_state_buffer(
-                        group, member, ref, state, info, described=saved_plain.get(state)
+                        group,
+                        member,
+                        ref,
+                        state,
+                        info,
+                        occupied=self._occupied,
+                        described=saved_plain.get(state),
                     )
                 self.targets[name] = view_target(ref, state, buffer, info)
         return allocated
@@ -201,17 +201,14 @@ class OptimizerRestore:
             plain = {name: value for ref in member.refs for name, value in self._saved_states.get(ref.name, {}).items()}
             plain = {name: value for name, value in plain.items() if not is_order(value)}
             if not self._unclassed.isdisjoint(ref.name for ref in member.refs):
-                plain = as_native_states(group, member, plain)
+                plain = as_native_states(group, member, plain, self._tensor_names)
             if isinstance(group.adapter, TorchOptimizer) and isinstance(member.key, torch.Tensor):
                 optimizer, device = group.adapter.optimizer, member.key.device
                 plain = {name: build_objects(value, optimizer, device) for name, value in plain.items()}
             states = {**plain, **tensors}
             group.adapter.set_states(member.key, (join_states(states) if plain else states) or None)
-        for adapter, entry, _ in self._own:
-            if entry is not None or has_own_form(adapter.optimizer):
-                with loading_code(adapter.optimizer, "optimizer"):
-                    if entry is not None or not own_values(adapter.optimizer):
-                        self.has_changed_states |= put_own(adapter.optimizer, entry or {})
+        for own in self._own:
+            self.has_changed_states |= own.apply()
         for group in self._groups:
             group.adapter.on_replaced()
 

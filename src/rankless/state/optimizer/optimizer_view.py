@@ -203,7 +203,7 @@ def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, M
         for member in group.members:
             if group.adapter.owns_state(member.key):
                 states = group.adapter.get_states(member.key)
-                check_states(states, member.refs[0].name if member.refs else "")
+                check_states(states, member.key, member.refs[0].name if member.refs else "")
                 has_collection = any(type(value) in COLLECTIONS for value in states.values())
                 yield member, split_states(states, member.key) if has_collection else states
 

@@ -28,7 +28,7 @@ _HOOKS = (
 )
 
 #: The parts of a state dict that are stored as the states of parameters and as their groups.
-_STATE, _GROUPS = "state", "param_groups"
+STATE, GROUPS = "state", "param_groups"
 
 
 def has_own_form(optimizer: Any) -> bool:
@@ -63,18 +63,18 @@ def _further_values(optimizer: Any, given: Mapping[Any, Any]) -> dict[Any, Any]:
         for name, value in live.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
-    further = {key: value for key, value in given.items() if key not in {_STATE, _GROUPS}}
+    further = {key: value for key, value in given.items() if key not in {STATE, GROUPS}}
     states = {
         number: new
         for number, parameter in enumerate(parameters)
-        if (new := _new_keys(given.get(_STATE, {}).get(number, {}), live.get(parameter, {}), references))
+        if (new := _new_keys(given.get(STATE, {}).get(number, {}), live.get(parameter, {}), references))
     }
     groups = [
-        _new_keys(group, live_group, references)
-        for group, live_group in zip(given.get(_GROUPS, []), optimizer.param_groups, strict=False)
+        _new_settings(group, live_group, references)
+        for group, live_group in zip(given.get(GROUPS, []), optimizer.param_groups, strict=False)
     ]
-    further |= {_STATE: states} if states else {}
-    further |= {_GROUPS: groups} if any(groups) else {}
+    further |= {STATE: states} if states else {}
+    further |= {GROUPS: groups} if any(groups) else {}
     check_tree(further, "the state_dict() of an optimizer")
     return {key: _refer(value, references) for key, value in further.items()}
 
@@ -92,6 +92,18 @@ def _new_keys(given: Any, live: Any, references: Mapping[int, _Place]) -> dict[A
         for key, value in given.items()
         if key not in live and not all(id(leaf) in references for leaf in tree_leaves(value))
     }
+
+
+def _new_settings(given: Any, live: Any, references: Mapping[int, _Place]) -> dict[Any, Any]:
+    """Return the settings of a group that the live one lacks, or has with another value, as after a load of such."""
+    if not isinstance(given, Mapping):
+        return {}
+    changed = {
+        key: value
+        for key, value in _settings_of(given).items()
+        if key in live and value is not live[key] and not _are_equal(value, live[key])
+    }
+    return {**_new_keys(given, live, references), **changed}
 
 
 #: The key of the one entry of a dict that stands for a live state.
@@ -181,7 +193,7 @@ def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str], group_c
     nothing in it belongs to a parameter or a group by its number.
     """
     exact = next((entry for entry in saved if entry["params"] == list(names)), None)
-    if exact is not None and len(exact.get("values", {}).get(_GROUPS, ())) in {0, group_count}:
+    if exact is not None and len(exact.get("values", {}).get(GROUPS, ())) in {0, group_count}:
         return exact
     contents = [
         {key: value for key, value in entry.items() if key in {"values", "entries"}}
@@ -200,7 +212,7 @@ def find_related(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> li
 def _is_numbered(tree: Any) -> bool:
     """Return whether some value may have an element for each parameter, or refers to one, by its number."""
     if isinstance(tree, Mapping):
-        return bool(tree.keys() & {_STATE, _GROUPS, _REFERENCE}) or any(
+        return bool(tree.keys() & {STATE, GROUPS, _REFERENCE}) or any(
             isinstance(key, int) or _is_numbered(value) for key, value in tree.items()
         )
     return isinstance(tree, (list, tuple)) or (isinstance(tree, torch.Tensor) and tree.numel() > 1)
@@ -247,7 +259,12 @@ def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
     state = getattr(optimizer, "state", {})
     exact = [dict(state.get(parameter, {})) for parameter in parameters]
-    seen, seen_settings = [remember(states) for states in exact], [remember(_settings_of(group)) for group in groups]
+    seen = [remember(states) for states in exact]
+    replaced = further.get(GROUPS) or [{}] * len(groups)
+    seen_settings = [
+        remember({name: value for name, value in _settings_of(group).items() if name not in further_settings})
+        for group, further_settings in zip(groups, replaced, strict=True)
+    ]
     optimizer.load_state_dict(add_values(optimizer.state_dict(), resolve_references(dict(further), exact)))
     state = getattr(optimizer, "state", {})
     for parameter, states, seen_states in zip(parameters, exact, seen, strict=True):
@@ -271,13 +288,13 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_values(given: dict[Any, Any], further: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a state dict with the further saved values at the top, in its groups and in its states."""
-    states = dict(given.get(_STATE, {}))  # those of torch's state_dict() are the live ones
-    for number, added in further.get(_STATE, {}).items():
+    states = dict(given.get(STATE, {}))  # those of torch's state_dict() are the live ones
+    for number, added in further.get(STATE, {}).items():
         states[number] = {**states.get(number, {}), **added}
-    for group, settings in zip(given.get(_GROUPS, ()), further.get(_GROUPS, ()), strict=False):
+    for group, settings in zip(given.get(GROUPS, ()), further.get(GROUPS, ()), strict=False):
         group.update(settings)
-    added_at_top = {key: value for key, value in further.items() if key not in {_STATE, _GROUPS}}
-    return {**given, **({_STATE: states} if states else {}), **added_at_top}
+    added_at_top = {key: value for key, value in further.items() if key not in {STATE, GROUPS}}
+    return {**given, **({STATE: states} if states else {}), **added_at_top}
 
 
 def _keep_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,29 @@ from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_states
 from rankless.state.optimizer.probe import probe_states
 from rankless.state.optimizer.state_strides import describe_order, make_ordered, saved_order
-from rankless.state.tensor_views import DTYPES, TensorView, shares_elements
+from rankless.state.tensor_views import DTYPES, TensorView, local_tensor, shares_elements
+
+
+def addresses_of(groups: Sequence[ParamGroup]) -> set[int]:
+    """Return the addresses of the parameters of some groups on this rank."""
+    keys = (member.key for group in groups for member in group.members)
+    return {local_tensor(key).data_ptr() for key in keys if isinstance(key, torch.Tensor)}
 
 
 def provide_state_buffer(  # noqa: PLR0911
-    group: ParamGroup, member: GroupMember, ref: ParamRef, state: str, info: TensorInfo, *, described: Any = None
+    group: ParamGroup,
+    member: GroupMember,
+    ref: ParamRef,
+    state: str,
+    info: TensorInfo,
+    *,
+    occupied: Collection[int],
+    described: Any = None,
 ) -> torch.Tensor:
     """Return the tensor that a state is kept in: the existing one if it fits, else a new one.
 
-    ``described`` is the value that the checkpoint has under the state's name.
+    ``described`` is the value that the checkpoint has under the state's name. At ``occupied`` addresses are parameters,
+    which get values of their own.
     """
     dtype = DTYPES[info.dtype]
     existing = group.adapter.get_states(member.key).get(state)
@@ -35,6 +50,7 @@ def provide_state_buffer(  # noqa: PLR0911
         and _fits_state(ref, existing, info)
         and describe_order(member.key, existing) == (order and described)
         and not shares_elements(existing)
+        and not (existing.numel() and local_tensor(existing).data_ptr() in occupied)
     ):
         return existing
     if info.shape == ref.tensor.shape and isinstance(member.key, torch.Tensor):

@@ -5,29 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankless.errors import UnsupportedValueError
+import torch
+from torch._subclasses import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from rankless.errors import UnsupportedTensorError, UnsupportedValueError
 from rankless.ondisk.values import MAX_DEPTH
 from rankless.state.optimizer.object_states import COLLECTIONS
 from rankless.state.optimizer.state_strides import is_order
-from rankless.state.tensor_subclasses import is_description
+from rankless.state.tensor_subclasses import is_description, is_wrapper
+from rankless.state.tensor_views import PLAIN_CLASSES, is_lazy, local_tensor
 
 #: What the keys of tables begin with that stand for objects, states and tensors.
 _RESERVED = "rankless."
 
 
-def check_states(states: Mapping[Any, Any], parameter: str) -> None:
-    """Raise ``UnsupportedValueError`` naming a state of a parameter that a load could not restore as it is.
+def check_states(states: Mapping[Any, Any], parameter: object, parameter_name: str) -> None:
+    """Raise an error naming a state of a parameter that a load could not restore as it is.
 
-    Called for each parameter of an optimizer that is saved.
+    This is an ``UnsupportedTensorError`` for a tensor, else an ``UnsupportedValueError``. Called for each parameter of
+    an optimizer that is saved.
     """
     for name, value in states.items():
-        subject = f"optimizer state {name!r} of {parameter!r}"
+        subject = f"optimizer state {name!r} of {parameter_name!r}"
         if type(name) is not str:
             raise UnsupportedValueError(f"{subject}: states are stored by name, so that this key must be text")
         if is_order(value) or is_description(value):
             raise UnsupportedValueError(f"{subject} has the keys of a description of a tensor: rename one")
+        if isinstance(value, torch.Tensor) and not _keeps_class(value, parameter):
+            raise UnsupportedTensorError(
+                f"{subject} is a tensor of the class {type(value).__qualname__}, which would be loaded as a plain "
+                "tensor: keep a plain one, from as_subclass(torch.Tensor)"
+            )
         if type(value) in COLLECTIONS:
             check_tree(value, subject)
+
+
+def _keeps_class(state: torch.Tensor, parameter: object) -> bool:
+    """Return whether a load gives a state its class. Tensors without elements in memory have errors of their own."""
+    local = local_tensor(state)
+    if type(local) in PLAIN_CLASSES or isinstance(local, AsyncCollectiveTensor | FakeTensor):
+        return True
+    is_alike = isinstance(parameter, torch.Tensor) and type(local) is type(local_tensor(parameter))
+    return is_alike or is_wrapper(state) or is_lazy(local) or local.is_nested
 
 
 def check_tree(tree: Any, subject: str, depth: int = 0) -> None:

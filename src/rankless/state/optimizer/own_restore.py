@@ -1,0 +1,92 @@
+"""A restore of the values that one optimizer keeps besides the states of its parameters and their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from rankless.ondisk.value_files import IN_STATE_DICT
+from rankless.state.optimizer.own_state import (
+    GROUPS,
+    STATE,
+    find_entry,
+    find_related,
+    has_own_form,
+    own_values,
+    put_own,
+)
+from rankless.state.stateful import loading_code
+
+
+class OwnRestore:
+    """The saved values that an optimizer gets, which has parameters of these ``names``.
+
+    ``saved`` are those of the whole checkpoint. If it ``is_unclassed``, another system saved the state dict: there,
+    and in files for ``Optimizer.load_state_dict``, values are also among the settings of groups and the states.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Sequence[str], saved: Sequence[Mapping[str, Any]], *, is_unclassed: bool
+    ) -> None:
+        self._optimizer, self.is_unclassed = optimizer, is_unclassed
+        self._entry = find_entry(saved, names, len(optimizer.param_groups))
+        self._is_related = bool(find_related(saved, names))
+        if self._entry is None and is_unclassed and not self._is_related:
+            self._entry = {"params": list(names), IN_STATE_DICT: True}
+        self._in_place = self._entry is not None and bool(self._entry.get(IN_STATE_DICT))
+        needs_live = self._in_place or (self._entry is None and not self._is_related)
+        #: What the optimizer gives now, if that matters.
+        self._live: Mapping[Any, Any] = own_values(optimizer).get("values", {}) if needs_live else {}
+
+    @property
+    def class_name(self) -> str:
+        """The name of the optimizer's class."""
+        return type(self._optimizer).__qualname__
+
+    @property
+    def has_differed(self) -> bool:
+        """Whether ranks had different values, of which only one rank's were saved."""
+        return self._entry is not None and bool(self._entry.get("differed"))
+
+    def lacks_values(self, settings: Collection[str], states: Collection[str]) -> bool:
+        """Return whether the checkpoint lacks values, given the names of all settings and states that it has."""
+        if self._entry is None:
+            return self._is_related or bool(self._live)
+        groups, states_by_number = self._live.get(GROUPS, ()), self._live.get(STATE, {})
+        lacking = self._live.keys() - {GROUPS, STATE} - self._entry.get("values", {}).keys()
+        lacking |= {key for group in groups for key in group} - {*settings}
+        return bool(lacking | {key for state in states_by_number.values() for key in state} - {*states})
+
+    def unused_keys(self) -> list[str]:
+        """Return the saved keys that the optimizer has no code of its own to load."""
+        if self._entry is None or has_own_form(self._optimizer):
+            return []
+        return [str(key) for key in self._entry.get("values", {})]
+
+    def apply(self) -> bool:
+        """Give the optimizer its values, after its states and settings. Return whether it changed some of these."""
+        entry = self._entry
+        if entry is None and not has_own_form(self._optimizer):
+            return False
+        with loading_code(self._optimizer, "optimizer"):
+            if entry is None and own_values(self._optimizer):
+                return False
+            return put_own(self._optimizer, self._take_in_place(entry) if entry and self._in_place else entry or {})
+
+    def _take_in_place(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entry with the values that the restored groups and states have, which are removed from these."""
+        live_groups = self._optimizer.param_groups
+        parameters = [parameter for group in live_groups for parameter in group["params"]]
+        groups = [_take_keys(group, keys) for group, keys in zip(live_groups, self._live.get(GROUPS, ()), strict=False)]
+        states = {
+            number: _take_keys(self._optimizer.state.get(parameters[number], {}), keys)
+            for number, keys in self._live.get(STATE, {}).items()
+        }
+        return {**entry, "values": {**entry.get("values", {}), GROUPS: groups, STATE: states}}
+
+
+def _take_keys(live: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Remove some keys, as far as they are there, and return them with their values."""
+    return {key: live.pop(key) for key in keys if key in live}
