@@ -7,6 +7,7 @@ import copy
 import errno
 import gc
 import json
+import os
 import time
 from contextlib import closing
 from itertools import product
@@ -32,6 +33,7 @@ from rankless.errors import (
     RankMismatchError,
     ReplicaMismatchError,
     StorageError,
+    TagExistsError,
 )
 from rankless.formats.detect import open_reader
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
@@ -263,6 +265,36 @@ def test_saving_again_replaces_the_parts_own_files_and_leaves_the_rest(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     rankless.load_model(nn.Linear(2, 2), tmp_path / "m")
     rankless.load_optimizer(adam(nn.Linear(3, 2)), tmp_path / "m")
+
+
+def test_a_folder_of_the_users_where_a_file_of_the_component_goes_stays(tmp_path: Path) -> None:
+    (tmp_path / "m/model.safetensors").mkdir(parents=True)
+    (tmp_path / "m/model.safetensors/thesis.txt").write_text("years of work")
+    with pytest.raises(TagExistsError, match=r"m/model\.safetensors is in the way"):
+        rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    assert (tmp_path / "m/model.safetensors/thesis.txt").read_text() == "years of work"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_file_of_the_users_that_is_replaced_during_a_save_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has the size and the time of the old one: both were written within one tick of the clock."""
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    notes, exchange = tmp_path / "m/notes.txt", atomic_rename.exchange_directories
+    draft = tmp_path / "draft"
+    notes.write_text("old")
+    draft.write_text("new")
+    os.utime(draft, ns=(0, notes.stat().st_mtime_ns))
+
+    def edit_and_exchange(pending: Path, final: Path, displaced: Path) -> None:
+        if draft.exists():
+            draft.rename(notes)
+        exchange(pending, final, displaced)
+
+    monkeypatch.setattr(atomic_rename, "exchange_directories", edit_and_exchange)
+    rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    assert notes.read_text() == "new"
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,11 +111,16 @@ class ComponentOutput:
     def _keep_others(self, folder: Path) -> None:
         """Add the files that are not the component's to the new folder, before it replaces the old one.
 
-        After that, ``folder`` is where the old one is. Raises ``TagExistsError`` if it has got files meanwhile.
+        After that, ``folder`` is where the old one is. Raises ``TagExistsError`` if it has got files meanwhile, or has
+        a folder where a file of the component goes: the folder is somebody's.
         """
         final = self._destination.path
         if folder == final and not posix.path_exists(final):
             return
+        if (obstacle := directory_trees.find_obstacle(folder, self._files.file_names())) is not None:
+            raise TagExistsError(
+                f"{final / obstacle} is in the way of the files of this save: choose another folder, or move it away"
+            )
         replaced = files_named_by(folder, self._files.stale_names) | self._files.file_names()
         if folder == final:
             directory_trees.link_remaining(final, self.folder, replaced)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 import shutil
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 
 from rankless.storage.atomic_rename import rename_path
 from rankless.storage.posix import wrap_os_errors
@@ -63,55 +65,77 @@ def list_tree(path: Path) -> set[str]:
         return {str(entry.relative_to(path)) for entry in entries if entry.is_symlink() or not entry.is_dir()}
 
 
+def find_obstacle(folder: Path, names: Iterable[str]) -> str | None:
+    """Return a folder that is where a file with one of the names goes, or what else is where a folder of it goes."""
+    with wrap_os_errors("list", folder):
+        for name in sorted(names):
+            if (folder / name).is_dir():
+                return name
+            for parent in map(str, PurePosixPath(name).parents[:-1]):
+                if os.path.lexists(folder / parent) and not _is_real_directory(folder / parent):
+                    return parent
+    return None
+
+
 def link_remaining(source: Path, target: Path, excluded: set[str]) -> None:
-    """Add the entries of one directory to another, except names in ``excluded``.
+    """Add the files, links and folders of one directory tree to another, except the files with names in ``excluded``.
 
     Files are hard-linked. If the file system has no hard links, they are copied. A later call adds what has changed.
     """
     with wrap_os_errors("link or copy the contents of", source):
-        for entry in sorted(source.iterdir()):
-            if entry.name not in excluded:
-                _link_tree(entry, target / entry.name)
+        for name in _walk(source, excluded):
+            if _is_real_directory(source / name):
+                (target / name).mkdir(exist_ok=True)
+            else:
+                _link_file(source / name, target / name)
 
 
 def find_missing(source: Path, target: Path, excluded: set[str]) -> str | None:
-    """Return an entry of ``source``, or of a folder in it, that :func:`link_remaining` has not added to ``target``."""
+    """Return an entry of a directory tree that :func:`link_remaining` has not added to ``target``."""
     with wrap_os_errors("list", source):
-        for entry in sorted(source.iterdir()):
-            copy = target / entry.name
-            if entry.name in excluded or entry.name.startswith(_REMOVED_BUT_OPEN):
-                continue
-            if entry.is_dir() and not entry.is_symlink() and copy.is_dir():
-                if (name := find_missing(entry, copy, set())) is not None:
-                    return f"{entry.name}/{name}"
-            elif not os.path.lexists(copy) or not _is_same(entry, copy):
-                return entry.name
+        for name in _walk(source, excluded):
+            entry, copy = source / name, target / name
+            is_there = copy.is_dir() if _is_real_directory(entry) else os.path.lexists(copy) and _is_same(entry, copy)
+            if not is_there and not entry.name.startswith(_REMOVED_BUT_OPEN):
+                return name
     return None
 
 
+def _walk(folder: Path, excluded: set[str], prefix: str = "") -> Iterator[str]:
+    """Yield the names of all entries below a directory, each folder before its contents, except those excluded."""
+    for entry in sorted((folder / prefix).iterdir()):
+        name = f"{prefix}{entry.name}"
+        if name not in excluded:
+            yield name
+            if _is_real_directory(entry):
+                yield from _walk(folder, excluded, f"{name}/")
+
+
+def _is_real_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _is_same(source: Path, copy: Path) -> bool:
-    """Return whether one file or link is a hard link of the other, or a copy of it as it is now."""
-    one, other = source.lstat(), copy.lstat()
-    if source.is_symlink():
-        return copy.is_symlink() and source.readlink() == copy.readlink()
-    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+    """Return whether one file or link is a hard link of the other, or a copy of it as it is now.
+
+    Sizes and times do not tell: somebody may replace a file by another within one tick of the file system's clock.
+    """
+    if source.is_symlink() or copy.is_symlink():
+        return source.is_symlink() and copy.is_symlink() and source.readlink() == copy.readlink()
+    return source.samefile(copy) or filecmp.cmp(source, copy, shallow=False)
 
 
-def _link_tree(source: Path, target: Path) -> None:
-    if os.path.lexists(target) and (source.is_symlink() or not source.is_dir()):
+def _link_file(source: Path, target: Path) -> None:
+    if os.path.lexists(target):
         if _is_same(source, target):
             return
         target.unlink()
     if source.is_symlink():
         target.symlink_to(source.readlink())
-    elif source.is_dir():
-        target.mkdir(exist_ok=True)
-        for entry in sorted(source.iterdir()):
-            _link_tree(entry, target / entry.name)
-    else:
-        try:
-            target.hardlink_to(source)
-        except OSError as error:
-            if error.errno not in {errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EXDEV}:
-                raise
-            shutil.copy2(source, target)
+        return
+    try:
+        target.hardlink_to(source)
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EXDEV}:
+            raise
+        shutil.copy2(source, target)

@@ -103,6 +103,14 @@ def test_several_adapters_have_folders_of_their_own(tmp_path: Path) -> None:
         assert same(other.state_dict(), model.state_dict())
 
 
+def test_several_adapters_are_all_replaced_by_the_next_save(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        rankless.save_model(several(seed), tmp_path, adapter_only=True)
+    loaded = several()
+    rankless.load_model(loaded, tmp_path)
+    assert same(loaded.state_dict(), several(1).state_dict())
+
+
 def test_the_only_adapter_may_have_another_name(tmp_path: Path) -> None:
     """As in PEFT, whose names of adapters belong to the model that they are loaded into."""
     make_peft("lora").save_pretrained(tmp_path / "default")
