@@ -10,7 +10,7 @@ from typing import Any
 
 import rankless
 from rankless.storage.object_path import ObjectPath
-from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of
+from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of, weights_of
 from tests.promises.promise import because, promise
 
 _NO_RUN = because(
@@ -53,7 +53,7 @@ def train(place: Place, stop: int, **options: Any) -> int:
             first = int(directory.restore(None, state, resume=True).step or 0)
             assert value_of(state) == first
         for step in range(first + 1, stop + 1):
-            state["w"].fill_(float(step))
+            state["w"].copy_(weights_of(step))
             directory.save(f"step_{step}", state, step=step, **options)
             directory.finalize()
         return first
