@@ -85,10 +85,17 @@ class Run:
                 if isinstance(outcome, BaseException):
                     raise outcome
             return
+        self._start(tag, value, overwrite=overwrite, **OPTIONS[self.way]).finalize()
+
+    def start_saving(self, tag: str, value: float) -> None:
+        """Begin a save in the background."""
+        self._start(tag, value, async_save=True)
+
+    def _start(self, tag: str, value: float, **options: Any) -> rankless.RunDirectory:
         if self._directory is None:
             self._directory = rankless.RunDirectory(self.path, local=tier_of(self.local))
-        self._directory.save(tag, state_of(value), overwrite=overwrite, step=value, **OPTIONS[self.way])
-        self._directory.finalize()
+        self._directory.save(tag, state_of(value), step=value, **options)
+        return self._directory
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
@@ -167,6 +174,10 @@ class Component:
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
         rankless.save_model(state_of(value), self.locate(tag), shard=self.shard)
+
+    def start_saving(self, tag: str, value: float) -> None:
+        """Begin a save in the background."""
+        rankless.save_model(state_of(value), self.locate(tag), shard=self.shard, async_save=True)
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
