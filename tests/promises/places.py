@@ -278,6 +278,15 @@ class FabricFile:
 
 Opened = Callable[[Path], "Iterator[Place]"]
 
+#: The servers of the buckets by their URLs.
+_buckets: dict[str, FakeS3] = {}
+
+
+def bucket_of(place: Place) -> FakeS3 | None:
+    """Return the server of the bucket of a place; ``None`` of a folder."""
+    path = place.locate("one")
+    return _buckets[path.store.endpoint] if isinstance(path, ObjectPath) else None  # type: ignore[attr-defined]
+
 
 def _here(make: Callable[[Path], Place]) -> Opened:
     def open_place(tmp_path: Path) -> Iterator[Place]:
@@ -288,8 +297,11 @@ def _here(make: Callable[[Path], Place]) -> Opened:
 
 def _in_store(make: Callable[[Path, Path], Place]) -> Opened:
     def open_place(tmp_path: Path) -> Iterator[Place]:
-        with FakeS3().served() as url:
+        bucket = FakeS3()
+        with bucket.served() as url:
+            _buckets[url] = bucket
             yield make(store_at(url).path(f"{BUCKET}/run"), tmp_path)
+            del _buckets[url]
 
     return open_place
 
@@ -326,7 +338,7 @@ def in_new_job(place: Place) -> Place:
 
 
 def save_in_another_job(place: Place, tag: str, value: float, *, overwrite: bool = False) -> None:
-    """Save by a job that begins and ends now. Of a run it is another process: what a job knows belongs to its process."""
+    """Save by a job that begins and ends now. Of a run it is another process, to which what a job knows belongs."""
     if isinstance(place, Run):
         in_killed_job(in_new_job(place).save, tag, value, overwrite=overwrite)
     else:
