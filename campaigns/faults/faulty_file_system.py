@@ -212,6 +212,8 @@ class _FaultyFile:
         self.close()
 
     def close(self) -> None:
+        if self._file.closed:
+            return
         self._faulty._names.pop(self._file.fileno(), "")
         self._file.close()
         self._faulty._raise_fault("close")
