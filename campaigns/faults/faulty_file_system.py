@@ -199,6 +199,9 @@ class _FaultyFile:
     def flush(self) -> None:
         self._file.flush()
 
+    def tell(self) -> int:
+        return int(self._file.tell())
+
     def fileno(self) -> int:
         return int(self._file.fileno())
 
@@ -206,6 +209,11 @@ class _FaultyFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
         self._faulty._names.pop(self._file.fileno(), "")
         self._file.close()
         self._faulty._raise_fault("close")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +20,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import rankless
-from campaigns.common.fork_server import CONTEXT
 from rankless.dcp import FileSystemReader, FileSystemWriter
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
 from tests.helpers.pool import Ranks
 from tests.helpers.simulated_hosts import simulated_host
+
+#: A process of another job is forked: it has all modules then, and knows nothing of what this process has saved.
+FORK = multiprocessing.get_context("fork")
 
 #: The ways to save, and the places that have them.
 PLAIN, ON_RANKS = "synchronous", "four ranks on two hosts"
@@ -51,13 +55,17 @@ class Place(Protocol):
         """Return the path of an output."""
 
 
+def weights_of(value: float) -> torch.Tensor:
+    return torch.arange(300.0) + value
+
+
 def state_of(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((300,), value)}
+    return {"w": weights_of(value)}
 
 
 def value_of(state: dict[str, torch.Tensor]) -> float:
     value = float(state["w"][0])
-    assert torch.equal(state["w"], torch.full((300,), value)), "a mixture of states"
+    assert torch.equal(state["w"], weights_of(value)), "a mixture of states"
     return value
 
 
@@ -77,10 +85,17 @@ class Run:
                 if isinstance(outcome, BaseException):
                     raise outcome
             return
+        self._start(tag, value, overwrite=overwrite, **OPTIONS[self.way]).finalize()
+
+    def start_saving(self, tag: str, value: float) -> None:
+        """Begin a save in the background."""
+        self._start(tag, value, async_save=True)
+
+    def _start(self, tag: str, value: float, **options: Any) -> rankless.RunDirectory:
         if self._directory is None:
             self._directory = rankless.RunDirectory(self.path, local=tier_of(self.local))
-        self._directory.save(tag, state_of(value), overwrite=overwrite, step=value, **OPTIONS[self.way])
-        self._directory.finalize()
+        self._directory.save(tag, state_of(value), step=value, **options)
+        return self._directory
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
@@ -121,7 +136,18 @@ class Drain:
     offline: bool = False
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
-        in_killed_job(_save_undrained, str(self.path), str(self.local), tag, value, overwrite)
+        in_killed_job(self.save_into_tier, tag, value, overwrite=overwrite)
+        self.drain()
+
+    def save_into_tier(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        """Save as the job does that is killed then."""
+        directory = rankless.RunDirectory(self.path, local=rankless.LocalTier(self.local, drain_every=10**6))
+        if rankless.has_checkpoint(self.path):
+            directory.restore(None, state_of(-1.0), resume=True)
+        directory.save(tag, state_of(value), overwrite=overwrite, step=value)
+
+    def drain(self) -> None:
+        """Drain what the job has left."""
         if self.offline:
             rankless.drain(self.path, self.local)
         else:
@@ -138,13 +164,6 @@ class Drain:
         return self.path / tag
 
 
-def _save_undrained(path: str, local: str, tag: str, value: float, overwrite: bool) -> None:
-    directory = rankless.RunDirectory(path, local=rankless.LocalTier(local, drain_every=10**6))
-    if rankless.has_checkpoint(path):
-        directory.restore(None, state_of(-1.0), resume=True)
-    directory.save(tag, state_of(value), overwrite=overwrite, step=value)
-
-
 @dataclass
 class Component:
     """The files of one model in a folder, or in one file."""
@@ -155,6 +174,10 @@ class Component:
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
         rankless.save_model(state_of(value), self.locate(tag), shard=self.shard)
+
+    def start_saving(self, tag: str, value: float) -> None:
+        """Begin a save in the background."""
+        rankless.save_model(state_of(value), self.locate(tag), shard=self.shard, async_save=True)
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
@@ -224,7 +247,7 @@ class Conversion:
 class Weights(torch.nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.w = torch.nn.Parameter(torch.full((300,), value))
+        self.w = torch.nn.Parameter(weights_of(value))
 
 
 @dataclass
@@ -255,6 +278,15 @@ class FabricFile:
 
 Opened = Callable[[Path], "Iterator[Place]"]
 
+#: The servers of the buckets by their URLs.
+_buckets: dict[str, FakeS3] = {}
+
+
+def bucket_of(place: Place) -> FakeS3 | None:
+    """Return the server of the bucket of a place; ``None`` of a folder."""
+    path = place.locate("one")
+    return _buckets[path.store.endpoint] if isinstance(path, ObjectPath) else None  # type: ignore[attr-defined]
+
 
 def _here(make: Callable[[Path], Place]) -> Opened:
     def open_place(tmp_path: Path) -> Iterator[Place]:
@@ -265,8 +297,11 @@ def _here(make: Callable[[Path], Place]) -> Opened:
 
 def _in_store(make: Callable[[Path, Path], Place]) -> Opened:
     def open_place(tmp_path: Path) -> Iterator[Place]:
-        with FakeS3().served() as url:
+        bucket = FakeS3()
+        with bucket.served() as url:
+            _buckets[url] = bucket
             yield make(store_at(url).path(f"{BUCKET}/run"), tmp_path)
+            del _buckets[url]
 
     return open_place
 
@@ -297,10 +332,23 @@ def open_place(name: str, tmp_path: Path) -> Iterator[Place]:
     yield from PLACES[name](tmp_path)
 
 
-def in_killed_job(function: Callable[..., object], *arguments: Any) -> None:
+def in_new_job(place: Place) -> Place:
+    """Return the place as another job sees it: it has saved and loaded nothing."""
+    return replace(place, _directory=None, ranks=None) if isinstance(place, Run) else place
+
+
+def save_in_another_job(place: Place, tag: str, value: float, *, overwrite: bool = False) -> None:
+    """Save by a job that begins and ends now. Of a run it is another process, to which what a job knows belongs."""
+    if isinstance(place, Run):
+        in_killed_job(in_new_job(place).save, tag, value, overwrite=overwrite)
+    else:
+        place.save(tag, value, overwrite=overwrite)
+
+
+def in_killed_job(function: Callable[..., object], *arguments: Any, **options: Any) -> None:
     """Call a function in a process that is gone right after it. Raises the function's error."""
-    ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=_call_and_die, args=(theirs, function, arguments))
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_call_and_die, args=(theirs, partial(function, *arguments, **options)))
     process.start()
     theirs.close()
     try:
@@ -312,10 +360,10 @@ def in_killed_job(function: Callable[..., object], *arguments: Any) -> None:
         raise error
 
 
-def _call_and_die(reply: Connection, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+def _call_and_die(reply: Connection, function: Callable[[], object]) -> None:
     error: BaseException | None = None
     try:
-        function(*arguments)
+        function()
     except BaseException as raised:  # noqa: BLE001 - the other process raises it
         error = raised
     reply.send(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,15 +38,16 @@ def promise(
     exempt: Mapping[str, str] | None = None,
     broken: Mapping[str, str] | None = None,
     in_one_process: bool = False,
+    costly: Collection[str] = (),
 ) -> Callable[[F], F]:
     """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
     By day each place has one way, another one for each promise; with ``--full`` it has all. ``exempt``: places where
     the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must fail there,
     so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this process that ranks
-    would not see.
+    would not see. ``costly``: places that only ``--full`` tries.
     """
-    unknown = {*(exempt or {}), *(broken or {})} - PLACES.keys()
+    unknown = {*(exempt or {}), *(broken or {}), *costly} - PLACES.keys()
     assert not unknown, f"no such place: {sorted(unknown)}"
 
     def parametrize(test: F) -> F:
@@ -58,7 +59,7 @@ def promise(
             ways = [way for way in WAYS if name in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
             by_day = ways[(number + earlier) % len(ways)]
             for way in ways if name not in kept.exempt else ():
-                marks = [] if way == by_day else [pytest.mark.full]
+                marks = [] if way == by_day and name not in costly else [pytest.mark.full]
                 if name in kept.broken:
                     marks.append(pytest.mark.xfail(strict=True, reason=kept.broken[name]))
                 cases.append(pytest.param(name, way, marks=marks, id=f"{name}, {way}" if way != PLAIN else name))

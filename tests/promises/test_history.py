@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import rankless
 from rankless.storage.object_path import ObjectPath
-from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of
-from tests.promises.promise import because, promise
-
-_NO_RUN = because(
-    "there is no run: each output is a path of its own",
-    *(name for name in PLACES if name.startswith(("component", "DCP", "Lightning", "conversion"))),
-)
-
-
-@contextmanager
-def job(place: Place) -> Iterator[rankless.RunDirectory]:
-    """A job of a run, in the place of one."""
-    assert isinstance(place, Run | Drain)
-    local = None if place.local is None else rankless.LocalTier(place.local, drain_every=1)
-    directory = rankless.RunDirectory(place.path, local=local)
-    yield directory
-    directory.finalize()
+from tests.promises.jobs import NO_RUN, job, listed, train
+from tests.promises.places import Place, state_of
+from tests.promises.promise import promise
 
 
 def spoil(path: Path) -> None:
@@ -44,26 +27,7 @@ def flip(data: bytes) -> bytes:
     return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
 
 
-def train(place: Place, stop: int, **options: Any) -> int:
-    """Resume, train to a step, save each step. Return the step that was resumed."""
-    with job(place) as directory:
-        state = state_of(0.0)
-        first = 0
-        if rankless.has_checkpoint(place.path):  # type: ignore[attr-defined]
-            first = int(directory.restore(None, state, resume=True).step or 0)
-            assert value_of(state) == first
-        for step in range(first + 1, stop + 1):
-            state["w"].fill_(float(step))
-            directory.save(f"step_{step}", state, step=step, **options)
-            directory.finalize()
-        return first
-
-
-def listed(place: Place) -> list[str]:
-    return [info.tag for info in rankless.list_checkpoints(place.path)]  # type: ignore[attr-defined]
-
-
-@promise("a job goes on from the newest checkpoint, by any job", exempt=_NO_RUN)
+@promise("a job goes on from the newest checkpoint, by any job", exempt=NO_RUN)
 def test_the_next_job_goes_on(place: Place) -> None:
     place.save("step_1", 1.0)
     place.save("step_2", 2.0)
@@ -72,7 +36,7 @@ def test_the_next_job_goes_on(place: Place) -> None:
     assert listed(place) == [f"step_{step}" for step in range(1, 6)]
 
 
-@promise("after a fall-back over a corrupt checkpoint its name can be saved again, at every restart", exempt=_NO_RUN)
+@promise("after a fall-back over a corrupt checkpoint its name can be saved again, at every restart", exempt=NO_RUN)
 def test_the_name_of_a_corrupt_checkpoint_is_free_after_a_fall_back(place: Place) -> None:
     for step in (1, 2):
         place.save(f"step_{step}", float(step))
@@ -92,7 +56,7 @@ def move_to_another_host(place: Place) -> None:
         place.local = place.local.with_name("tier_of_another_host")  # type: ignore[attr-defined]
 
 
-@promise("retention keeps the newest, and removes nothing of another run", exempt=_NO_RUN)
+@promise("retention keeps the newest, and removes nothing of another run", exempt=NO_RUN)
 def test_retention(place: Place) -> None:
     for step in (1, 2, 3):
         place.save(f"step_{step}", float(step))

@@ -75,8 +75,9 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None, with
 
 def _remove_stale_metrics(path: Path) -> None:
     """Remove metrics that were added to checkpoints that have been removed or replaced since."""
-    ids = {info.tag: info.id for info in cached_checkpoints(path)}
-    for file in list_metric_files(store_of(path).list_names(path)):
+    files = list_metric_files(store_of(path).list_names(path))  # hardly any run has one, and reading it takes long
+    ids = {info.tag: info.id for info in cached_checkpoints(path)} if files else {}
+    for file in files:
         if ids.get(file.tag) not in {file.id, ""}:  # "": it cannot be read now
             remove_metrics_of(path, file.tag, file.id)
 

@@ -36,7 +36,7 @@ def rename_noreplace(pending: Path, final: Path) -> None:
     with wrap_os_errors("rename to its final name", pending), _raising_tag_exists(final):
         if not _renameat2(pending, final, _NOREPLACE):
             _rename_new(pending, final)
-    fsync_directory(final.parent)
+    _sync_names(pending, final)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def exchange_directories(pending: Path, final: Path, displaced: Path) -> None:
                 with suppress(OSError):  # if the name is taken, or that is unknown, the old one stays displaced
                     _rename_new(displaced, final)
                 raise
-    fsync_directory(final.parent)
+    _sync_names(pending, final)
 
 
 def exchange_files(pending: Path, final: Path, displaced: Path) -> None:
@@ -84,14 +84,14 @@ def exchange_files(pending: Path, final: Path, displaced: Path) -> None:
                 _rename(pending, displaced)
         else:
             _rename(pending, final)
-    fsync_directory(final.parent)
+    _sync_names(pending, final)
 
 
 def replace_file(pending: Path, final: Path) -> None:
     """Rename a finished file to its final name in one atomic step, replacing any file there. Make it durable."""
     with wrap_os_errors("rename to its final name", pending):
         _rename(pending, final)
-    fsync_directory(final.parent)
+    _sync_names(pending, final)
 
 
 def replace_small(path: Path, data: bytes) -> None:
@@ -154,7 +154,14 @@ def rename_path(source: Path, target: Path) -> None:
     """Rename a file or directory, and make the new name durable."""
     with wrap_os_errors("rename", source):
         _rename(source, target)
+    _sync_names(source, target)
+
+
+def _sync_names(source: Path, target: Path) -> None:
+    """Make a rename durable: it changed the directories of both names."""
     fsync_directory(target.parent)
+    if source.parent != target.parent:
+        fsync_directory(source.parent)
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:

@@ -1,0 +1,53 @@
+"""Jobs that train in the place of a run: they resume, save each step, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import rankless
+from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of, weights_of
+from tests.promises.promise import because
+
+NO_RUN = because(
+    "there is no run: each output is a path of its own",
+    *(name for name in PLACES if name.startswith(("component", "DCP", "Lightning", "conversion"))),
+)
+
+
+@contextmanager
+def job(place: Place) -> Iterator[rankless.RunDirectory]:
+    """A job of a run, in the place of one."""
+    assert isinstance(place, Run | Drain)
+    local = None if place.local is None else rankless.LocalTier(place.local, drain_every=1)
+    directory = rankless.RunDirectory(place.path, local=local)
+    yield directory
+    directory.finalize()
+
+
+def train(place: Place, stop: int, **options: Any) -> int:
+    """Resume, train to a step, save each step. Return the step that was resumed."""
+    with job(place) as directory:
+        state = state_of(0.0)
+        first = 0
+        if rankless.has_checkpoint(place.path):  # type: ignore[attr-defined]
+            first = int(directory.restore(None, state, resume=True).step or 0)
+            assert value_of(state) == first
+        for step in range(first + 1, stop + 1):
+            state["w"].copy_(weights_of(step))
+            directory.save(f"step_{step}", state, step=step, **options)
+            directory.finalize()
+        return first
+
+
+def listed(place: Place) -> list[str]:
+    return [info.tag for info in rankless.list_checkpoints(place.path)]  # type: ignore[attr-defined]
+
+
+def latest_step(place: Place) -> int:
+    """Return the step of the latest checkpoint, after its values were compared with it."""
+    state = state_of(-1.0)
+    step = int(rankless.restore(place.path, model=state).step or 0)  # type: ignore[attr-defined]
+    assert value_of(state) == step
+    return step

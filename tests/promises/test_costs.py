@@ -1,0 +1,45 @@
+"""Promises about what a save costs: calls of the system, requests and space."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+from campaigns.faults.faulty_file_system import FaultyFileSystem
+from tests.promises.places import Place, bucket_of
+from tests.promises.promise import because, promise
+
+_CONVERSIONS = ("conversion into a folder", "conversion into a store")
+
+
+def count_calls(place: Place, tag: str, root: Path) -> Counter[str]:
+    """Save, and return the calls of this process about files below a folder, and the requests to the bucket."""
+    bucket, files = bucket_of(place), FaultyFileSystem(root)
+    known = len(bucket.requests) if bucket is not None else 0
+    with files.install():
+        place.save(tag, 1.0)
+    return Counter(files.calls) + Counter(request.kind for request in (bucket.requests[known:] if bucket else []))
+
+
+@promise(
+    "the calls and requests of a save do not grow with the number of outputs, but by one look at each",
+    exempt=because(
+        "each save is of another job, which reads the list of checkpoints",
+        "drain of an earlier job",
+        "`rankless drain`",
+    )
+    | because("a conversion looks once at what is next to its output", *_CONVERSIONS),
+    in_one_process=True,
+)
+def test_costs_do_not_grow(place: Place, tmp_path: Path) -> None:
+    counts = []
+    for number in range(2):
+        for other in range(4):
+            place.save(f"early_{number}_{other}", 1.0)
+        time.sleep(0.15)  # what was changed a moment ago is read again
+        place.save(f"settled_{number}", 1.0)
+        counts.append(count_calls(place, f"counted_{number}", tmp_path))
+    growth = counts[1] - counts[0]
+    assert growth["stat"] <= 6
+    assert growth.total() - growth["stat"] <= 2

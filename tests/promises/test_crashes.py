@@ -1,0 +1,86 @@
+"""Promises about a host that crashes and a process that is killed, at any moment of a save."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from campaigns.crash.operations import History, merge_logs
+from campaigns.crash.recorder import Recorder
+from campaigns.crash.state_check import write_tree
+from campaigns.crash.states import sample_states
+from rankless.errors import EmptyRunError
+from tests.helpers.examples import examples
+from tests.promises.moments import count_changes, draw_moments, save_in_job, save_until
+from tests.promises.places import Conversion, Drain, Place, Run, save_in_another_job
+from tests.promises.promise import because, promise
+
+_NO_DISK = because(
+    "a store keeps what it has acknowledged",
+    "store",
+    "store and tier",
+    "component in a store",
+    "DCP in a store",
+    "conversion into a store",
+)
+_NEW_ONLY = ("conversion into a folder", "conversion into a store")
+
+
+def record(place: Place, tags: list[str]) -> History:
+    """Save under each name in turn, the values 1, 2 and so on. Return the operations on the disk."""
+    root = place.locate("one").parent.parent
+    with Recorder(root) as recorder:
+        for number, tag in enumerate(tags):
+            recorder.begin_step(number)
+            place.save(tag, number + 1.0, overwrite=True)
+            recorder.end_step(number)
+        return merge_logs([recorder.log])
+
+
+@promise(
+    "if the host crashes, the old output or the new one is there, whole; once the save has returned, the new one",
+    exempt=_NO_DISK
+    | because(
+        "the recorder does not see the job before the drain: the campaigns of tiers crash drains",
+        "drain of an earlier job",
+        "`rankless drain`",
+    )
+    | because("torch itself writes the file, and the recorder does not see that", "Lightning's format"),
+    in_one_process=True,
+)
+def test_crashes_of_the_host(place: Place, tmp_path: Path) -> None:
+    if isinstance(place, Run) and place.local is not None:
+        place.local = tmp_path / "memory"
+    place.path = tmp_path / "disk/run"  # type: ignore[misc]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    is_new = isinstance(place, Conversion)
+    history = record(place, ["one"] if is_new else ["one", "one"])
+    for state in sample_states(history, examples(300, 15), seed=0):
+        shutil.rmtree(disk)
+        write_tree(state.tree, disk)
+        has_returned = state.moment >= history.acknowledged[-1]
+        try:
+            value = place.load("one")
+        except EmptyRunError:
+            assert is_new
+            assert not has_returned
+        else:
+            assert value == len(history.begun) or (value == 1.0 and not has_returned)
+
+
+@promise(
+    "if the process is killed at any moment, the old output or the new one is there, whole, and later saves go on",
+    exempt=because("only new paths are written", *_NEW_ONLY),
+    in_one_process=True,
+)
+def test_kills(place: Place) -> None:
+    place.save("one", 1.0)
+    changes = count_changes(lambda: save_in_job(place, "one", 1.0))
+    for number in draw_moments(changes, 2, place):
+        save_until(place, "one", 2.0, number)
+        if isinstance(place, Drain):
+            place.drain()
+        assert place.load("one") in {1.0, 2.0}, number
+        save_in_another_job(place, "one", 1.0, overwrite=True)
+        assert place.load("one") == 1.0, number

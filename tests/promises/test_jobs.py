@@ -1,0 +1,140 @@
+"""Promises about several jobs and processes at a time, and about how a process ends."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import rankless
+from rankless.errors import RanklessError, StorageError
+from tests.promises.jobs import NO_RUN, job, listed, train
+from tests.promises.moments import at_change, at_each_change, count_changes, draw_moments
+from tests.promises.places import FORK, Drain, Place, Run, in_killed_job, in_new_job, state_of, weights_of
+from tests.promises.promise import because, promise
+
+_NO_WRITER = because("what is saved at a time are generations of a tier", "drain of an earlier job", "`rankless drain`")
+
+
+def try_to_save(place: Place, tag: str, value: float) -> None:
+    with suppress(RanklessError):
+        place.save(tag, value, overwrite=True)
+
+
+def save_and_stop(place: Place, tag: str, number: int) -> None:
+    """Save a value, and let another job save another one before a change."""
+    with at_change(number, lambda: in_killed_job(try_to_save, in_new_job(place), tag, 1.0)):
+        try_to_save(place, tag, 2.0)
+
+
+@promise("two saves at a time under one name leave one of both, whole", exempt=_NO_WRITER, in_one_process=True)
+def test_two_saves_under_one_name(place: Place) -> None:
+    place.save("first", 0.0)
+    changes = count_changes(lambda: place.save("second", 0.0))
+    for number in draw_moments(changes, 2, place):
+        in_killed_job(save_and_stop, in_new_job(place), f"tag_{number}", number)
+        assert place.load(f"tag_{number}") in {1.0, 2.0}, number
+
+
+def train_and_stop(place: Place, number: int) -> None:
+    """Resume, and save one step; meanwhile another job resumes and saves three."""
+    with job(place) as directory:
+        state = state_of(0.0)
+        first = int(directory.restore(None, state, resume=True).step or 0)
+        state["w"].copy_(weights_of(first + 1))
+        with at_change(number, lambda: in_killed_job(train, in_new_job(place), first + 3)), suppress(RanklessError):
+            directory.save(f"step_{first + 1}", state, step=first + 1)
+            directory.finalize()
+
+
+@promise("a job that wakes up after another one has gone on does no harm, whenever it was stopped", exempt=NO_RUN)
+def test_jobs_that_wake_up(place: Place) -> None:
+    place.save("step_1", 1.0)
+    changes = count_changes(lambda: train(place, 2)) // 2
+    for number in draw_moments(changes, 2, place):
+        first = train(place, 0)
+        with suppress(RanklessError):
+            in_killed_job(train_and_stop, in_new_job(place), number)
+            assert place.load(f"step_{first + 2}") == first + 2
+
+
+def end_as_worker() -> None:
+    rankless.finalize()
+
+
+@promise("a process that is forked at any moment of a save, and ends, leaves the save alone", in_one_process=True)
+def test_forks(place: Place) -> None:
+    place.save("one", 1.0)
+    moments = draw_moments(count_changes(lambda: place.save("two", 1.0)), 3, place)
+    passed = -1
+
+    def fork() -> None:
+        nonlocal passed
+        passed += 1
+        if passed in moments:
+            worker = FORK.Process(target=end_as_worker)
+            worker.start()
+            worker.join(30)
+            assert worker.exitcode == 0
+
+    with at_each_change(fork):
+        place.save("three", 3.0)
+    assert passed >= min(moments)
+    assert [place.load(tag) for tag in ("one", "two", "three")] == [1.0, 1.0, 3.0]
+
+
+@promise("two objects of one process save into one place in turn", in_one_process=True)
+def test_two_objects(place: Place) -> None:
+    other = in_new_job(place)
+    for step in (1, 3):
+        place.save(f"step_{step}", float(step))
+        other.save(f"step_{step + 1}", float(step + 1))
+    assert [place.load(f"step_{step}") for step in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, 4.0]
+    if isinstance(place, Run | Drain):
+        assert listed(place) == ["step_1", "step_2", "step_3", "step_4"]
+
+
+_WAITS = because(
+    "the call of a save returns when it is durable",
+    *("drain of an earlier job", "`rankless drain`", "DCP in a folder", "DCP in a store"),
+    *("Lightning", "Lightning's format", "conversion into a folder", "conversion into a store"),
+)
+
+
+def end_during_a_save(place: Any, call: Callable[[], None]) -> int | None:
+    """Return the exit status of a process that begins a save in the background and ends."""
+    patch = at_each_change(lambda: call_in_background(call))
+
+    def begin() -> None:
+        patch.__enter__()  # until the process has ended
+        place.start_saving("one", 1.0)
+
+    process = FORK.Process(target=begin)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def call_in_background(call: Callable[[], None]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        call()
+
+
+@promise("a process that ends during a save in the background ends it first", exempt=_WAITS, in_one_process=True)
+def test_ends_during_a_save(place: Place) -> None:
+    assert end_during_a_save(place, lambda: time.sleep(0.002)) == 0
+    assert place.load("one") == 1.0
+
+
+def fail() -> None:
+    raise StorageError(errno.ENOSPC, "no space left on device")
+
+
+@promise("a save that has failed and that nobody waited for is the exit status", exempt=_WAITS, in_one_process=True)
+def test_exit_status(place: Place) -> None:
+    assert end_during_a_save(place, fail) not in {0, None}
+    place.save("one", 2.0)
+    assert place.load("one") == 2.0
