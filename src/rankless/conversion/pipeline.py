@@ -35,7 +35,7 @@ from rankless.engine.plan.tensor_writers import EqualWriters
 from rankless.engine.plan.writer_cells import CellPlanner
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.reader import detect_replacement
+from rankless.formats.reader import describe_doubts, detect_replacement
 from rankless.formats.registry import (
     DCP,
     DEEPSPEED_UNIVERSAL,
@@ -50,6 +50,7 @@ from rankless.formats.registry import (
 )
 from rankless.observe.events import OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import clean_up
@@ -137,6 +138,8 @@ class ConversionRequest:
         reader = open_latest(self.source, self._source_keys())
         if self.fingerprint not in {None, reader.fingerprint}:
             raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
+        for doubt in describe_doubts(reader):
+            warn_caller(doubt)
         with detect_replacement(reader):
             reader.check_files()
             source = ConversionSource(

@@ -86,9 +86,9 @@ class LightningCheckpoints:
         step: int | None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save under a path, replacing what is there. Waits for the previous save, whose error is raised after this one.
+        """Save under a path, replacing what is there. Waits for the previous save.
 
-        So Lightning's last save is not lost because an earlier one has failed.
+        Its error is raised after this save has begun: Lightning's last save is not lost because an earlier one failed.
         """
         failures = CollectedFailures()
         failures.run(self.finish_pending)
