@@ -403,7 +403,7 @@ def test_the_tier_of_a_run_is_found_by_another_path_of_it(tmp_path: Path) -> Non
 
 def test_a_folder_of_another_run_or_user_is_refused(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
-    with pytest.raises(rankless.InvalidArgumentError, match="is the local tier of .* Do not remove"):
+    with pytest.raises(rankless.InvalidArgumentError, match=r"is the local tier of .* Do not remove"):
         rankless.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.warns(UserWarning, match="only this user may enter"):  # one next to it is used

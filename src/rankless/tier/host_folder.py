@@ -108,8 +108,8 @@ class TierFolder(msgspec.Struct, frozen=True):
     def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
         if not _is_same_run(marker.run, run):
             raise InvalidArgumentError(
-                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier, or the path "
-                f"of the run as before if it has got another name. Do not remove {path}: only it may have the newest "
+                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier, or, if the "
+                f"run has got another name, its path as before. Do not remove {path}: only it may have the newest "
                 "checkpoints of that run"
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
