@@ -298,18 +298,10 @@ class Checkpointer:
         if stops_now:
             self._save(f"step_{step}", forced=True)
         elif self._save_every is not None and step and step % self._save_every == 0:
-            self._save_due_step()
+            self.save()
         elif not self._is_prepared:
             self._prepare_staging()
         return self._is_stopping
-
-    def _save_due_step(self) -> None:
-        """Save. Then raise the error of an earlier background save, if one has failed: the loop may end with it."""
-        failures = CollectedFailures()
-        failures.run(self._directory.wait_for_turn)
-        if failures.run(self.save):
-            failures.add_note(f"the save of step {self._last} has begun all the same")
-        failures.raise_first()
 
     def _prepare_staging(self) -> None:
         """Let the memory of the first save be prepared, unless only adapters are saved, which need little."""
@@ -320,6 +312,8 @@ class Checkpointer:
 
     def save(self, tag: str | None = None, *, overwrite: bool = False) -> SaveHandle[CheckpointInfo]:
         """Save now, with the step, the metrics and the content that were last passed to :meth:`step`.
+
+        If an earlier save in the background has failed, this one begins, and then the error is raised.
 
         Args:
             tag: The name of the checkpoint; ``step_N`` by default.
@@ -332,7 +326,10 @@ class Checkpointer:
             TagExistsError: There is a checkpoint of this name; and all other errors of
                 :meth:`rankless.RunDirectory.save`.
         """
-        return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
+        failures = CollectedFailures()
+        failures.run(self._directory.wait_for_turn)  # here, so that the handle is known if its error is raised
+        with failures.raised_after(f"the save of step {self._last} has begun all the same"):
+            return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
 
     def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         pending = dict(self._pending)

@@ -174,9 +174,10 @@ class RunDirectory:
             overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``.
             async_save: Return as soon as the training state may change again, and write in the background. The next
                 save to the same path, :func:`rankless.finalize` and the end of the process wait for the background
-                save. By default as in the constructor.
-            forced: Save even if the retention policy needs a metric that was not passed, or an earlier save in the
-                background has failed: :meth:`finalize` raises its error.
+                save. If that has failed, the next save begins, and then raises its error. By default as in the
+                constructor.
+            forced: Save even if the retention policy needs a metric that was not passed, and leave the error of an
+                earlier save in the background to :meth:`finalize`.
             options: Options that few need, in place of those of the constructor: see :class:`rankless.SaveOptions`.
             more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
 
@@ -297,9 +298,8 @@ class RunDirectory:
         failures.raise_first()
 
     def wait_for_turn(self) -> None:
-        """Wait until a save may begin. Raise the error of a failed one, as the next save would."""
-        with background_saves.path_turn(self.path, self._process_group):
-            pass
+        """Wait until a save may begin. Raise the error of an earlier one, which :meth:`save` then does not raise."""
+        background_saves.wait_for_turn(self.path, self._process_group)
 
     def wait(self) -> None:
         """Wait for the background saves of this path, and for no other rank."""

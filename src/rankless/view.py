@@ -23,7 +23,7 @@ from rankless.errors import (
     MismatchError,
 )
 from rankless.formats.native import NativeReader
-from rankless.formats.reader import Reader, check_read, detect_replacement, find_file_ranges
+from rankless.formats.reader import Reader, check_read, describe_doubts, detect_replacement, find_file_ranges
 from rankless.inspection.bits_to_floats import as_array
 from rankless.inspection.placeholders import PlaceholderCodec
 from rankless.load.verification import CheckpointVerification, VerificationResult
@@ -356,7 +356,9 @@ def open(  # noqa: A001 - the public name
     check_keys(keys)
     root = parse_location(path)
     selected = check_tag_argument(tag)
-    checkpoint = Checkpoint(open_latest(root if selected is None else checkpoint_path(root, selected), keys))
-    if selected is None and checkpoint.path != root and (ignored := describe_ignored_files(root)):
+    reader = open_latest(root if selected is None else checkpoint_path(root, selected), keys)
+    if selected is None and reader.path != root and (ignored := describe_ignored_files(root)):
         warn_caller(ignored)
-    return checkpoint
+    for doubt in describe_doubts(reader):
+        warn_caller(doubt)
+    return Checkpoint(reader)

@@ -81,8 +81,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         rankless.save_checkpoint(hostile, tag, tensors, step=step, metrics={HOSTILE: 1.0, "__proto__": 2.0})
         tensors = {**tensors, "small": tensors["large"] * 1e-300}
     rankless.save_checkpoint(folder / "empty", "a", {"w": torch.empty(0)}, rng=False)
+    rankless.save_checkpoint(folder / "flat", "a", {f"p{number:04d}": torch.ones(3) for number in range(2000)})
+    rankless.save_checkpoint(folder / "model", "a", {"w": torch.ones(9)})
     arguments = {
         "run": (run, "--stats"),
+        "flat": (folder / "flat",),
+        "model": (folder / "model",),
         "difference": (run / "step_5", run / "step_6"),
         "hostile": (hostile, "--stats"),
         "empty": (folder / "empty", "--stats"),
@@ -192,6 +196,30 @@ def test_names_that_look_like_markup_are_text(browser: Any, pages: dict[str, Pat
     assert "undefined" not in checkpoints
     assert "model/" in tab.rows()
     tab.context.close()
+
+
+def test_many_names_without_modules_are_frames_of_neighbours(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["flat"], viewport={"width": 1280, "height": 900})
+    labels = [frame.get_attribute("aria-label") for frame in tab.page.query_selector_all(".frame")]
+    assert 20 < len(labels) <= 70
+    assert any(label.startswith("p0000 … p00") for label in labels)
+
+
+def test_a_kind_has_the_same_colour_in_all_pages(browser: Any, pages: dict[str, Path]) -> None:
+    """Whichever kind has the most bytes: of a model of nine elements, the states of generators."""
+    colours = []
+    for name in ("run", "model"):
+        tab = Tab(browser, pages[name], viewport={"width": 1280, "height": 900})
+        items = tab.page.query_selector_all("#view-bytes ul.legend li")
+        swatches = [(item.text_content(), item.query_selector(".swatch").get_attribute("class")) for item in items]
+        kinds = {text.split(" ·")[0]: colour for text, colour in swatches}
+        colours.append({kind: kinds[kind] for kind in ("weights", "values")})
+    assert colours[0] == colours[1]
+
+
+def test_on_a_phone_nothing_asks_to_point(browser: Any, pages: dict[str, Path]) -> None:
+    tab = Tab(browser, pages["run"], viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    assert tab.page.text_content(".readout").startswith("Touch a save")
 
 
 def test_the_table_of_events_has_all_of_them(browser: Any, pages: dict[str, Path]) -> None:

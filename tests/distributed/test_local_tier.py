@@ -394,9 +394,16 @@ def _save_after_another_job(base: str) -> None:
         directory.finalize()
 
 
+def test_the_tier_of_a_run_is_found_by_another_path_of_it(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tier_of(str(tmp_path)))
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    rankless.save_checkpoint(tmp_path / "link", "b", {"w": torch.ones(1)}, local=tier_of(str(tmp_path)))
+    assert rankless.restore(tmp_path / "run", local=tier_of(str(tmp_path))).tag == "b"
+
+
 def test_a_folder_of_another_run_or_user_is_refused(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
-    with pytest.raises(rankless.InvalidArgumentError, match="is the local tier of"):
+    with pytest.raises(rankless.InvalidArgumentError, match=r"is the local tier of .* Do not remove"):
         rankless.save_checkpoint(tmp_path / "other", "a", {"w": torch.ones(1)}, local=tmp_path / "tier")
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.warns(UserWarning, match="only this user may enter"):  # one next to it is used

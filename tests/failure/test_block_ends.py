@@ -6,8 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,31 +21,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rankless
-from rankless.errors import MismatchError, RankTimeoutError, StorageError
+from rankless.components.folder_save import FolderComponentSave
+from rankless.errors import InvalidArgumentError, MismatchError, RankTimeoutError, StorageError
 from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.folder_tier_save import FolderTierSave
 from rankless.save.object_save import ObjectSave
-from rankless.save.training_save import TrainingSave
+from rankless.save.save_operation import SaveOperation
 from rankless.storage.object_path import make_object_path
+from tests.helpers.failing_saves import one_failing_save
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import AWS, FakeS3, store_at
 from tests.helpers.fsdp1 import wrap_fsdp1
 from tests.helpers.pool import Ranks
 from tests.helpers.stateful import Counter
-
-
-@contextmanager
-def one_failing_save(number: int, kind: type[TrainingSave] = CheckpointSave) -> Iterator[None]:
-    """Let one save of this process fail after its call has returned, as if the disk had failed for a moment."""
-    write, calls = kind.write_and_commit, iter(range(1, 100))
-
-    def write_and_commit(save: Any) -> Any:
-        if next(calls) == number:
-            raise StorageError(5, f"{save.path}: an error for a moment")
-        return write(save)
-
-    with mock.patch.object(kind, "write_and_commit", write_and_commit):
-        yield
 
 
 def train(path: Path | str, until: int, *, signal_at: int = 0, **options: Any) -> None:
@@ -128,6 +115,48 @@ def test_of_two_checkpointers_both_save_their_last_step(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="an error for a moment"), generator, critic:
         step_both(generator, critic)
     assert saved_steps(tmp_path / "g") == saved_steps(tmp_path / "c") == [1]
+
+
+def save_checkpoint(folder: Path, name: str) -> None:
+    rankless.save_checkpoint(folder, name, {"w": torch.ones(2)}, async_save=True)
+
+
+def save_by_checkpointer(folder: Path, name: str) -> None:
+    rankless.Checkpointer(folder, model={"w": torch.ones(2)}, async_save=True, signals=()).save(name)
+
+
+def save_one_file(folder: Path, name: str) -> None:
+    del name
+    rankless.save_model({"w": torch.ones(2)}, folder / "next", async_save=True)
+
+
+@pytest.mark.parametrize(
+    ("save", "kind"),
+    [
+        (save_checkpoint, CheckpointSave),
+        (save_by_checkpointer, CheckpointSave),
+        (save_one_file, FolderComponentSave),
+    ],
+)
+def test_a_save_is_made_before_it_raises_the_error_of_an_earlier_one(
+    tmp_path: Path, save: Callable[[Path, str], None], kind: type[SaveOperation[Any]]
+) -> None:
+    with one_failing_save(1, kind):
+        save(tmp_path, "first")
+        with pytest.raises(StorageError, match="an error for a moment") as caught:
+            save(tmp_path, "next")
+    rankless.finalize()
+    assert torch.equal(rankless.open(tmp_path / "next")["model/w"], torch.ones(2))
+    assert "has begun all the same" in "".join(caught.value.__notes__)
+
+
+def test_a_save_that_fails_leaves_the_error_of_an_earlier_one_to_finalize(tmp_path: Path) -> None:
+    with one_failing_save(1):
+        save_checkpoint(tmp_path, "first")
+        with pytest.raises(InvalidArgumentError):
+            save_checkpoint(tmp_path, "a/b")
+    with pytest.raises(StorageError, match="an error for a moment"):
+        rankless.finalize()
 
 
 def test_finalize_drains_the_tier_also_if_a_background_save_has_failed(tmp_path: Path) -> None:

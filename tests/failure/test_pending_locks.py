@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import rankless
+from rankless.dcp import FileSystemWriter
 from rankless.errors import StorageError
+from rankless.lightning.atomic_output import atomic_output
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.run.catalog import list_stale_directories
 from rankless.run.cleanup import clean_up, delete_checkpoints
+from rankless.run.ownership import Replaceable
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import acquire_lock, confirm_lock, lock_path
 from rankless.storage import atomic_rename, directory_trees, filesystems, posix
@@ -270,7 +274,7 @@ def owner(tmp_path: Path) -> Iterator[PendingDirectory]:
 def test_a_host_that_sees_the_lock_says_so_in_the_file(owner: PendingDirectory, tmp_path: Path) -> None:
     before = lock_path(tmp_path, owner.name).read_text().split()
     with mock.patch("rankless.run.owned_lock.host_id", return_value=OTHER_HOST):
-        confirm_lock(tmp_path, owner.name)
+        confirm_lock(owner.path)
     assert lock_path(tmp_path, owner.name).read_text().split() == [*before, OTHER_HOST]
     assert before == [posix.host_id()]
 
@@ -279,10 +283,68 @@ def test_a_host_that_does_not_see_the_lock_says_so_in_the_log(
     owner: PendingDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = lock_path(tmp_path, owner.name).read_text()
-    with mock.patch("rankless.storage.file_lock._try_lock", return_value=True), caplog.at_level(logging.WARNING):
-        confirm_lock(tmp_path, owner.name)
+    with (
+        mock.patch("rankless.run.owned_lock.host_id", return_value=OTHER_HOST),
+        mock.patch("rankless.storage.file_lock._try_lock", return_value=True),
+        caplog.at_level(logging.WARNING),
+    ):
+        confirm_lock(owner.path)
     assert "do not see each other's locks" in caplog.text
     assert lock_path(tmp_path, owner.name).read_text() == before
+
+
+def test_the_owner_s_own_host_is_no_witness(owner: PendingDirectory, tmp_path: Path) -> None:
+    before = lock_path(tmp_path, owner.name).read_text()
+    confirm_lock(owner.path)
+    assert lock_path(tmp_path, owner.name).read_text() == before
+
+
+def save_component(path: str) -> None:
+    rankless.save_model({"w": torch.ones(8)}, f"{path}/model")
+
+
+def convert_folder(path: str) -> None:
+    rankless.convert(f"{path}/run", f"{path}/converted", to="native")
+
+
+def save_by_dcp(path: str) -> None:
+    dcp.save({"w": torch.ones(8)}, storage_writer=FileSystemWriter(f"{path}/dcp"))
+
+
+def save_by_lightning(path: str) -> None:
+    with atomic_output(Path(path, "a.ckpt"), Replaceable(("lightning",), "a checkpoint of Lightning", "a.ckpt")) as out:
+        if dist.get_rank() == 0:
+            torch.save({}, out)
+
+
+def write_from_two_hosts(path: str, write: Callable[[str], None]) -> list[str]:
+    """Write from two ranks that play two hosts, and return what is in the lock file before the output appears."""
+    host, contents = f"host {dist.get_rank()}", []
+
+    def look_and(publish: Any) -> Any:
+        def look_and_publish(staging: PendingDirectory, *args: Any) -> None:
+            contents.append(lock_path(staging.final.parent, staging.name).read_text())
+            publish(staging, *args)
+
+        return look_and_publish
+
+    with (
+        mock.patch("rankless.run.owned_lock.host_id", return_value=host),
+        mock.patch.object(PendingDirectory, "publish", look_and(PendingDirectory.publish)),
+        mock.patch.object(PendingDirectory, "replace", look_and(PendingDirectory.replace)),
+    ):
+        write(path)
+    return contents
+
+
+@pytest.mark.parametrize("write", [save_component, convert_folder, save_by_dcp, save_by_lightning])
+def test_whatever_is_written_from_several_hosts_has_a_witness_of_its_lock(
+    ranks: Ranks, tmp_path: Path, write: Callable[[str], None]
+) -> None:
+    save_step(tmp_path / "run", 1)
+    contents = ranks(2, write_from_two_hosts, str(tmp_path), write)
+    assert [raw.split() for raw in contents[0]] == [["host", "0", "host", "1"]]
+    assert not contents[1]
 
 
 def save_from_two_hosts(path: str) -> str | None:

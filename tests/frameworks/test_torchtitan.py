@@ -32,8 +32,9 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.llama3 import model_registry
 
 import rankless
-from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError, TagExistsError
+from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError, StorageError, TagExistsError
 from rankless.torchtitan import CheckpointManager
+from tests.helpers.failing_saves import one_failing_save
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -149,6 +150,20 @@ def test_a_resumed_run_is_equal_to_an_uninterrupted_one(ranks: Ranks, tmp_path: 
     assert_equal(ranks(2, train_and_resume, str(tmp_path / "two"), options, True), expected)
     tags = [info.tag for info in rankless.list_checkpoints(tmp_path / "two/checkpoint")]
     assert tags == ["step-2", "step-4", "step-6"]
+
+
+def train_with_a_failing_save(folder: str, options: dict[str, Any]) -> None:
+    with one_failing_save(1):
+        Training(CheckpointManager, folder, **options).train(4)
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["model only", "everything"])
+def test_the_last_step_is_saved_although_an_earlier_save_has_failed(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    for outcome in ranks.outcomes(2, train_with_a_failing_save, str(tmp_path), options):
+        assert isinstance(outcome, StorageError)
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "checkpoint")] == ["step-4"]
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -10,10 +10,12 @@ from rankless.components.component_output import ComponentOutput
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_save import ComponentSave, OpenedOutput
 from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
+from rankless.run.pending_lock import confirm_lock
 
 
 class FolderComponentSave(ComponentSave):
@@ -37,6 +39,8 @@ class FolderComponentSave(ComponentSave):
         layout = self._layout
 
         def write_shards() -> HashedResult:
+            if self._session.rank != COORDINATOR_RANK:
+                confirm_lock(Path(layout.opened.folder))
             return HashedResult(self._writer.write(Path(layout.opened.folder), layout.files, self._staged))
 
         def publish_files(fragments: Fragments, _: list[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from rankless.storage.object_path import ObjectPath
 
 
 class PendingSaves:
-    """Runs at most one save of a path at a time. The next one waits for it, and raises its error if it failed."""
+    """Runs at most one save of a path at a time. The next one waits for it, and raises its error in the end."""
 
     def __init__(self) -> None:
         self._ranks: RankGroup | None = None

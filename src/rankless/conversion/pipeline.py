@@ -35,7 +35,7 @@ from rankless.engine.plan.tensor_writers import EqualWriters
 from rankless.engine.plan.writer_cells import CellPlanner
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.reader import detect_replacement
+from rankless.formats.reader import describe_doubts, detect_replacement
 from rankless.formats.registry import (
     DCP,
     DEEPSPEED_UNIVERSAL,
@@ -50,11 +50,13 @@ from rankless.formats.registry import (
 )
 from rankless.observe.events import OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import clean_up
 from rankless.run.lookup import open_latest
 from rankless.run.pending_dir import check_destination
+from rankless.run.pending_lock import confirm_lock
 from rankless.run.unpublished_output import check_hosts, make_output
 from rankless.state.optimizer.left_out_values import warn_if_left_out
 from rankless.storage.direct_io import BufferedWriter
@@ -137,6 +139,8 @@ class ConversionRequest:
         reader = open_latest(self.source, self._source_keys())
         if self.fingerprint not in {None, reader.fingerprint}:
             raise CheckpointReplacedError(f"{reader.path} was replaced while it was being read; try again")
+        for doubt in describe_doubts(reader):
+            warn_caller(doubt)
         with detect_replacement(reader):
             reader.check_files()
             source = ConversionSource(
@@ -208,7 +212,7 @@ class Conversion:
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, pending, self._request.final))
         try:
-            file_ranges, layout = self._create_files(source, target, host_of)
+            file_ranges, layout = self._create_files(source, target, pending, host_of)
             on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
             work = _ShareOfWork(layout, file_ranges, on_moved, checksums)
             written = self._write_share(target, source, work)
@@ -256,7 +260,7 @@ class Conversion:
         return source, Path(start.pending_path), start.host_of
 
     def _create_files(
-        self, source: ConversionSource, target: ConversionTarget, host_of: Sequence[int]
+        self, source: ConversionSource, target: ConversionTarget, pending: Path, host_of: Sequence[int]
     ) -> tuple[list[FileRange], FileLayout]:
         """Create the files, and divide the work."""
 
@@ -268,8 +272,13 @@ class Conversion:
                 sync_tree(self._pending.path)
             return b""
 
+        def locate_tensors() -> FileLayout:
+            if self._session.rank != 0:
+                confirm_lock(pending)
+            return target.locate_tensors()
+
         self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
-        layout = self._session.run_on_all("reading the layout of the new files", target.locate_tensors)
+        layout = self._session.run_on_all("reading the layout of the new files", locate_tensors)
         return list(_rank_share(layout, self._session, host_of)), layout
 
     def _write_share(self, target: ConversionTarget, source: ConversionSource, work: _ShareOfWork) -> Fragments:

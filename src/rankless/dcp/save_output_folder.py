@@ -15,6 +15,7 @@ from rankless.dcp.write_results import WrittenItem, check_all_present
 from rankless.errors import StorageError
 from rankless.run.ownership import DCP_FOLDER
 from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import confirm_lock
 from rankless.storage import posix
 
 
@@ -38,7 +39,9 @@ class FolderOutput:
     def open_folder(self, nbytes: int) -> Iterator[Path]:
         """Give the pending directory that rank 0 has created."""
         del nbytes
-        yield find_pending(self._path)
+        folder = find_pending(self._path)
+        confirm_lock(folder)
+        yield folder
 
     def keep_files(self, folder: Path, results: Sequence[WriteResult]) -> list[WriteResult]:
         """Make the files of this rank durable."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankless.errors import FormatError
-from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote
+from rankless.formats.reader import CheckpointValues, FileExtent, Reader, UnreadTensorNote, describe_doubts
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 
@@ -63,6 +63,10 @@ class CompositeReader:
         """See :class:`rankless.formats.reader.Reader`."""
         for reader in self.readers:
             reader.check_files()
+
+    def describe_doubts(self) -> Sequence[str]:
+        """Return the doubts of all readers. See :class:`rankless.formats.reader.DoubtfulReader`."""
+        return [doubt for reader in self.readers for doubt in describe_doubts(reader)]
 
     def is_current(self) -> bool:
         """Return whether every reader's checkpoint is current."""

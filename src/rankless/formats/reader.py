@@ -116,6 +116,19 @@ class FamilyReader(Protocol):
         """Return the family, where it is known from, and which layouts the checkpoint can be read in."""
 
 
+@runtime_checkable
+class DoubtfulReader(Protocol):
+    """A reader of a folder whose files may be of different saves, as far as what they record can tell."""
+
+    def describe_doubts(self) -> Sequence[str]:
+        """Return sentences that name the files and the folder."""
+
+
+def describe_doubts(reader: Reader) -> Sequence[str]:
+    """Return why files of a checkpoint may be of different saves; nothing of a format that has no such files."""
+    return reader.describe_doubts() if isinstance(reader, DoubtfulReader) else ()
+
+
 def find_file_ranges(
     reader: Reader, key: tuple[str, str], tensor_range: TensorRange, files: dict[Source, int]
 ) -> Iterator[FileRange]:

@@ -16,7 +16,7 @@ from rankless.errors import (
 )
 from rankless.formats.detect import is_checkpoint, open_reader
 from rankless.formats.native import NativeReader
-from rankless.formats.reader import CheckpointValues, Reader, detect_replacement
+from rankless.formats.reader import CheckpointValues, Reader, describe_doubts, detect_replacement
 from rankless.formats.sharded.find_shard_faults import inspect_shards
 from rankless.inspection.placeholders import PlaceholderCodec
 from rankless.ondisk.data_files import TensorInfo
@@ -159,4 +159,6 @@ def _inspect_files(path: Path) -> tuple[str, ...]:
 
 def _make_inspected(reader: Reader, notes: tuple[str, ...]) -> InspectedCheckpoint:
     manifest = reader.manifest if isinstance(reader, NativeReader) else None
-    return InspectedCheckpoint(reader.path, reader, manifest, (*notes, *describe_unread(reader)))
+    return InspectedCheckpoint(
+        reader.path, reader, manifest, (*notes, *describe_doubts(reader), *describe_unread(reader))
+    )

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from rankless.engine.comm.process_groups import check_ranks_are_joined
 from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.run.cleanup import clean_up
 from rankless.run.ownership import Replaceable
 from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import confirm_lock
 from rankless.storage import posix
 
 
@@ -42,6 +44,8 @@ def atomic_output(path: Path, replaceable: Replaceable, timeout: float = 600.0) 
 
     try:
         _, name = session.vote("preparing the save", lambda: None, lambda _: b"", create_pending)
+        if session.rank != COORDINATOR_RANK:
+            confirm_lock(path.parent / name.decode())
         failure: BaseException | None = None
         try:
             yield path.parent / name.decode() / path.name

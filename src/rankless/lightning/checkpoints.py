@@ -23,6 +23,7 @@ from rankless.options import FROZEN
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.ownership import Replaceable
 from rankless.run.scan import CheckpointInfo
+from rankless.save.collected_failures import CollectedFailures
 from rankless.save.handle import SaveHandle
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -85,8 +86,25 @@ class LightningCheckpoints:
         step: int | None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save under a path, replacing what is there. Waits for the previous save."""
-        self.finish_pending()
+        """Save under a path, replacing what is there. Waits for the previous save.
+
+        Its error is raised after this save has begun: Lightning's last save is not lost because an earlier one failed.
+        """
+        failures = CollectedFailures()
+        failures.run(self.finish_pending)
+        with failures.raised_after(f"the save of {path} has begun all the same"):
+            self._begin_save(path, model, optimizer, content, step=step, metrics=metrics)
+
+    def _begin_save(
+        self,
+        path: Path,
+        model: Any,
+        optimizer: Any,
+        content: Mapping[str, Any],
+        *,
+        step: int | None,
+        metrics: Mapping[str, Any] | None,
+    ) -> None:
         displaced = _displace_lightning_checkpoint(path, self.replaceable_at(path))
         self._handle = save_checkpoint(
             path.parent,

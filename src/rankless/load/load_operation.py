@@ -6,6 +6,7 @@ Everything that can be checked without changing the caller's tensors is checked 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.detect import open_reader
 from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
-from rankless.formats.reader import CheckpointValues, Reader, check_read
+from rankless.formats.reader import CheckpointValues, Reader, check_read, describe_doubts
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.load.fused_experts import renamed_tensors, with_fused_experts
 from rankless.load.load_request import LoadRequest
@@ -130,6 +131,7 @@ class LoadOperation:
         #: On rank 0, the tolerated missing things of all ranks, and differences of configurations.
         self._missing: list[str] = []
         self._differences: list[str] = []
+        self._doubts: Sequence[str] = ()
 
     def run(self) -> RestoreResult:
         """Run all steps of the load, on all ranks."""
@@ -149,6 +151,8 @@ class LoadOperation:
             warn_caller(f"loaded {folder}, but not all that was asked for:\n{format_lines(self._missing)}")
         if self._differences:
             warn_caller(f"loaded {folder} into a model of another configuration:\n{format_lines(self._differences)}")
+        for doubt in self._doubts:
+            warn_caller(doubt)
         return result
 
     def _forward_event(self, event: Event) -> None:
@@ -313,6 +317,7 @@ class LoadOperation:
                 opened = NativeReader(folder, keys=keys) if self.selected.id else open_reader(folder, keys)
             reader = self._request.reader_adapter(opened)
             self._format = opened.format
+            self._doubts = describe_doubts(opened) if self._session.rank == COORDINATOR_RANK else ()
             self._manifest = reader.manifest if isinstance(reader, NativeReader) else None
             return with_fused_experts(reader, self._request.training)
         except NoCheckpointError:

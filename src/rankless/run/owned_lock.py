@@ -117,8 +117,11 @@ def acquire_as_owner(path: Path, take_lock: Callable[[], Lock]) -> Lock:
 def confirm_lock(path: Path) -> bool:
     """Write into the lock file of a living owner on another host that this host sees the lock.
 
-    Return false if it does not see it, although the file is there.
+    Return false if it does not see it, although the file is there. On the owner's host, and once another host has
+    written it, nothing is done: so any ranks may call this.
     """
+    if not _lacks_witness(path):
+        return True
     try:
         FileLock(path, create=False).close()
     except BlockingIOError:
@@ -128,6 +131,19 @@ def confirm_lock(path: Path) -> bool:
     except OSError:
         return True
     return not path_exists(path)
+
+
+def _lacks_witness(path: Path) -> bool:
+    """Return whether a lock file is one of another host, and no host has written that it sees the lock."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        raw = os.pread(fd, 2 * _HOST_BYTES, 0)
+    finally:
+        os.close(fd)
+    return len(raw) == _HOST_BYTES and raw.strip() != host_id().encode()
 
 
 def _record_witness(path: Path) -> None:

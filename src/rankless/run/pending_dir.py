@@ -26,7 +26,7 @@ from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import give_back, restore_displaced
 from rankless.run.object_run import check_output_name
-from rankless.run.pending_lock import PendingLock, acquire_lock, confirm_lock
+from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pointers import find_tag
 from rankless.run.scan import read_info
 from rankless.storage import atomic_rename, directory_trees, posix
@@ -104,10 +104,6 @@ class PendingDirectory:
         except BaseException:
             self.release()
             raise
-
-    def confirm_lock(self) -> None:
-        """Record that this host, which is not the creator's, sees the lock of the directory."""
-        confirm_lock(self.final.parent, self.name)
 
     def publish(self, entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path. Raises ``TagExistsError`` if that exists."""

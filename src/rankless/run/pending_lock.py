@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rankless.errors import StorageError
-from rankless.ondisk.hidden_names import HiddenName
+from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import owned_lock
 from rankless.run.owned_lock import OwnedLock, acquire_as_owner
 from rankless.storage.posix import last_change_time, path_exists
@@ -63,10 +63,14 @@ def acquire_lock(parent: Path, name: HiddenName) -> PendingLock:
     return acquire_as_owner(lock_path(parent, name), lambda: PendingLock(parent, name))
 
 
-def confirm_lock(parent: Path, name: HiddenName) -> None:
-    """Write into the lock file of a living owner on another host that this host sees the lock.
+def confirm_lock(folder: Path) -> None:
+    """Record that this host sees the lock of a pending directory, if its owner is on another host.
 
-    If it does not see it, leftovers of killed jobs stay for a day, which is logged. No failure matters to the save.
+    All that write into a folder of several hosts call it: saves, drains, components, conversions, DCP and Lightning. If
+    the lock is not seen, leftovers of killed jobs stay for a day, which is logged. No failure matters to the save.
     """
-    if not owned_lock.confirm_lock(lock_path(parent, name)):
-        _log.warning("hosts do not see each other's locks in %s: leftovers of killed jobs stay for a day", parent)
+    name = parse_hidden_name(folder.name)
+    if name is not None and not owned_lock.confirm_lock(lock_path(folder.parent, name)):
+        _log.warning(
+            "hosts do not see each other's locks in %s: leftovers of killed jobs stay for a day", folder.parent
+        )

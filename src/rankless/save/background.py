@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ import torch.distributed as dist
 
 from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
 from rankless.engine.io.staging_memory import Arena, StagingMemory
+from rankless.errors import RankTimeoutError
 from rankless.observe.spans import span, tracer
 from rankless.process.exit_order import ExitStage, call_at_exit
 from rankless.process.gc_pause import gc_paused
 from rankless.process.worker_threads import lower_priority
+from rankless.save.collected_failures import CollectedFailures
 from rankless.save.handle import Result, SaveHandle
 from rankless.save.save_operation import SaveOperation
 from rankless.state.step_guard import StepGuard
@@ -88,9 +91,10 @@ class BackgroundSaves:
     ) -> Iterator[None]:
         """Wait for the saves of ``scope``, then prevent other threads from starting one inside the ``with`` block.
 
-        Raises the error of a failed save of the same process group, once. Errors of saves of other groups are not
-        raised here, because other ranks would not raise them in this call. Without ``raises_failures`` none is raised:
-        the next save or :meth:`finalize` raises it.
+        Raises the error of a failed save of the same process group, once, and after the block, so that the state that
+        this saves is not lost. If the block fails, the next save or :meth:`finalize` raises it. Errors of saves of
+        other groups are not raised here, because other ranks would not raise them in this call. Without
+        ``raises_failures`` none is raised.
         """
         group = current_process_group(process_group)
         turn = self._turns.setdefault(scope, _PathTurn())
@@ -101,8 +105,9 @@ class BackgroundSaves:
             with turn.lock:
                 if not all(flight.turn.done() for flight in self._other_flights(scope)):
                     continue
-                if raises_failures:
-                    self._raise_failures([flight for flight in flights if (flight.group and flight.group()) is group])
+                failed = _of_group(flights, group) if raises_failures else []
+                if _is_rank_missing(failed):  # the block would wait for it again
+                    self._raise_failures(failed)
                 self._guard.remove_idle_hook()
                 call = object()
                 self._calls.add(call)
@@ -110,7 +115,14 @@ class BackgroundSaves:
                     yield
                 finally:
                     self._calls.discard(call)
+                failures = CollectedFailures()
+                failures.run_until_success(partial(self._raise_failures, failed))
+                failures.raise_first("the save that raises this error has begun all the same")
                 return
+
+    def wait_for_turn(self, scope: Path, process_group: ProcessGroupArgument) -> None:
+        """Wait until a save may begin. Raise what :meth:`path_turn` would raise."""
+        self._raise_failures(_of_group(self._wait_for_turns(scope), current_process_group(process_group)))
 
     def is_saving(self) -> bool:
         """Return whether a save is in progress, in a call or in the background."""
@@ -191,7 +203,7 @@ class BackgroundSaves:
                 if save.has_follow_up:
                     flight.turn.set_result(None)
                     info = save.follow_up()
-        except BaseException as error:  # noqa: BLE001 - raised by wait(), by the next save, or by finalize()
+        except BaseException as error:  # noqa: BLE001 - raised by wait(), after the next save has begun, or by finalize()
             save.forget_staged()
             arena.release()
             cleared = _clear_frames(error)
@@ -294,6 +306,15 @@ class _PathTurn:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+
+
+def _of_group(flights: list[_SaveInFlight], group: dist.ProcessGroup | None) -> list[_SaveInFlight]:
+    """Return the saves of a process group, whose ranks all raise their errors in the same call."""
+    return [flight for flight in flights if (flight.group and flight.group()) is group]
+
+
+def _is_rank_missing(failed: list[_SaveInFlight]) -> bool:
+    return any(isinstance(flight.done.exception(), RankTimeoutError) for flight in failed)
 
 
 def _completed_future(info: Result) -> Future[Result]:

@@ -39,6 +39,7 @@ from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoi
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import confirm_lock
 from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import Base, BaseCheckpoint, BaseFile, TensorVersions, identify_files
 from rankless.save.incremental import Candidates, IncrementalSave
@@ -247,7 +248,7 @@ class CheckpointSave(TrainingSave):
 
         def write_shards() -> HashedResult:
             if self._session.rank == self._cache.witness:
-                self._pending.confirm_lock()
+                confirm_lock(self._pending.path)
             paths = [file.path for file in self._plan.files]
             on_moved = self._reporter.progress_counter("save", self._plan.nbytes).add
             fragments = self._writer.write(self._pending.path, paths, self._staged, on_moved)

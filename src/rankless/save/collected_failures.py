@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rankless.errors import RankTimeoutError
 
 
 class CollectedFailures:
-    """The errors of saves and drains, for ``Checkpointer`` and ``finalize()``: the first one is raised in the end."""
+    """The errors of saves and drains, for later saves and ``finalize()``: the first one is raised in the end."""
 
     def __init__(self) -> None:
         self._errors: list[Exception] = []
@@ -31,6 +32,21 @@ class CollectedFailures:
         """Call a function that raises one error at a time, until there are no more. Collect all of them."""
         while not self.run(function):
             pass
+
+    @contextmanager
+    def raised_after(self, *notes: str) -> Iterator[None]:
+        """Run a block, such as a save, then raise the first error with notes. An error of the block names all.
+
+        If a rank is missing, which the block would wait for again, the first error is raised at once.
+        """
+        if self.is_rank_missing:
+            self.raise_first()
+        try:
+            yield
+        except BaseException as error:
+            self.note_in(error)
+            raise
+        self.raise_first(*notes)
 
     def add_note(self, note: str) -> None:
         """Add a note to the first error, if there is one."""

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.engine.io.requests import Fragments
@@ -35,6 +36,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import confirm_lock
 from rankless.run.scan import CheckpointInfo
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.aligned_memory import Bytes
@@ -100,6 +102,8 @@ class FolderDrain(GenerationDrain):
         self._reporter.begin_phase("write")
 
         def write_parts() -> HashedResult:
+            if self._session.rank != COORDINATOR_RANK:
+                confirm_lock(self._pending.path)
             fragments: Fragments = {}
             edges: list[_Edge] = []
             for part, memory in self._memory.items():

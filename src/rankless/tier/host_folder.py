@@ -36,6 +36,7 @@ from rankless.errors import (
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystems import is_local
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import (
     directory_identity,
     file_size,
@@ -105,9 +106,11 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
-        if marker.run != str(run):
+        if not _is_same_run(marker.run, run):
             raise InvalidArgumentError(
-                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder, or remove it"
+                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier, or, if the "
+                f"run has got another name, its path as before. Do not remove {path}: only it may have the newest "
+                "checkpoints of that run"
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
 
@@ -301,6 +304,18 @@ class TierFolder(msgspec.Struct, frozen=True):
         except StorageError as error:
             if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
                 raise
+
+
+def _is_same_run(recorded: str, run: Path) -> bool:
+    """Return whether a run directory is the recorded one, which may have been reached by another path or a link."""
+    if recorded == str(run):
+        return True
+    if isinstance(run, ObjectPath):
+        return False
+    try:
+        return directory_identity(Path(recorded)) == directory_identity(run)
+    except StorageError:  # one of them is missing
+        return False
 
 
 @contextmanager

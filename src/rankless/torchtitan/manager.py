@@ -25,6 +25,7 @@ from rankless.errors import InvalidArgumentError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_choice, check_timeout
 from rankless.options import STAGING
+from rankless.save.collected_failures import CollectedFailures
 from rankless.save.handle import SaveHandle
 from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -225,8 +226,16 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
 
     @torch.no_grad()
     def _save_model_only(self, step: int) -> None:
-        """Save the model in the dtype of the export, as a checkpoint or as a folder of Hugging Face."""
-        finalize()
+        """Save the model in the dtype of the export, as a checkpoint or as a folder of Hugging Face.
+
+        Raises the error of an earlier save afterwards, so that the last state is not lost.
+        """
+        failures = CollectedFailures()
+        failures.run(finalize)
+        with failures.raised_after(f"step {step} is saved all the same"):
+            self._save_weights(step)
+
+    def _save_weights(self, step: int) -> None:
         dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
         weights = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

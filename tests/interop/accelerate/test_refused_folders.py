@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rankless.errors import (
 )
 from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
+from tests.helpers.commands import invoke_json
 from tests.helpers.equality import equal_bits
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
@@ -232,6 +234,89 @@ def test_weights_of_two_saves_are_named(folder: Callable[[str], SavedRun]) -> No
         rankless.open(model_only)
     (run.folder / "model.safetensors").unlink()
     assert restore(run).exact[:2] == ("model", "optimizer")
+
+
+def older_optimizer(run: SavedRun) -> None:
+    state = torch.load(run.folder / "optimizer.pt")
+    for states in state["state"].values():
+        states["step"] -= 1
+    torch.save(state, run.folder / "optimizer.pt")
+
+
+def newer_scheduler(run: SavedRun) -> None:
+    state = torch.load(run.folder / "scheduler.pt")
+    torch.save(state | {"last_epoch": state["last_epoch"] + 1}, run.folder / "scheduler.pt")
+
+
+def older_trainer(run: SavedRun) -> None:
+    state = json.loads((run.folder / "trainer_state.json").read_text())
+    (run.folder / "trainer_state.json").write_text(json.dumps(state | {"global_step": 2}))
+
+
+def older_rank_file(run: SavedRun) -> None:
+    """Write the step 2 into one of the two files of the optimizer's ranks."""
+    reader = rankless.open(run.folder)._reader
+    for name in reader.groups["optimizer"]:
+        if name.endswith("/step"):
+            (extent,) = reader.find_extents("optimizer", name, 0, 4)
+            place = extent.file.chunks[0].location  # type: ignore[union-attr]
+            if place.file.name == "__1_0.distcp":
+                with place.file.open("r+b") as file:
+                    file.seek(place.offset)
+                    file.write(struct.pack("<f", 2))
+
+
+@pytest.mark.parametrize(
+    ("case", "mix", "expected"),
+    [
+        ("trainer_plain_w1", older_optimizer, "optimizer.pt of step 2, scheduler.pt of step 3, trainer_state"),
+        ("trainer_plain_w1", newer_scheduler, "optimizer.pt of step 3, scheduler.pt of step 4, trainer_state"),
+        ("trainer_plain_w1", older_trainer, "scheduler.pt of step 3, trainer_state.json of step 2"),
+        ("trainer_ds_z2_w2", newer_scheduler, "optim_states.pt of step 3, scheduler.pt of step 4"),
+        ("trainer_fsdp2_w2", older_rank_file, "optimizer_0/__1_0.distcp of step 2"),
+        ("acc_fsdp2_w2", older_rank_file, "optimizer_0/__1_0.distcp of step 2"),
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_files_of_another_step_are_named(
+    folder: Callable[[str], SavedRun], case: str, mix: Callable[[SavedRun], None], expected: str
+) -> None:
+    run = folder(case)
+    mix(run)
+    with pytest.warns(UserWarning, match=f"files of different saves: .*{expected}"):
+        rankless.open(run.folder)
+
+
+@pytest.mark.filterwarnings("default")
+def test_whatever_reads_a_folder_says_that_its_files_are_of_different_saves(folder: Callable[[str], SavedRun]) -> None:
+    run = folder("trainer_plain_w1")
+    older_optimizer(run)
+    with pytest.warns(UserWarning, match="files of different saves"):
+        restore(run)
+    with pytest.warns(UserWarning, match="files of different saves"):
+        rankless.convert(run.folder, run.folder.parent / "converted", to="native")
+    assert "files of different saves" in " ".join(invoke_json("show", run.folder)["notes"])
+    assert "files of different saves" in " ".join(invoke_json("verify", run.folder)["checkpoints"][0]["notes"])
+
+
+def skip_a_step(run: SavedRun) -> None:
+    older_optimizer(run)
+    torch.save({"scale": 1.0, "growth_factor": 2.0}, run.folder / "scaler.pt")
+
+
+def plateau(run: SavedRun) -> None:
+    torch.save({"last_epoch": 1, "num_bad_epochs": 0, "best": 1.0}, run.folder / "scheduler.pt")
+
+
+@pytest.mark.parametrize("change", [skip_a_step, plateau])
+@pytest.mark.filterwarnings("error:.*files of different saves")
+def test_steps_may_differ_within_one_save(
+    folder: Callable[[str], SavedRun], change: Callable[[SavedRun], None]
+) -> None:
+    """A loss scaler skips steps of the optimizer, and some schedulers count evaluations."""
+    run = folder("trainer_plain_w1")
+    change(run)
+    rankless.open(run.folder)
 
 
 def test_a_step_that_is_too_large_is_left_out(folder: Callable[[str], SavedRun], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 import rankless
 from rankless.errors import InvalidArgumentError, RanklessError, StorageError
 from rankless.lightning.checkpoints import LightningCheckpoints
+from tests.helpers.failing_saves import one_failing_save
 from tests.helpers.lightning_trainer import Module, fit_module, make_data, make_trainer, set_environment
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
@@ -272,6 +273,17 @@ def test_what_cannot_be_put_aside_is_an_error_of_all_ranks(ranks: Ranks, tmp_pat
         assert isinstance(error, StorageError)
         assert "could not rename it" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_the_last_save_is_made_although_an_earlier_one_has_failed(tmp_path: Path) -> None:
+    checkpoints = LightningCheckpoints("native", async_save=True)
+    with one_failing_save(1):
+        checkpoints.save(tmp_path / "a.ckpt", {"w": torch.ones(2)}, None, {}, step=1)
+        with pytest.raises(StorageError, match="an error for a moment") as caught:
+            checkpoints.save(tmp_path / "last.ckpt", {"w": torch.ones(2)}, None, {}, step=2)
+    checkpoints.finish_pending()
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["last.ckpt"]
+    assert "last.ckpt has begun all the same" in "".join(caught.value.__notes__)
 
 
 def state_of(folder: Path) -> dict[str, bytes]:

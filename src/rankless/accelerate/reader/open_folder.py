@@ -31,8 +31,9 @@ def open_training_folder(path: Path, keys: Mapping[str, str]) -> Reader:
         )
     if is_deepspeed(path):
         optimizers = len(list_tag_files(find_tag(path)).optimizers)
-        others = TrainingReader(path, parts, elsewhere={MODEL, OPTIMIZER}, writers=optimizers)
-        return CompositeReader(path, [DeepSpeedReader(path, keys), others])
+        deepspeed = DeepSpeedReader(path, keys)
+        others = TrainingReader(path, parts, {MODEL, OPTIMIZER}, writers=optimizers, optimizer=deepspeed)
+        return CompositeReader(path, [deepspeed, others])
     if tags := list_tags(path):
         raise CorruptCheckpointError(
             f"{path} has files of DeepSpeed in {tags[0]}, but not the file 'latest' that names this folder: it was not "

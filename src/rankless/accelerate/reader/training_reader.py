@@ -8,7 +8,7 @@ not read: it is a pickled object that no load needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from rankless.accelerate.reader.folder_parts import (
 )
 from rankless.accelerate.reader.part_reader import PartReader
 from rankless.accelerate.reader.rank_values import CONTENT, build_rank_values
+from rankless.deepspeed.reader.deepspeed_reader import DeepSpeedReader
 from rankless.errors import CorruptCheckpointError
 from rankless.formats.reader import CheckpointValues, UnreadTensorNote
+from rankless.formats.recorded_steps import describe_mixed_steps
 from rankless.formats.sharded.model_files import MODEL, OPTIMIZER
 from rankless.formats.stored_tensor import UnreadTensor
 from rankless.formats.tree.tree_contents import from_components
@@ -39,14 +41,25 @@ _RANKS, _STATEFUL = "ranks", "stateful"
 #: Accelerate's automatic name of a folder.
 _AUTOMATIC = re.compile(r"checkpoint_(\d{1,9})")
 
+#: Keys of the states of schedulers, such as ``ReduceLROnPlateau``, that take a step at each evaluation.
+_COUNTS_EVALUATIONS = {"num_bad_epochs"}
+
 
 class TrainingReader(TreeReader):
     """A reader of the parts of a folder, without those of the kinds that are ``elsewhere``: in another reader.
 
-    ``writers`` is how many ranks at least have saved what is there. See :class:`rankless.formats.reader.Reader`.
+    ``writers`` is how many ranks at least have saved what is there, ``optimizer`` the reader of DeepSpeed's, if that is
+    elsewhere. See :class:`rankless.formats.reader.Reader`.
     """
 
-    def __init__(self, path: Path, parts: Parts, elsewhere: Collection[str] = (), writers: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parts: Parts,
+        elsewhere: Collection[str] = (),
+        writers: int = 1,
+        optimizer: DeepSpeedReader | None = None,
+    ) -> None:
         kinds = [kind for kind in (MODEL, OPTIMIZER, SCHEDULER) if kind not in elsewhere]
         notes = list(_note_local_shards(parts, kinds))
         self._parts = PartReader(path)
@@ -65,6 +78,8 @@ class TrainingReader(TreeReader):
         if rank_values.tensors:
             contents.groups[_RANKS] = dict(rank_values.tensors)
         self._ranks = rank_values.ranks
+        self._recorded_steps = _find_recorded_steps(parts, slots, values) if TRAINER_STATE in parts else {}
+        self._optimizer, self._may_skip = optimizer, SCALER in parts
         kind = "trainer" if TRAINER_STATE in parts else "accelerate"
         super().__init__(path, kind, opened.paths, opened.fingerprint, contents)
 
@@ -97,12 +112,34 @@ class TrainingReader(TreeReader):
             raise CorruptCheckpointError(f"{file} must contain the state of the Trainer, not a {type(state).__name__}")
         return state
 
+    def describe_doubts(self) -> Sequence[str]:
+        """Return whether the optimizer is of another step than the scheduler and the ``Trainer``.
+
+        Schedulers of Accelerate count the steps of all processes, or epochs, so nothing follows from theirs.
+        """
+        if self._optimizer is not None:
+            return self._optimizer.compare_steps(self._recorded_steps)
+        groups = sorted(group for group in self.groups if group.partition("/")[0] == OPTIMIZER) or [OPTIMIZER]
+        recorded = self._recorded_steps if len(groups) == 1 else {}
+        doubts = (describe_mixed_steps(self, group, recorded, may_skip=self._may_skip) for group in groups)
+        return [doubt for of_group in doubts for doubt in of_group]
+
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
         """Return the values of all ranks, and the states of the generators of ``rank``."""
         shared = super().read_values(rank, shared_codec, rank_codec).shared
         is_there = rank < len(self._ranks)
         rank_values = decode_value(self._ranks[rank], rank_codec, str(self.path)) if is_there else None
         return CheckpointValues(shared, rank_values, len(self._ranks), self._ranks)
+
+
+def _find_recorded_steps(parts: Parts, slots: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the steps that the ``Trainer`` and its scheduler have counted, by the names of their files."""
+    steps = {}
+    scheduler = slots.get(SCHEDULER)
+    if isinstance(scheduler, dict) and not scheduler.keys() & _COUNTS_EVALUATIONS:
+        steps[parts[SCHEDULER][0].name] = scheduler.get("last_epoch")
+    steps[parts[TRAINER_STATE][0].name] = values[CONTENT][TRAINER_STATE].get("global_step")
+    return {name: step for name, step in steps.items() if type(step) is int}
 
 
 def _note_local_shards(parts: Parts, kinds: Collection[str]) -> Iterator[UnreadTensorNote]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from rankless.deepspeed.reader.file_access import FileAccess
 from rankless.deepspeed.reader.tag_contents import ReadOptions, read_contents
 from rankless.deepspeed.reader.tag_folders import find_tag
 from rankless.errors import CorruptCheckpointError, FormatError, InvalidArgumentError, RanklessError, ReadBudgetError
+from rankless.formats.recorded_steps import describe_mixed_steps
 from rankless.formats.tree.tree_contents import from_components
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.storage.store import store_of
@@ -58,12 +59,26 @@ class DeepSpeedReader(TreeReader):
         self._evidence = read.evidence
         #: What reading all of it does not prove.
         self.unproven = () if read.is_proven else (_UNPROVEN,)
+        steps, skipped = read.user_content.get("global_steps"), read.user_content.get("skipped_steps")
+        self._engine_steps = {"the state of DeepSpeed's engine": steps} if type(steps) is int else {}
+        self._has_skipped_steps = bool(skipped)
         files = [*access.files, *read.other_files]
         super().__init__(folder, "deepspeed", files, access.fingerprint, contents)
 
     def check_files(self) -> None:
         """Check that the master weights, rounded, are the model's weights, and that ranks agree on the steps."""
         self._evidence.require_consistent(str(self.path))
+
+    def describe_doubts(self) -> Sequence[str]:
+        """Return whether the optimizer is of another step than the engine, whose state is in the files of the model."""
+        return self.compare_steps(self._engine_steps)
+
+    def compare_steps(self, recorded: Mapping[str, int]) -> Sequence[str]:
+        """Return whether the optimizer is of another step than files that record one, by the names of these.
+
+        It counts no step that was skipped for the loss scale. In bf16 without ZeRO it has counted one at its creation.
+        """
+        return describe_mixed_steps(self, OPTIMIZER, recorded, may_skip=self._has_skipped_steps, may_lead=1)
 
 
 def _check_keys(keys: Mapping[str, str]) -> None:

@@ -37,7 +37,7 @@ function makeTimeline(data) {
   const entries = readEntries(data.timeline);
   const events = entries.filter((entry) => entry.kind !== 'removed');
   const timed = events.filter((entry) => entry.kind === 'saved' && entry.seconds > 0);
-  const readout = make('p', { class: 'readout muted' }, 'Point at a save to read it; the table of events has all of them.');
+  const readout = make('p', { class: 'readout muted' }, `${matchMedia('(hover: none)').matches ? 'Touch' : 'Point at'} a save to read it; the table of events has all of them.`);
   const charts = make('div', { role: 'img', 'aria-label': summarizeTimeline(entries, timed) });
   const omitted = data.timeline.omitted;
   const note = omitted ? `${entries.length} of ${(entries.length + omitted).toLocaleString('en')} events, sampled; --full shows all` : `${formatCount(timed.length, 'timed save')}, in their order`;
@@ -120,8 +120,8 @@ function drawTimeline(root, events, width, onPoint) {
       scales: { x: { time: false, range: [-0.5, Math.max(0.5, events.length - 0.5)] }, y: { range: (_, __, high) => [0, (high || 1) * (number ? 1.12 : 1.4)] } },
       series: [{}, { stroke: color('--accent'), fill: paths ? color('--accent') : null, width: paths ? 0 : 2, paths, points: { show: events.length < 60 && !paths, size: 5, fill: color('--accent') }, spanGaps: true }],
       axes: [
-        { ...axis, show: isLast, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 70,
-          values: (_, ticks) => ticks.map((place) => (events[place]?.step ?? null) === null ? '' : `step ${formatStep(events[place].step)}`) },
+        { ...axis, size: isLast ? 28 : 0, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 70,
+          values: (_, ticks) => ticks.map((place) => !isLast || (events[place]?.step ?? null) === null ? '' : `step ${formatStep(events[place].step)}`) },
         { ...axis, size: 66, space: 26, values: (_, ticks) => ticks.map((tick) => (tick ? format(tick) : '0')) },
       ],
       hooks: {
@@ -130,6 +130,17 @@ function drawTimeline(root, events, width, onPoint) {
       },
     }, [places, numbers], host);
   });
+}
+
+// A text beside a line, on the colour of the panel: else lines of the grid would strike it through.
+function drawLabel(ctx, text, x, top, isLeft) {
+  const ratio = devicePixelRatio, width = ctx.measureText(text).width;
+  const start = isLeft ? x - 4 * ratio - width : x + 4 * ratio;
+  ctx.textAlign = 'left';
+  ctx.fillStyle = color('--panel');
+  ctx.fillRect(start - ratio, top, width + 2 * ratio, 14 * ratio);
+  ctx.fillStyle = color('--text');
+  ctx.fillText(text, start, top + 11 * ratio);
 }
 
 // Mark failures and resumes: dots and dashed lines, with the number of ranks where it changes.
@@ -152,9 +163,7 @@ function drawMarks(chart, events, isFirst) {
     }
     if (isFirst && entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
       ranks = entry.ranks;
-      ctx.fillStyle = color('--text');
-      ctx.textAlign = place > events.length * 0.85 ? 'right' : 'left';
-      ctx.fillText(formatCount(ranks, 'rank'), x + (ctx.textAlign === 'left' ? 4 : -4) * ratio, bbox.top + 11 * ratio);
+      drawLabel(ctx, formatCount(ranks, 'rank'), x, bbox.top, place > events.length * 0.85);
     }
   });
   ctx.restore();

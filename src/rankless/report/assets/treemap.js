@@ -10,14 +10,23 @@ const NAME_FONT = '600 12px', PART_FONT = '12px';
 // What a frame has beside its name, and a tile beside its text.
 const FRAME_MARGIN = 12, TILE_MARGIN = 9;
 
+// The most frames, but for parts of a module that has most of the bytes.
+const MOST_FRAMES = 60;
+
 // The ways to divide bytes: the title, the category of a tensor, the order of categories if it is fixed, and whether
 // their colours are steps.
 function listDivisions(data, tensors) {
-  const divisions = [['kind', (tensor) => tensor.kind, null], ['dtype', (tensor) => tensor.dtype, null]];
+  const divisions = [['kind', (tensor) => tensor.kind, listKinds(tensors)], ['dtype', (tensor) => tensor.dtype, null]];
   if (data.tensors.trained) divisions.push(['training', (tensor) => TRAINED[tensor.trained], Object.values(TRAINED)]);
   if (data.before) divisions.push(['sharing', (tensor) => SHARING[tensor.sharing], Object.values(SHARING)]);
   if (data.states) divisions.unshift(rankChanges(tensors), ['difference', (tensor) => STATES[tensor.state], Object.values(STATES)]);
   return divisions;
+}
+
+// The kinds in the order of their colours, which are the same in all pages: the sixth is the last one for states.
+function listKinds(tensors) {
+  const states = [...new Set(tensors.map((tensor) => tensor.kind))].filter((kind) => kind !== 'weights' && kind !== 'values').sort();
+  return ['weights', ...Array.from({ length: 5 }, (_, number) => states[number] ?? ''), 'values', ...states.slice(5)];
 }
 
 // Divide by the largest difference of an element, in powers of ten below the largest one of all.
@@ -39,7 +48,7 @@ function colorCategories(tensors, categoryOf, order) {
   const sizes = new Map();
   for (const tensor of tensors) sizes.set(categoryOf(tensor), (sizes.get(categoryOf(tensor)) ?? 0) + tensor.bytes);
   const names = order ? order.filter((name) => sizes.has(name)) : [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
-  return new Map(names.map((name, number) => [name, { number: order ? order.indexOf(name) : Math.min(number, 7), bytes: sizes.get(name) }]));
+  return new Map(names.map((name, number) => [name, { number: Math.min(order ? order.indexOf(name) : number, 7), bytes: sizes.get(name) }]));
 }
 
 // Replace a module that has most of the bytes by its parts, as long as there are few frames.
@@ -51,11 +60,26 @@ function chooseFrames(node) {
     frames = frames.flatMap((frame) => (frame === largest ? [...frame.children.values()].filter((child) => child.bytes > 0) : [frame]));
   }
   frames.sort((a, b) => b.bytes - a.bytes);
-  const rest = frames.splice(60);
-  if (rest.length) {
-    frames.push({ path: null, name: formatCount(rest.length, 'smaller module'), bytes: rest.reduce((sum, frame) => sum + frame.bytes, 0), tensors: rest.flatMap((frame) => frame.tensors), children: new Map() });
-  }
+  const rest = frames.slice(MOST_FRAMES);
+  if (sumBytes(rest) > 0.5 * node.bytes) return joinNeighbours(frames);
+  if (rest.length) frames.splice(MOST_FRAMES, rest.length, joinFrames(rest, formatCount(rest.length, 'smaller module')));
   return frames;
+}
+
+const sumBytes = (frames) => frames.reduce((sum, frame) => sum + frame.bytes, 0);
+
+const joinFrames = (frames, name) => ({ path: null, name, bytes: sumBytes(frames), tensors: frames.flatMap((frame) => frame.tensors), children: new Map() });
+
+// Join many small modules to frames of about equal size, in the order of their names. Larger ones stay as they are.
+function joinNeighbours(frames) {
+  const share = sumBytes(frames) / MOST_FRAMES, isLarge = (frame) => frame.bytes > share, joined = [];
+  let bytes = 0;
+  for (const frame of frames.filter((each) => !isLarge(each)).sort((a, b) => a.tensors[0].row - b.tensors[0].row)) {
+    const place = Math.floor(bytes / share);
+    (joined[place] ??= []).push(frame);
+    bytes += frame.bytes;
+  }
+  return frames.filter(isLarge).concat(joined.filter(Boolean).map((group) => (group.length === 1 ? group[0] : joinFrames(group, `${group[0].name} … ${group.at(-1).name}`))));
 }
 
 function makeTreemap(data, tree, onSelect) {
