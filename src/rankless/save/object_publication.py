@@ -25,6 +25,7 @@ from rankless.run.pointers import (
     Pointer,
     TagEntry,
     check_readable,
+    find_bytes,
     find_highest_number,
     find_tag,
     is_pointer,
@@ -63,9 +64,9 @@ class ObjectPublication:
     def __init__(self, run: ObjectPath, tag: str, folder_id: str, checks: PublicationChecks = UNCHECKED) -> None:
         self._run, self._tag, self._checks = run, tag, checks
         self.folder_id = folder_id
-        #: The pointer that was replaced, and whether the own one may exist.
+        #: The pointer that was replaced, and the numbers of the pointers to this folder that may exist.
         self._replaced: TagEntry | None = None
-        self._may_be_published = False
+        self._possible_numbers: set[int] = set()
 
     @property
     def folder(self) -> ObjectPath:
@@ -86,7 +87,7 @@ class ObjectPublication:
             entry = find_tag(self._run, self._tag)
             check_readable([] if entry is None else [entry])
             if entry is not None and entry.names_folder(self.folder_id):  # by an attempt that seemed to fail
-                self._may_be_published = True
+                self._possible_numbers.add(entry.number)
                 self._check_intact(entry.path, finished)
                 return finished
             if entry is not None and entry.names_checkpoint(finished.id):
@@ -102,22 +103,21 @@ class ObjectPublication:
 
     def _create_pointer(self, number: int, data: bytes, finished: Manifest) -> bool:
         """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""
-        tag, store = self._tag, self._run.store
-        path = pointer_path(self._run, tag, number)
-        self._may_be_published = True
-        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object.
-        if not store.create_object(path, data):
-            self._may_be_published = False
+        path = pointer_path(self._run, self._tag, number)
+        self._possible_numbers.add(number)
+        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object. What it
+        # says to exist may be the pointer of an attempt whose answer was lost, or wrong.
+        stored = read_back(path) if self._run.store.create_object(path, data) else find_bytes(path)
+        if stored != data:
+            if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy
+                self._possible_numbers.discard(number)
             return False
-        if (stored := read_back(path)) != data:
-            self._may_be_published = not is_pointer(stored)  # what is no pointer may be the answer of a proxy
-            return False
-        if find_highest_number(self._run, tag) > number:  # another process has removed the lower ones meanwhile
-            store.remove_file(path)
-            self._may_be_published = False
+        if find_highest_number(self._run, self._tag) > number:  # another process has removed the lower ones meanwhile
+            self._run.store.remove_file(path)
+            self._possible_numbers.discard(number)
             return False
         self._check_intact(path, finished)
-        self._check_still_allowed(path)
+        self._check_still_allowed(path, number)
         return True
 
     def _check_intact(self, pointer: ObjectPath, finished: Manifest) -> None:
@@ -128,13 +128,13 @@ class ObjectPublication:
             self._run.store.remove_file(pointer)
             raise StorageError(errno.ENOENT, damage)
 
-    def _check_still_allowed(self, pointer: ObjectPath) -> None:
+    def _check_still_allowed(self, pointer: ObjectPath, number: int) -> None:
         """Withdraw the pointer if it was forbidden while the request for it was under way."""
         try:
             self._checks.after()
         except RanklessError:
             self._run.store.remove_file(pointer)
-            self._may_be_published = False
+            self._possible_numbers.discard(number)
             raise
 
     def _check_replaceable(self, entry: TagEntry, pointer: Pointer, *, overwrite: bool) -> None:
@@ -158,5 +158,5 @@ class ObjectPublication:
         """Delete what was uploaded, unless it is published, or that is unknown."""
         # If it is unknown whether the pointer exists, or a request for it may still arrive, a clean-up decides.
         with suppress(RanklessError):
-            if not self._may_be_published:
+            if not self._possible_numbers:
                 discard_folder(self.folder)
