@@ -346,6 +346,17 @@ class TestListsThatLag:
         fake.list_lag = 0.0
         assert check_all()[options.get("tag", "s3")] == 3
 
+    @pytest.mark.parametrize("options", [{"keep": 1}, {"tag": "s2", "value": 3, "overwrite": True, "keep": 1}])
+    def test_a_checkpoint_is_removed_whose_pointer_lists_still_have(
+        self, fake: FakeStore, options: dict[str, Any]
+    ) -> None:
+        before = dict(fake.objects)
+        with mock.patch.object(fake, "listed_objects", lambda: before | fake.objects):
+            save(3, **options)
+        tag = options.get("tag", "s3")
+        assert check_all() == {tag: 3}
+        assert {key.split("/")[1].split(".")[0] for key in fake.objects} == {"", tag}
+
     def test_a_file_that_was_confirmed_and_is_not_there_ends_the_save(self, fake: FakeStore) -> None:
         def lose_a_file(request: Any, stage: str) -> None:
             if (request.kind, stage) == ("put", "before") and ".tags/s3/" in request.key:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rankless.errors import StorageError
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, checkpoint_folder
-from rankless.run.pointers import Pointer, TagEntry, is_published, list_pointers
+from rankless.run.pointers import Pointer, TagEntry, is_published
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests, store_of
 
@@ -17,17 +17,22 @@ _REMOVED = ".removed"
 
 
 def delete_checkpoint_objects(run: ObjectPath, entry: TagEntry) -> None:
-    """Delete a checkpoint that is no longer wanted: its pointer after older ones, then its folder.
+    """Delete a checkpoint that is no longer wanted: its pointers, then its folder."""
+    remove_pointers(run, entry)
+    if isinstance(entry.pointer, Pointer):
+        delete_prefix(checkpoint_folder(run, entry.tag, entry.pointer.id))
 
-    Another process may have removed the tag, and have saved it again, with the same number: its pointer stays.
+
+def remove_pointers(run: ObjectPath, entry: TagEntry) -> None:
+    """Remove the pointers of a checkpoint, older ones first: then no tag means its folder.
+
+    Another process may have removed the tag, and have saved it again, with the same number: its pointer stays. Raises
+    ``StorageError`` if one is still there. A list does not tell that: it may lag.
     """
     for info in entry.objects:
         run.store.remove_version(info.path, info.etag)
-    left = {(info.path, info.etag) for info in list_pointers(run, entry.tag)}
-    if left & {(info.path, info.etag) for info in entry.objects}:
+    if any(run.store.find_version(info.path) == info.etag for info in entry.objects):
         raise StorageError(errno.EBUSY, f"{entry.path} could not be deleted, so its checkpoint was left as it is")
-    if isinstance(entry.pointer, Pointer):
-        delete_prefix(checkpoint_folder(run, entry.tag, entry.pointer.id))
 
 
 def discard_folder(folder: ObjectPath) -> None:

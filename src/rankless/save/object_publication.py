@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from rankless.errors import RanklessError, StorageError, TagExistsError
+from rankless.observe.reporter import note_corrupt
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
+from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
-from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, find_damage
+from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
     TagEntry,
@@ -144,15 +146,31 @@ class ObjectPublication:
         if isinstance(entry.pointer, Pointer) and entry.pointer.age > pointer.age:
             raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
 
-    def remove_old_checkpoints(self, run_id: str, keep: Retention | None) -> None:
-        """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed."""
+    def remove_old_checkpoints(self, run_id: str, keep: Retention | None, corrupt: Collection[CorruptRecord]) -> None:
+        """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed.
+
+        What a load found ``corrupt`` is not removed: it only loses its pointer.
+        """
         try:
-            if self._replaced is not None:
-                delete_checkpoint_objects(self._run, self._replaced)
+            self._remove_replaced(corrupt)
+            for folder in set_aside_corrupt(corrupt, self._run, run_id):
+                note_corrupt(self._run, folder)
             if keep is not None:
-                list(delete_checkpoints(expired_checkpoints(self._run, run_id, keep)))
+                expired = expired_checkpoints(self._run, run_id, keep)
+                # One that was copied there has no pointer to lose.
+                list(delete_checkpoints([info for info in expired if CorruptRecord(info.tag, info.id) not in corrupt]))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the store raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+
+    def _remove_replaced(self, corrupt: Collection[CorruptRecord]) -> None:
+        entry = self._replaced
+        if entry is None:
+            return
+        if isinstance(entry.pointer, Pointer) and any(record.is_named_by(entry) for record in corrupt):
+            remove_pointers(self._run, entry)
+            note_corrupt(self._run, checkpoint_folder(self._run, entry.tag, entry.pointer.id))
+        else:
+            delete_checkpoint_objects(self._run, entry)
 
     def discard(self) -> None:
         """Delete what was uploaded, unless it is published, or that is unknown."""
