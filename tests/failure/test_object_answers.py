@@ -351,7 +351,7 @@ class TestListsThatLag:
         self, fake: FakeStore, options: dict[str, Any]
     ) -> None:
         before = dict(fake.objects)
-        with mock.patch.object(fake, "listed_objects", lambda: before | fake.objects):
+        with mock.patch.object(fake, "listed_objects", side_effect=lambda: before | fake.objects):
             save(3, **options)
         tag = options.get("tag", "s3")
         assert check_all() == {tag: 3}

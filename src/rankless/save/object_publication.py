@@ -22,7 +22,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
-from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, find_damage, remove_pointers
+from rankless.run.object_removal import delete_replaced, discard_folder, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
     TagEntry,
@@ -170,7 +170,7 @@ class ObjectPublication:
             remove_pointers(self._run, entry)
             note_corrupt(self._run, checkpoint_folder(self._run, entry.tag, entry.pointer.id))
         else:
-            delete_checkpoint_objects(self._run, entry)
+            delete_replaced(self._run, entry)
 
     def discard(self) -> None:
         """Delete what was uploaded, unless it is published, or that is unknown."""
