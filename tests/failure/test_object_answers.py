@@ -23,6 +23,7 @@ from rankless.errors import CorruptCheckpointError, InvalidArgumentError, Rankle
 from rankless.formats import native
 from rankless.load import selection
 from rankless.run import cleanup, object_removal, pointers
+from rankless.save import object_publication
 from rankless.storage.http import connection
 from rankless.storage.http.connection import Address, HttpRequest, HttpResponse
 from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
@@ -145,6 +146,25 @@ class TestUnreadablePointers:
             save(3)
         stop_answers(fake)
         assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+        check_nothing_is_left(fake)
+
+    @pytest.mark.parametrize("options", [{}, {"tag": "s2", "value": 3, "overwrite": True}])
+    def test_a_save_keeps_its_files_if_lists_lack_its_pointer_and_answers_are_wrong(
+        self, fake: FakeStore, options: dict[str, Any]
+    ) -> None:
+        """The second attempt learns that the pointer exists. It is its own one, of the first attempt."""
+        age(fake)
+        fake.list_lag = 0.05
+        fake.on_request = answer_to("get", f".tags/{options.get('tag', 's3')}/{2 if options else 1}", PAGE)
+        with (
+            brief_retries(),
+            mock.patch.object(object_publication, "_PUBLISH_SECONDS", 0.01),
+            pytest.raises(RanklessError),
+        ):
+            save(3, **options)
+        fake.list_lag = 0.0
+        stop_answers(fake)
+        assert check_all() == {**OLD, options.get("tag", "s3"): 3}
         check_nothing_is_left(fake)
 
     @pytest.mark.parametrize("status", [200, 204, 404])
@@ -325,6 +345,17 @@ class TestListsThatLag:
         save(3, **options)
         fake.list_lag = 0.0
         assert check_all()[options.get("tag", "s3")] == 3
+
+    @pytest.mark.parametrize("options", [{"keep": 1}, {"tag": "s2", "value": 3, "overwrite": True, "keep": 1}])
+    def test_a_checkpoint_is_removed_whose_pointer_lists_still_have(
+        self, fake: FakeStore, options: dict[str, Any]
+    ) -> None:
+        before = dict(fake.objects)
+        with mock.patch.object(fake, "listed_objects", side_effect=lambda: before | fake.objects):
+            save(3, **options)
+        tag = options.get("tag", "s3")
+        assert check_all() == {tag: 3}
+        assert {key.split("/")[1].split(".")[0] for key in fake.objects} == {"", tag}
 
     def test_a_file_that_was_confirmed_and_is_not_there_ends_the_save(self, fake: FakeStore) -> None:
         def lose_a_file(request: Any, stage: str) -> None:

@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 
 import rankless
+from rankless.formats.native import read_manifest
+from rankless.run.catalog import list_stale_directories
 from rankless.storage.object_path import ObjectPath
 from tests.promises.jobs import NO_RUN, job, listed, train
 from tests.promises.places import Place, state_of
@@ -48,6 +50,23 @@ def test_the_name_of_a_corrupt_checkpoint_is_free_after_a_fall_back(place: Place
         assert train(place, 3) == 2
     assert place.load("step_2") == 2.0
     assert listed(place) == ["step_1", "step_2", "step_3"]
+
+
+@promise("what a load found corrupt is hidden, and kept", exempt=_NO_RUN)
+def test_a_corrupt_checkpoint_is_kept(place: Place) -> None:
+    """It may be intact: the memory of a host may be faulty, or a proxy may change what it passes on."""
+    for step in (1, 2):
+        place.save(f"step_{step}", float(step))
+    spoil(place.locate("step_2"))
+    move_to_another_host(place)
+    with warnings.catch_warnings(), job(place) as directory:
+        warnings.simplefilter("ignore")
+        directory.restore(None, state_of(0.0), resume=True)
+        directory.save("another", state_of(3.0), step=3, keep=1)
+    assert listed(place) == ["another"]
+    (kept,) = list_stale_directories(place.path)  # type: ignore[attr-defined]
+    assert kept.tag == "step_2"
+    assert read_manifest(kept.path).step == 2.0
 
 
 def move_to_another_host(place: Place) -> None:

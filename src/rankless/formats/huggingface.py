@@ -13,10 +13,10 @@ from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.contained_paths import check_contained
 from rankless.formats.native import check_native_form
 from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNote
-from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles, is_safetensors
+from rankless.formats.safetensors import SafetensorsFile, SafetensorsFiles, has_our_checksums, is_safetensors
 from rankless.formats.sharded.index import read_index, two_saves_error
 from rankless.ondisk import block_crcs, torchao_form, values
-from rankless.ondisk.data_files import CRC_KEY, TensorInfo
+from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.header import parse_json_object
 from rankless.ondisk.value_files import TORCHAO
 from rankless.ondisk.values import ArrayCodec
@@ -62,7 +62,7 @@ def find_exported_files(folder: Path) -> frozenset[str] | None:
     else:
         names = {single}
     files = [folder / name for name in names - {index} if store.is_file(folder / name)]
-    is_ours = files and all(CRC_KEY in SafetensorsFile.open(file).header.metadata for file in files)
+    is_ours = files and all(map(has_our_checksums, files))
     return frozenset(names) if is_ours else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.reader import FileExtent
 from rankless.ondisk import block_crcs, header
 from rankless.ondisk.data_files import CRC_KEY, TIED_KEY, TensorInfo, intern_info
@@ -17,6 +17,14 @@ from rankless.ondisk.header import SafetensorsHeader, parse_json_object
 from rankless.ondisk.manifest import FileRecord
 from rankless.process.gc_pause import gc_paused
 from rankless.storage.store import store_of
+
+
+def has_our_checksums(path: Path) -> bool:
+    """Return whether rankless has written a file: other libraries write no checksums into it."""
+    try:
+        return CRC_KEY in SafetensorsFile.open(path).header.metadata
+    except (CorruptCheckpointError, FormatError):
+        return False
 
 
 def is_safetensors(path: Path) -> bool:

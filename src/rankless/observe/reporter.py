@@ -36,10 +36,8 @@ def log_reasons(reasons: Iterable[str]) -> None:
 
 
 def note_corrupt(path: Path, hidden: Path) -> None:
-    """Log that a checkpoint that a load found corrupt was renamed to a hidden name."""
-    _log.warning(
-        "a corrupt checkpoint in %s was renamed to %s; rankless prune --leftovers removes it", path, hidden.name
-    )
+    """Log that a checkpoint that a load found corrupt is hidden: by its name, or in an object store by no pointer."""
+    _log.warning("a corrupt checkpoint in %s is kept as %s; rankless prune --leftovers removes it", path, hidden.name)
 
 
 class EventReporter:

@@ -14,6 +14,9 @@ State = Literal["partial", "replaced", "removed", "corrupt", "lock", "pin"]
 #: The file with statistics of a checkpoint, which is put into its folder after the save, and is not in its manifest.
 STATISTICS = ".statistics"
 
+#: The object in a folder in an object store that is being deleted, because its save seems to be dead.
+REMOVED = ".removed"
+
 _NAME = re.compile(
     r"\.(?P<tag>.+)\.(?P<run>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<state>partial|replaced|removed|corrupt|lock|pin)"
 )

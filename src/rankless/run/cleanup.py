@@ -21,7 +21,7 @@ from rankless.run.aliases import has_alias
 from rankless.run.catalog import cached_checkpoints, list_checkpoints_strictly
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
-from rankless.run.object_removal import delete_checkpoint_objects, delete_prefix, discard_abandoned
+from rankless.run.object_removal import delete_checkpoint_objects, discard_abandoned
 from rankless.run.object_run import list_unpublished
 from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.run.ownership import checkpoint_of
@@ -214,21 +214,23 @@ def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[
 
 def find_protection(info: CheckpointInfo) -> str | None:
     """Return why a checkpoint must not be removed to save space; ``None`` if nothing is against it."""
-    names = store_of(info.path).list_names(info.path.parent)
-    if is_pinned(info, names):
-        return "a process has pinned it"
-    if has_alias(info, names):
-        return "it has an alias"
+    if (claim := _find_claim(info)) is not None:
+        return claim
     foreign = _find_foreign(info, info.path)
     return None if foreign is None else f"{foreign} in it is no file of a checkpoint"
 
 
-def _find_foreign(info: CheckpointInfo, folder: Path) -> str | None:
-    """Return the name of a file in a checkpoint's folder that is not the checkpoint's, and would be removed with it.
+def _find_claim(info: CheckpointInfo) -> str | None:
+    """Return why somebody needs a checkpoint; ``None`` if nobody does."""
+    names = store_of(info.path).list_names(info.path.parent)
+    if is_pinned(info, names):
+        return "a process has pinned it"
+    return "it has an alias" if has_alias(info, names) else None
 
-    In an object store, the objects of a checkpoint are removed by their names.
-    """
-    return None if isinstance(folder, ObjectPath) else checkpoint_of(info.saved_as).find_foreign(folder)
+
+def _find_foreign(info: CheckpointInfo, folder: Path) -> str | None:
+    """Return the name of a file in a checkpoint's folder that is not the checkpoint's, and would be removed with it."""
+    return checkpoint_of(info.saved_as).find_foreign(folder)
 
 
 def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
@@ -250,7 +252,7 @@ def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Check
             continue
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
         if foreign := _find_foreign(info, info.path):
-            warn_caller(f"{info.path} is not removed, because {info.path / foreign} is no file of it: move that away")
+            _warn_of_foreign(info, foreign)
         if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
             with _lock_removal(info.path.parent, name):
                 # Who pins the checkpoint from now on sees the lock, and waits.
@@ -260,28 +262,38 @@ def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Check
                 yield info
 
 
+def _warn_of_foreign(info: CheckpointInfo, foreign: str) -> None:
+    warn_caller(f"{info.path} is not removed, because {info.path / foreign} is no file of it: move that away")
+
+
 def _delete_object_checkpoint(info: CheckpointInfo, folder: ObjectPath) -> bool:
     """Delete a checkpoint in an object store, unless it is protected or was replaced. Return whether it is deleted."""
-    if find_protection(info) is not None:
+    if _find_claim(info) is not None:
         return False
     run, lock = folder.parent, HiddenName(info.tag, info.run, secrets.token_hex(8), "lock")
     with held_lease(run / lock.name):
         # Who pins the checkpoint from now on sees the lease, and waits.
-        is_deleted = find_protection(info) is None and _delete_if_unchanged(info, folder)
+        is_deleted = _find_claim(info) is None and _delete_if_unchanged(info, folder)
     if is_deleted:
         remove_metrics_of(run, info.tag, info.id)
     return is_deleted
 
 
 def _delete_if_unchanged(info: CheckpointInfo, folder: ObjectPath) -> bool:
-    """Delete a checkpoint in an object store unless it was replaced. Return whether it is deleted."""
+    """Delete a checkpoint in an object store, unless it was replaced, or has objects of somebody else in it.
+
+    Return whether it is deleted.
+    """
     run, entry = folder.parent, find_tag(folder.parent, info.tag)
-    if folder.name == info.tag or (entry is None and holds_checkpoint(folder, info.id)):  # it has no pointer
-        delete_prefix(folder)
-    elif entry is not None and entry.names_checkpoint(info.id):
-        delete_checkpoint_objects(run, entry)
-    else:
+    if folder.name == info.tag:  # it was copied there
+        entry = None
+    elif not (holds_checkpoint(folder, info.id) if entry is None else entry.names_checkpoint(info.id)):
         return False
+    found = checkpoint_of(info.saved_as).sort_objects(folder)
+    if found.foreign:
+        _warn_of_foreign(info, min(found.foreign))
+        return False
+    delete_checkpoint_objects(run, entry, folder, found.owned)
     return True
 
 

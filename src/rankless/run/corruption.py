@@ -1,6 +1,6 @@
 """Checkpoints that a load found corrupt. They are hidden when the run that continued without them saves again.
 
-No save removes them: ``rankless prune --leftovers`` does.
+No save removes them: ``rankless prune --leftovers`` does. In an object store, a checkpoint without a pointer is hidden.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import msgspec
 from rankless.errors import CheckpointReplacedError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import cached_checkpoints
+from rankless.run.folder_names import checkpoint_folder
+from rankless.run.object_removal import remove_pointers
+from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.run.scan import read_info
 from rankless.storage import atomic_rename, posix
 from rankless.storage.object_path import ObjectPath
@@ -35,6 +38,10 @@ class CorruptRecord(msgspec.Struct, frozen=True, array_like=True):
         """Record the present state of the checkpoint with a tag and an id in a run directory."""
         return cls(tag, identity if isinstance(run, ObjectPath) else posix.tree_state(run / tag))
 
+    def is_named_by(self, entry: TagEntry) -> bool:
+        """Return whether the pointer of a tag in an object store names this checkpoint."""
+        return entry.tag == self.tag and entry.names_checkpoint(self.state)
+
     def is_in(self, folder: Path) -> bool:
         """Return whether a directory holds this checkpoint, unchanged; in an object store, whether the tag does."""
         if isinstance(folder, ObjectPath):
@@ -51,10 +58,10 @@ def find_corrupt(records: Iterable[CorruptRecord], path: Path, tag: str) -> Corr
 def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) -> Iterator[Path]:
     """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
 
-    A checkpoint that was renamed, copied or repaired since is left unchanged, and so is one in an object store: it
-    keeps its tag until a save takes that.
+    A checkpoint that was renamed, copied or repaired since is left unchanged.
     """
     if isinstance(path, ObjectPath):
+        yield from _remove_pointers_to_corrupt(records, path, run)
         return
     for record in records:
         folder, hidden = path / record.tag, path / HiddenName(record.tag, run, secrets.token_hex(8), "corrupt").name
@@ -66,6 +73,16 @@ def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) ->
         else:  # another checkpoint took the name between the check and the rename
             with suppress(TagExistsError):
                 atomic_rename.rename_noreplace(hidden, folder)
+
+
+def _remove_pointers_to_corrupt(records: Iterable[CorruptRecord], path: ObjectPath, run: str) -> Iterator[Path]:
+    for record in records:
+        entry = find_tag(path, record.tag)
+        if entry is None or not isinstance(entry.pointer, Pointer):
+            continue
+        if record.is_named_by(entry) and entry.pointer.run == run:
+            remove_pointers(path, entry)
+            yield checkpoint_folder(path, entry.tag, entry.pointer.id)
 
 
 def _is_saved_by(run: str, folder: Path, tag: str) -> bool:

@@ -4,48 +4,74 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from rankless.errors import StorageError
+from rankless.observe.warning import warn_caller
+from rankless.ondisk.hidden_names import REMOVED
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, checkpoint_folder
-from rankless.run.pointers import Pointer, TagEntry, is_published, list_pointers
+from rankless.run.ownership import SAVED_FOLDER
+from rankless.run.pointers import Pointer, TagEntry, is_published
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests, store_of
 
-#: The object in a folder that is being deleted, because its save seems to be dead.
-_REMOVED = ".removed"
+
+def delete_replaced(run: ObjectPath, entry: TagEntry) -> None:
+    """Delete a checkpoint that another one has replaced. What somebody else has put into its folder stays."""
+    if not isinstance(entry.pointer, Pointer):
+        remove_pointers(run, entry)
+        return
+    folder = checkpoint_folder(run, entry.tag, entry.pointer.id)
+    found = SAVED_FOLDER.sort_objects(folder)
+    delete_checkpoint_objects(run, entry, folder, found.owned)
+    if found.foreign:
+        warn_caller(f"{folder / min(found.foreign)} stays: it is no file of the checkpoint that was replaced")
 
 
-def delete_checkpoint_objects(run: ObjectPath, entry: TagEntry) -> None:
-    """Delete a checkpoint that is no longer wanted: its pointer after older ones, then its folder.
+def delete_checkpoint_objects(
+    run: ObjectPath, entry: TagEntry | None, folder: ObjectPath, names: AbstractSet[str]
+) -> None:
+    """Delete these objects of a checkpoint that is no longer wanted, after its pointers, if it has any."""
+    if entry is not None:
+        remove_pointers(run, entry)
+    _delete_objects(folder, names)
 
-    Another process may have removed the tag, and have saved it again, with the same number: its pointer stays.
+
+def remove_pointers(run: ObjectPath, entry: TagEntry) -> None:
+    """Remove the pointers of a checkpoint, older ones first: then no tag means its folder.
+
+    Another process may have removed the tag, and have saved it again, with the same number: its pointer stays. Raises
+    ``StorageError`` if one is still there. A list does not tell that: it may lag.
     """
     for info in entry.objects:
         run.store.remove_version(info.path, info.etag)
-    left = {(info.path, info.etag) for info in list_pointers(run, entry.tag)}
-    if left & {(info.path, info.etag) for info in entry.objects}:
+    if any(run.store.find_version(info.path) == info.etag for info in entry.objects):
         raise StorageError(errno.EBUSY, f"{entry.path} could not be deleted, so its checkpoint was left as it is")
-    if isinstance(entry.pointer, Pointer):
-        delete_prefix(checkpoint_folder(run, entry.tag, entry.pointer.id))
 
 
 def discard_folder(folder: ObjectPath) -> None:
     """Delete a folder that its own save has not published, and abort the uploads into it."""
+    _abort_uploads(folder)
+    _delete_objects(folder, {str(info.path.relative_to(folder)) for info in folder.store.list_objects(folder)})
+
+
+def _abort_uploads(folder: ObjectPath) -> None:
     for upload, _ in folder.store.list_uploads(folder):
         folder.store.abort_upload(upload)
-    delete_prefix(folder)
 
 
 def discard_abandoned(folder: ObjectPath) -> bool:
-    """Delete a folder that seems to be abandoned by another process. Return false if that has published it meanwhile.
+    """Delete what a save has written into a folder that seems to be abandoned by another process.
+
+    Return false if that has published it meanwhile.
 
     Raises ``StorageError`` or ``CorruptCheckpointError``, and deletes nothing, if that is unknown.
 
     The process may wake up. So the folder is marked first, and after that it must have no pointer. The save does the
     opposite: it creates the pointer first, and after that looks for the mark. So at least one of both sees the other.
     """
-    mark = folder / _REMOVED
+    mark = folder / REMOVED
     folder.store.replace_small(mark, b"")
     is_kept = True
     try:
@@ -55,7 +81,8 @@ def discard_abandoned(folder: ObjectPath) -> bool:
         if is_kept:
             folder.store.remove_file(mark)
     if not is_kept:
-        discard_folder(folder)
+        _abort_uploads(folder)
+        _delete_objects(folder, SAVED_FOLDER.sort_objects(folder).owned)
     return not is_kept
 
 
@@ -64,7 +91,7 @@ def find_damage(folder: ObjectPath, sizes: Mapping[str, int]) -> str | None:
 
     The list of a store may lag, or come from a proxy. So each file that it lacks is asked for, and so is the mark.
     """
-    if store_of(folder).is_file(folder / _REMOVED):
+    if store_of(folder).is_file(folder / REMOVED):
         return (
             f"another process deletes {folder}, because its save seemed to be dead: save again, and let clean-ups "
             "remove only what is a day old"
@@ -96,9 +123,11 @@ def _find_size(path: ObjectPath) -> int | None:
         return None
 
 
-def delete_prefix(folder: ObjectPath) -> None:
-    """Delete all objects of a checkpoint, its manifest first."""
-    paths = [info.path for info in folder.store.list_objects(folder)]
-    first, last = folder / NAME, folder / _REMOVED
-    for batch in ([first], [path for path in paths if path not in {first, last}], [last]):
-        map_requests(folder.store.remove_file, (path for path in batch if path in paths))
+def _delete_objects(folder: ObjectPath, names: AbstractSet[str]) -> None:
+    """Delete objects in a folder of a save: its manifest first, so that it is no checkpoint any more.
+
+    The files of tensors prove what the folder was, and the mark says that it is being deleted: they are the last ones.
+    """
+    tensors = {name for name in names if name.endswith(".safetensors")}
+    for batch in ({NAME}, names - tensors - {NAME, REMOVED}, tensors, {REMOVED}):
+        map_requests(lambda name: folder.store.remove_file(folder / name), sorted(batch & names))

@@ -24,8 +24,10 @@ from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, Inv
 from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
+from rankless.run.ownership import SAVED_FOLDER
 from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import ObjectInfo
 
 
 def check_output_name(final: ObjectPath) -> None:
@@ -57,7 +59,8 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
     """Return the folders of saves that no pointer names. ``entries`` are all tags of the run.
 
     Folders of a tag whose pointer cannot be read are left out: it may name any of them. So are the whole folders of a
-    run without pointers, which are its checkpoints.
+    run without pointers, which are its checkpoints, and folders of somebody else whose names only look like those of
+    saves.
     """
     published = {f"{entry.tag}.{entry.pointer.id}" for entry in entries if isinstance(entry.pointer, Pointer)}
     unreadable = {entry.tag for entry in entries if not isinstance(entry.pointer, Pointer)}
@@ -68,12 +71,18 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
     for name in sorted({*run.store.list_names(run), *uploads}):
         if name.startswith(".") or name in published or tag_of_folder(name) in unreadable:
             continue
-        infos = run.store.list_objects(run / name) if is_saved_folder(name) else []
+        infos = _list_saved(run / name) if is_saved_folder(name) else []
         changes = [*(info.time for info in infos), *uploads.get(name, [])]
         is_whole = any(info.path == run / name / NAME for info in infos)
         if changes and not (is_whole and not entries):
             folders.append(UnpublishedFolder(run / name, max(changes), sum(info.size for info in infos), is_whole))
     return folders
+
+
+def _list_saved(folder: ObjectPath) -> list[ObjectInfo]:
+    """Return the objects that a save has written into a folder."""
+    owned = SAVED_FOLDER.sort_objects(folder).owned
+    return [info for info in folder.store.list_objects(folder) if str(info.path.relative_to(folder)) in owned]
 
 
 def _folder_in(run: ObjectPath, path: ObjectPath) -> str:

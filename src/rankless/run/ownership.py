@@ -15,7 +15,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointError, StorageError, TagExistsError
 from rankless.formats.native import is_native, read_manifest
 from rankless.ondisk import manifest
-from rankless.ondisk.hidden_names import STATISTICS
+from rankless.ondisk.hidden_names import REMOVED, STATISTICS
 from rankless.storage import directory_trees, posix
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
@@ -33,7 +33,27 @@ def _checkpoint_files(path: Path, tag: str) -> frozenset[str] | None:
     if not is_native(path):
         return None
     found = read_manifest(path)
-    return frozenset({manifest.NAME, STATISTICS, *found.files}) if tag in {"", found.tag} else None
+    return frozenset({manifest.NAME, STATISTICS, REMOVED, *found.files}) if tag in {"", found.tag} else None
+
+
+def _unfinished_files(path: Path, tag: str) -> frozenset[str] | None:
+    """Prove objects of a save that has no manifest yet, or none any more: a file of tensors has our checksums in it.
+
+    A save writes the files of tensors first, so JSON files next to one are its own, too.
+    """
+    from rankless.formats.safetensors import has_our_checksums  # noqa: PLC0415 - as below
+
+    del tag
+    if not isinstance(path, ObjectPath) or is_native(path):
+        return None
+    names = _list_object_names(path)
+    tensors = {name for name in names if name.endswith(".safetensors") and has_our_checksums(path / name)}
+    values = {name for name in names if name.endswith(".json")}
+    return frozenset({STATISTICS, REMOVED, *tensors, *values}) if tensors else None
+
+
+def _list_object_names(path: ObjectPath) -> frozenset[str]:
+    return frozenset(str(info.path.relative_to(path)) for info in path.store.list_objects(path))
 
 
 def _export_files(path: Path, tag: str) -> frozenset[str] | None:
@@ -69,12 +89,20 @@ def _proof_of(name: str) -> _Proof:
 #: The proof of each kind of output.
 _PROOFS: Mapping[str, _Proof] = {
     "checkpoint": _checkpoint_files,
+    "unfinished": _unfinished_files,
     "export": _export_files,
     "file": _readable_file,
     "dcp": _proof_of("dcp"),
     "lightning": _proof_of("lightning"),
     "fabric": _proof_of("fabric"),
 }
+
+
+class SortedObjects(msgspec.Struct, frozen=True):
+    """The names of the objects below a path in an object store: those of an output of ours, and those of others."""
+
+    owned: frozenset[str]
+    foreign: frozenset[str]
 
 
 class Replaceable(msgspec.Struct, frozen=True):
@@ -95,7 +123,7 @@ class Replaceable(msgspec.Struct, frozen=True):
         link is lost then. Raises ``StorageError`` if that cannot be found out.
         """
         if isinstance(path, ObjectPath):
-            return self._find_foreign_object(path)
+            return min(self.sort_objects(path).foreign, default=None)
         for _ in range(_LOOKS):
             identity = posix.identify(path)
             try:
@@ -120,10 +148,11 @@ class Replaceable(msgspec.Struct, frozen=True):
         owned = self._prove(path, self.tag)
         return min(names if owned is None else names - owned, default=None)
 
-    def _find_foreign_object(self, path: ObjectPath) -> str | None:
-        names = {str(info.path.relative_to(path)) for info in path.store.list_objects(path)}
-        owned = self._prove(path, self.tag) if names else frozenset()
-        return min(names if owned is None else names - owned, default=None)
+    def sort_objects(self, path: ObjectPath) -> SortedObjects:
+        """Return the names of the objects below a path: the files of such an output, and all others."""
+        names = _list_object_names(path)
+        owned = (self._prove(path, self.tag) if names else None) or frozenset()
+        return SortedObjects(names & owned, names - owned)
 
     def _prove(self, path: Path, tag: str) -> frozenset[str] | None:
         for kind in self.kinds:
@@ -148,7 +177,11 @@ class Replaceable(msgspec.Struct, frozen=True):
 
 def checkpoint_of(tag: str) -> Replaceable:
     """Return what a save of a checkpoint replaces, and what retention removes: a checkpoint that has this tag."""
-    return Replaceable(("checkpoint",), "a checkpoint of rankless", tag)
+    return Replaceable(("checkpoint", "unfinished"), "a checkpoint of rankless", tag)
+
+
+#: What a save has written into a folder of its own in an object store, whether it has ended or not.
+SAVED_FOLDER = checkpoint_of("")
 
 
 #: What :class:`rankless.dcp.FileSystemWriter` replaces.

@@ -137,7 +137,7 @@ class ObjectDrain(GenerationDrain):
 
     def _publish(self, publication: ObjectPublication, finished: Manifest) -> Manifest:
         published = publication.publish(finished, overwrite=self._label.replaces)
-        publication.remove_old_checkpoints(finished.run, self._options.keep)
+        publication.remove_old_checkpoints(finished.run, self._options.keep, corrupt=())
         return published
 
     def _roll_back(self, error: BaseException) -> None:

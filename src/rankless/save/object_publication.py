@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from rankless.errors import RanklessError, StorageError, TagExistsError
+from rankless.observe.reporter import note_corrupt
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
+from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
-from rankless.run.object_removal import delete_checkpoint_objects, discard_folder, find_damage
+from rankless.run.object_removal import delete_replaced, discard_folder, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
     TagEntry,
     check_readable,
+    find_bytes,
     find_highest_number,
     find_tag,
     is_pointer,
@@ -63,9 +66,9 @@ class ObjectPublication:
     def __init__(self, run: ObjectPath, tag: str, folder_id: str, checks: PublicationChecks = UNCHECKED) -> None:
         self._run, self._tag, self._checks = run, tag, checks
         self.folder_id = folder_id
-        #: The pointer that was replaced, and whether the own one may exist.
+        #: The pointer that was replaced, and the numbers of the pointers to this folder that may exist.
         self._replaced: TagEntry | None = None
-        self._may_be_published = False
+        self._possible_numbers: set[int] = set()
 
     @property
     def folder(self) -> ObjectPath:
@@ -86,7 +89,7 @@ class ObjectPublication:
             entry = find_tag(self._run, self._tag)
             check_readable([] if entry is None else [entry])
             if entry is not None and entry.names_folder(self.folder_id):  # by an attempt that seemed to fail
-                self._may_be_published = True
+                self._possible_numbers.add(entry.number)
                 self._check_intact(entry.path, finished)
                 return finished
             if entry is not None and entry.names_checkpoint(finished.id):
@@ -102,22 +105,21 @@ class ObjectPublication:
 
     def _create_pointer(self, number: int, data: bytes, finished: Manifest) -> bool:
         """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""
-        tag, store = self._tag, self._run.store
-        path = pointer_path(self._run, tag, number)
-        self._may_be_published = True
-        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object.
-        if not store.create_object(path, data):
-            self._may_be_published = False
+        path = pointer_path(self._run, self._tag, number)
+        self._possible_numbers.add(number)
+        # A store whose conditions are not atomic, or which ignores them, may let two writers create one object. What it
+        # says to exist may be the pointer of an attempt whose answer was lost, or wrong.
+        stored = read_back(path) if self._run.store.create_object(path, data) else find_bytes(path)
+        if stored != data:
+            if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy
+                self._possible_numbers.discard(number)
             return False
-        if (stored := read_back(path)) != data:
-            self._may_be_published = not is_pointer(stored)  # what is no pointer may be the answer of a proxy
-            return False
-        if find_highest_number(self._run, tag) > number:  # another process has removed the lower ones meanwhile
-            store.remove_file(path)
-            self._may_be_published = False
+        if find_highest_number(self._run, self._tag) > number:  # another process has removed the lower ones meanwhile
+            self._run.store.remove_file(path)
+            self._possible_numbers.discard(number)
             return False
         self._check_intact(path, finished)
-        self._check_still_allowed(path)
+        self._check_still_allowed(path, number)
         return True
 
     def _check_intact(self, pointer: ObjectPath, finished: Manifest) -> None:
@@ -128,13 +130,13 @@ class ObjectPublication:
             self._run.store.remove_file(pointer)
             raise StorageError(errno.ENOENT, damage)
 
-    def _check_still_allowed(self, pointer: ObjectPath) -> None:
+    def _check_still_allowed(self, pointer: ObjectPath, number: int) -> None:
         """Withdraw the pointer if it was forbidden while the request for it was under way."""
         try:
             self._checks.after()
         except RanklessError:
             self._run.store.remove_file(pointer)
-            self._may_be_published = False
+            self._possible_numbers.discard(number)
             raise
 
     def _check_replaceable(self, entry: TagEntry, pointer: Pointer, *, overwrite: bool) -> None:
@@ -144,19 +146,35 @@ class ObjectPublication:
         if isinstance(entry.pointer, Pointer) and entry.pointer.age > pointer.age:
             raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
 
-    def remove_old_checkpoints(self, run_id: str, keep: Retention | None) -> None:
-        """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed."""
+    def remove_old_checkpoints(self, run_id: str, keep: Retention | None, corrupt: Collection[CorruptRecord]) -> None:
+        """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed.
+
+        What a load found ``corrupt`` is not removed: it only loses its pointer.
+        """
         try:
-            if self._replaced is not None:
-                delete_checkpoint_objects(self._run, self._replaced)
+            self._remove_replaced(corrupt)
+            for folder in set_aside_corrupt(corrupt, self._run, run_id):
+                note_corrupt(self._run, folder)
             if keep is not None:
-                list(delete_checkpoints(expired_checkpoints(self._run, run_id, keep)))
+                expired = expired_checkpoints(self._run, run_id, keep)
+                # One that was copied there has no pointer to lose.
+                list(delete_checkpoints([info for info in expired if CorruptRecord(info.tag, info.id) not in corrupt]))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the store raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+
+    def _remove_replaced(self, corrupt: Collection[CorruptRecord]) -> None:
+        entry = self._replaced
+        if entry is None:
+            return
+        if isinstance(entry.pointer, Pointer) and any(record.is_named_by(entry) for record in corrupt):
+            remove_pointers(self._run, entry)
+            note_corrupt(self._run, checkpoint_folder(self._run, entry.tag, entry.pointer.id))
+        else:
+            delete_replaced(self._run, entry)
 
     def discard(self) -> None:
         """Delete what was uploaded, unless it is published, or that is unknown."""
         # If it is unknown whether the pointer exists, or a request for it may still arrive, a clean-up decides.
         with suppress(RanklessError):
-            if not self._may_be_published:
+            if not self._possible_numbers:
                 discard_folder(self.folder)

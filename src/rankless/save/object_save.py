@@ -158,7 +158,8 @@ class ObjectSave(TrainingSave):
 
     def _remove_old_checkpoints(self) -> None:
         if self._session.rank == COORDINATOR_RANK:
-            self._require_output().publication.remove_old_checkpoints(self._identity.run, self._request.keep)
+            request, publication = self._request, self._require_output().publication
+            publication.remove_old_checkpoints(self._identity.run, request.keep, request.corrupt)
 
     def _discard_output(self) -> None:
         """Delete what was uploaded, on rank 0, unless it is published, or that is unknown."""
