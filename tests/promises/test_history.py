@@ -52,7 +52,7 @@ def test_the_name_of_a_corrupt_checkpoint_is_free_after_a_fall_back(place: Place
     assert listed(place) == ["step_1", "step_2", "step_3"]
 
 
-@promise("what a load found corrupt is hidden, and kept", exempt=_NO_RUN)
+@promise("what a load found corrupt is hidden, and kept", exempt=NO_RUN)
 def test_a_corrupt_checkpoint_is_kept(place: Place) -> None:
     """It may be intact: the memory of a host may be faulty, or a proxy may change what it passes on."""
     for step in (1, 2):
