@@ -50,7 +50,7 @@ def train_and_stop(place: Place, number: int) -> None:
             directory.finalize()
 
 
-@promise("a job that wakes up after another one has gone on does no harm, whenever it was stopped", exempt=NO_RUN)
+@promise("a job that wakes up after another one has continued does no harm, whenever it was stopped", exempt=NO_RUN)
 def test_jobs_that_wake_up(place: Place) -> None:
     place.save("step_1", 1.0)
     changes = count_changes(lambda: train(place, 2)) // 2

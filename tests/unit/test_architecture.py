@@ -189,7 +189,7 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
     assert len(modules_of_rankless(saved)) <= 202
-    assert len(modules_of_rankless(loaded)) <= 239
+    assert len(modules_of_rankless(loaded)) <= 240
 
 
 def test_a_save_and_a_load_make_dataclasses_of_public_types_only(first_use: dict[str, Any]) -> None:
@@ -200,14 +200,15 @@ def test_a_save_and_a_load_make_dataclasses_of_public_types_only(first_use: dict
 def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, Any]) -> None:
     """These bounds only fall, unless a promise needs more: they are what a reader of a save or a load has to know.
 
-    Those of a load last rose when several tensors became parts of one stored tensor, and when code of the caller's
-    objects that fails in a load was named. A manifest of less than 3 s is asked for its file system: one module more.
+    Those of a load last rose when code of the caller's objects that fails in a load was named, when states that share
+    memory were given no values that differ, and when a file that was replaced was told from one that was read wrongly.
+    A manifest of less than 3 s is asked for its file system: one module more.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 118
     assert save_functions <= 546
     assert load_modules <= 117
-    assert load_functions <= 530
+    assert load_functions <= 539
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

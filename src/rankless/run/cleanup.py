@@ -221,7 +221,7 @@ def find_protection(info: CheckpointInfo) -> str | None:
 
 
 def _find_claim(info: CheckpointInfo) -> str | None:
-    """Return why somebody needs a checkpoint; ``None`` if nobody does."""
+    """Return why a checkpoint is still needed; ``None`` if it is not."""
     names = store_of(info.path).list_names(info.path.parent)
     if is_pinned(info, names):
         return "a process has pinned it"

@@ -47,7 +47,7 @@ class OwnRestore:
 
     @property
     def has_differed(self) -> bool:
-        """Whether ranks had different values, of which only one rank's were saved."""
+        """True if ranks had different values, and only one rank's were saved."""
         return self._entry is not None and bool(self._entry.get("differed"))
 
     def lacks_values(self, settings: Collection[str], states: Collection[str]) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.parameter import is_lazy
 
 from rankless.errors import UnsupportedTensorError, UnsupportedValueError
 from rankless.ondisk.values import MAX_DEPTH
 from rankless.state.optimizer.object_states import COLLECTIONS
 from rankless.state.optimizer.state_strides import is_order
 from rankless.state.tensor_subclasses import is_description, is_wrapper
-from rankless.state.tensor_views import PLAIN_CLASSES, is_lazy, local_tensor
+from rankless.state.tensor_views import PLAIN_CLASSES, local_tensor
 
 #: What the keys of tables begin with that stand for objects, states and tensors.
 _RESERVED = "rankless."
