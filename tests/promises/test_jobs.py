@@ -133,7 +133,7 @@ def fail() -> None:
     raise StorageError(errno.ENOSPC, "no space left on device")
 
 
-@promise("a save that has failed and that nobody waited for is the exit status", exempt=_WAITS, in_one_process=True)
+@promise("a save that fails without a wait for it is the exit status", exempt=_WAITS, in_one_process=True)
 def test_exit_status(place: Place) -> None:
     assert end_during_a_save(place, fail) not in {0, None}
     place.save("one", 2.0)

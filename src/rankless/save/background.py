@@ -106,7 +106,7 @@ class BackgroundSaves:
                 if not all(flight.turn.done() for flight in self._other_flights(scope)):
                     continue
                 failed = _of_group(flights, group) if raises_failures else []
-                if _is_rank_missing(failed):  # the block would wait for it again
+                if failed and _is_rank_missing(failed):  # the block would wait for it again
                     self._raise_failures(failed)
                 self._guard.remove_idle_hook()
                 call = object()
@@ -115,9 +115,10 @@ class BackgroundSaves:
                     yield
                 finally:
                     self._calls.discard(call)
-                failures = CollectedFailures()
-                failures.run_until_success(partial(self._raise_failures, failed))
-                failures.raise_first("the save that raises this error has begun all the same")
+                if failed:
+                    failures = CollectedFailures()
+                    failures.run_until_success(partial(self._raise_failures, failed))
+                    failures.raise_first("the save that raises this error has begun all the same")
                 return
 
     def wait_for_turn(self, scope: Path, process_group: ProcessGroupArgument) -> None:
