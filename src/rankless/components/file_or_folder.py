@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from rankless.components.component_files import AdapterOutput, ComponentFile, FileSet, SafetensorsOutput, TorchOutput
 from rankless.components.content import MODEL, ComponentContent
+from rankless.conversion.changed_states import warn_of_changed_states
 from rankless.conversion.fake_tensors import FakeTensors
 from rankless.conversion.own_values import add_own_values
 from rankless.conversion.state_dict_schemas import optimizer_state_dict
@@ -152,6 +153,7 @@ def _optimizer_tree(content: ComponentContent, fakes: FakeTensors) -> dict[str, 
         tensors.setdefault(fqn, {})[state] = fakes.make_tensor((content.kind, key))
     state_dict = optimizer_state_dict(groups, tensors, named=not is_by_number(groups))
     names = [name for group in groups for name in group["params"]]
+    warn_of_changed_states({"optimizer": content.values}, "a file of torch.save")
     state_dict = add_own_values(state_dict, decoded.get(OWN_STATE, ()), names)
     kinds = {group["class"] for group in groups}
     return {**state_dict, "class": kinds.pop()} if len(kinds) == 1 else state_dict

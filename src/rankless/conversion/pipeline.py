@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rankless.conversion.carried_values import carry_values
+from rankless.conversion.changed_states import warn_of_changed_states
 from rankless.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from rankless.conversion.peft_target import PeftTarget
 from rankless.conversion.source_checksums import check_ranges, find_source_checksums
@@ -91,6 +92,9 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
 
 #: The formats that keep what an optimizer has in its state dict, or warn of what they leave out.
 KEEP_OWN_VALUES = frozenset({"native", "torch", "lightning", "colossalai"})
+
+#: The formats that have tables in place of objects among an optimizer's states, and elements in row-major order.
+CHANGE_STATES = frozenset({"torch", "lightning", LIGHTNING_FOLDER, "colossalai", DCP})
 
 #: Functions that change a source to what a format needs: ``"module:function"``.
 ADAPTERS = {
@@ -208,6 +212,8 @@ class Conversion:
         source, pending, host_of = self._open_source()
         if self._session.rank == 0 and self._request.to not in KEEP_OWN_VALUES:
             warn_if_left_out(source.carried.shared, f"the format {self._request.to!r}")
+        if self._session.rank == 0 and self._request.to in CHANGE_STATES:
+            warn_of_changed_states(source.carried.shared, f"the format {self._request.to!r}")
         checksums = self._session.run_on_all("reading the source's checksums", lambda: _find_checksums(source))
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, pending, self._request.final))

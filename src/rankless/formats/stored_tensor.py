@@ -28,6 +28,11 @@ class StoredTensor(ABC):
         """The CRC of each block; ``None`` if the format has none."""
         return None
 
+    @property
+    def dimension_order(self) -> list[int] | None:
+        """The order of dimensions in memory, if it is another one than that of a contiguous tensor."""
+        return None
+
     @abstractmethod
     def find_extents(self, start: int, stop: int) -> Sequence[FileExtent]:
         """Return the file ranges of its bytes ``[start, stop)``, in order; the same ``file`` objects each time."""

@@ -30,6 +30,9 @@ OWN_STATE = "own"
 #: Key of a flag of this: more of it is among the states and settings, as in ``Optimizer.state_dict()``.
 IN_STATE_DICT = "in_state_dict"
 
+#: The key of the order of dimensions in memory of a state tensor, under the tensor's name.
+DIMENSION_ORDER = "dimension_order"
+
 #: Key of a flag: the group lists its parameters in the order of the optimizer, not by name.
 ORDERED = "ordered"
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rankless.engine.io.tensor_sources import order_dimensions
 from rankless.engine.plan.layout_types import Placement as PlannedPlacement
 from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.engine.plan.shard_byte_ranges import shard_shape
@@ -312,9 +313,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dimension_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of more than one element from the outermost to the innermost, then the others.
+    """Return the order of a tensor's dimensions in memory; see :func:`order_dimensions`.
 
     Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
     """
-    strides, sizes = tensor.stride(), tensor.shape
-    return sorted(range(tensor.ndim), key=lambda dim: (sizes[dim] <= 1, -strides[dim] if sizes[dim] > 1 else 0, dim))
+    return order_dimensions(tensor.shape, tensor.stride())

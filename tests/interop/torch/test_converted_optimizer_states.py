@@ -97,6 +97,60 @@ def test_torch_finds_the_states_that_the_optimizer_kept(write: Callable[[Path], 
     assert_equal(state, trained()[1].state_dict()["state"])
 
 
+def test_the_order_of_dimensions_in_a_file_that_torch_wrote_is_kept(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    rankless.convert(tmp_path / "file.pt", tmp_path / "native", to="native")
+    for path in (tmp_path / "file.pt", tmp_path / "native"):
+        loaded_model, loaded = fresh()
+        assert "optimizer" in rankless.restore(path, None, loaded_model, loaded, rng=False).exact
+        assert_states_equal(loaded, optimizer)
+        for states in loaded.state.values():
+            assert states["turned"].stride() == states["table"]["turned"][0].stride() == (1, 4)
+
+
+@pytest.mark.parametrize("write", [converted, saved_alone])
+def test_a_lost_order_of_dimensions_is_named(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="elements of 4 optimizer states in row-major order.*'table' of 'bias'"):
+        write(tmp_path)
+
+
+class Projector:
+    """An object that a state is."""
+
+    def __init__(self) -> None:
+        self.basis = torch.ones(2)
+
+
+class Projected(Collects):
+    """Keeps an object for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] |= {"parts": [Projector()]}
+
+
+@pytest.mark.parametrize("target", ["torch", "dcp"])
+def test_objects_that_become_tables_are_named(target: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = Projected(model.parameters())
+    optimizer.step()
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer)
+    with pytest.warns(UserWarning, match="place of 2 optimizer states that are objects, as 'parts' of .* a Projector"):
+        rankless.convert(tmp_path / "run" / "a", tmp_path / "converted", to=target)
+
+
+def test_usual_states_are_converted_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    optimizer = optim.Adam(model.parameters())
+    model(torch.ones(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    rankless.save_checkpoint(tmp_path / "run", "a", model, optimizer)
+    rankless.convert(tmp_path / "run" / "a", tmp_path / "converted", to="torch")
+    assert not recwarn.list
+
+
 def test_tensors_in_any_collection_of_user_content_are_converted(tmp_path: Path) -> None:
     content: dict[str, Any] = {
         "queue": deque([torch.arange(3.0)]),

@@ -5,7 +5,7 @@ Such a tensor is described so that it can be read like a file that contains only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,11 @@ def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
         strides.append(width)
         width *= size
     return tuple(reversed(strides))
+
+
+def order_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Return the dimensions of more than one element from the outermost to the innermost, then the others."""
+    return sorted(range(len(shape)), key=lambda dim: (shape[dim] <= 1, -strides[dim] if shape[dim] > 1 else 0, dim))
 
 
 def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> bool:

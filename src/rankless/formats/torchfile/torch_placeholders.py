@@ -7,7 +7,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rankless.engine.io.tensor_sources import ChunkedSource, SourceChunk, StridedLocation, is_row_major
+from rankless.engine.io.tensor_sources import (
+    ChunkedSource,
+    SourceChunk,
+    StridedLocation,
+    is_row_major,
+    order_dimensions,
+    row_major_strides,
+)
 from rankless.engine.plan.element_ranges import IndexBox
 from rankless.formats.reader import FileExtent
 from rankless.formats.stored_tensor import StoredTensor
@@ -114,6 +121,15 @@ class TorchTensor(StoredTensor):
             return id(self)
         strides = tuple(stride if size > 1 else 0 for size, stride in zip(self.info.shape, self.strides, strict=True))
         return id(self.storage), self.offset, self.info.dtype, self.info.shape, strides
+
+    @property
+    def dimension_order(self) -> list[int] | None:
+        """See :class:`rankless.formats.stored_tensor.StoredTensor`. Expanded tensors have none."""
+        shape = self.info.shape
+        if 0 in shape or any(size > 1 and stride == 0 for size, stride in zip(shape, self.strides, strict=True)):
+            return None
+        order = order_dimensions(shape, self.strides)
+        return None if order == order_dimensions(shape, row_major_strides(shape, 1)) else order
 
     def find_location(self) -> StridedLocation:
         """Return the location of its elements in the file."""

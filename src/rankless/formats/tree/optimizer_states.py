@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankless.errors import CorruptCheckpointError
-from rankless.formats.stored_tensor import is_tensor
+from rankless.formats.stored_tensor import StoredTensor, is_tensor
 from rankless.formats.tree.tree_traversal import check_keys
 from rankless.formats.tree.unique_names import collision_error, index_by_name, index_by_text
 from rankless.ondisk.hash_limits import has_safe_hash
 from rankless.ondisk.read_budget import ReadBudget
-from rankless.ondisk.value_files import BY_NUMBER, IN_STATE_DICT, ORDERED, OWN_STATE
+from rankless.ondisk.value_files import BY_NUMBER, DIMENSION_ORDER, IN_STATE_DICT, ORDERED, OWN_STATE
 
 #: The two parts of an optimizer's state dict, and what the names of a flattened one begin with.
 STATE, GROUPS = "state", "param_groups"
@@ -70,10 +70,7 @@ class ParsedOptimizer:
 
     def to_values(self) -> dict[str, Any]:
         """Return everything but the tensors, in the form of ``state.json``."""
-        plain = {
-            name: {state: value for state, value in states.items() if not is_tensor(value)}
-            for name, states in self.states.items()
-        }
+        plain = {name: dict(_iterate_plain(states)) for name, states in self.states.items()}
         groups = [
             {
                 "class": self.kind,
@@ -87,6 +84,15 @@ class ParsedOptimizer:
         ]
         own = {OWN_STATE: list(self.own)} if self.own else {}
         return {"groups": groups, **own, **({BY_NUMBER: True} if self.by_number else {})}
+
+
+def _iterate_plain(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what the states of a parameter are besides tensors: other values, and orders of dimensions of tensors."""
+    for state, value in states.items():
+        if not is_tensor(value):
+            yield state, value
+        elif isinstance(value, StoredTensor) and value.dimension_order is not None:
+            yield state, {DIMENSION_ORDER: value.dimension_order}
 
 
 def is_flattened(node: Mapping[Any, Any]) -> bool:

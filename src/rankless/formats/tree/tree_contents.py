@@ -30,7 +30,7 @@ from rankless.formats.tree.unique_names import index_by_name
 from rankless.ondisk.read_budget import ReadBudget
 from rankless.ondisk.validation import state_key
 from rankless.ondisk.value_files import OWN_STATE
-from rankless.ondisk.values import ArrayCodec
+from rankless.ondisk.values import ORDER_SUFFIX, ArrayCodec
 from rankless.ondisk.wrapper_prefixes import wrapper_cleaner
 
 #: The group of the tensors inside of values.
@@ -83,7 +83,7 @@ class TreeContents:
             name = path_name(path[1:], self.budget)
             self.unread.append(UnreadTensorNote(str(path[0]), name, value.why, is_value=True, error=error))
         elif isinstance(value, StoredTensor) and value.identity not in self.names_in_state:
-            name = self._unique_name(path)
+            name = self._unique_name(path, _order_suffix(value) if str(path[0]).startswith("optimizer") else "")
             self.names_in_state[value.identity] = name
             self.groups.setdefault(STATE, {})[name] = value
 
@@ -94,20 +94,26 @@ class TreeContents:
             self.tree["user_content"] = {**content, **added}
             visit_tree({"user_content": dict(added)}, self.add_state_tensor)
 
-    def _unique_name(self, path: Path) -> str:
-        """Return a name that no other tensor inside of values has."""
+    def _unique_name(self, path: Path, suffix: str) -> str:
+        """Return a name, which ends with ``suffix``, that no other tensor inside of values has."""
         full_name = path_name(path, self.budget)
         base = full_name if len(full_name) <= LONGEST else show_path(path)
         while True:
             self._numbers[base] += 1
             number = self._numbers[base]
-            name = f"{base}#{number}" if number > 1 else base
+            name = (f"{base}#{number}" if number > 1 else base) + suffix
             if name not in self.groups.get(STATE, {}):
                 return name
 
     def total_nbytes(self) -> int:
         """Return the size of all tensors in bytes."""
         return sum(stored.info.nbytes for tensors in self.groups.values() for stored in tensors.values())
+
+
+def _order_suffix(tensor: StoredTensor) -> str:
+    """Return the suffix of the name of a tensor in the values of an optimizer, with its order of dimensions."""
+    order = tensor.dimension_order
+    return "" if order is None else "-".join([ORDER_SUFFIX, *map(str, order)])
 
 
 @contextmanager

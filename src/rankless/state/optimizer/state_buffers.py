@@ -16,7 +16,7 @@ from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_states
 from rankless.state.optimizer.probe import probe_states
-from rankless.state.optimizer.state_strides import describe_order, make_ordered, saved_order
+from rankless.state.optimizer.state_strides import has_order, make_ordered, saved_order
 from rankless.state.tensor_views import DTYPES, TensorView, local_tensor, shares_elements
 
 
@@ -43,12 +43,12 @@ def provide_state_buffer(  # noqa: PLR0911
     """
     dtype = DTYPES[info.dtype]
     existing = group.adapter.get_states(member.key).get(state)
-    order = saved_order(described, len(info.shape))
+    order = None if ref.flat is not None or ref.tensor.declared is not None else saved_order(described, len(info.shape))
     if (
         isinstance(existing, torch.Tensor)
         and existing.dtype == dtype
         and _fits_state(ref, existing, info)
-        and describe_order(member.key, existing) == (order and described)
+        and has_order(member.key, existing, order)
         and not shares_elements(existing)
         and not (existing.numel() and local_tensor(existing).data_ptr() in occupied)
     ):

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from rankless.ondisk.value_files import DIMENSION_ORDER
 from rankless.state.tensor_subclasses import is_wrapper
 from rankless.state.tensor_views import dimension_order
-
-_ORDER = "dimension_order"
 
 
 def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] | None:
@@ -25,18 +24,23 @@ def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] 
         return None
     order = dimension_order(state)
     usual = parameter if state.shape == parameter.shape else torch.empty(state.shape, device="meta")
-    return None if order == dimension_order(usual) else {_ORDER: order}
+    return None if order == dimension_order(usual) else {DIMENSION_ORDER: order}
+
+
+def has_order(parameter: Any, state: torch.Tensor, order: list[int] | None) -> bool:
+    """Return whether a state has its dimensions in memory in ``order``, or in the usual one if that is ``None``."""
+    return describe_order(parameter, state) is None if order is None else dimension_order(state) == order
 
 
 def saved_order(described: Any, ndim: int) -> list[int] | None:
     """Return the order in the value that a checkpoint has under a state's name, if it is one."""
-    order = described.get(_ORDER) if isinstance(described, dict) else None
+    order = described.get(DIMENSION_ORDER) if isinstance(described, dict) else None
     return order if isinstance(order, list) and sorted(order) == list(range(ndim)) else None
 
 
 def is_order(described: Any) -> bool:
     """Return whether a value under a state's name only describes its order of dimensions."""
-    return isinstance(described, dict) and described.keys() == {_ORDER}
+    return isinstance(described, dict) and described.keys() == {DIMENSION_ORDER}
 
 
 def make_ordered(parameter: torch.Tensor, dtype: torch.dtype, order: list[int] | None) -> torch.Tensor:
