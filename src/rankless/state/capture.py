@@ -347,7 +347,7 @@ def _shared_values(training: TrainingObjects) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     if training.stateful is not None:
         shared["stateful"] = {
-            name: stateful_object.state_dict()
+            name: stateful.read_state(stateful_object)
             for name, stateful_object in stateful.check_stateful(training.stateful).items()
         }
     if training.user_content is not None:

@@ -30,7 +30,7 @@ def capture_rank_state(dataloader: Any, content: Any, *, generators: bool) -> di
     if generators:
         rank_values[RNG] = rng.capture_generators()
     if dataloader is not None:
-        rank_values[LOADER] = stateful.check_stateful_object(dataloader, "the data loader").state_dict()
+        rank_values[LOADER] = stateful.read_state(stateful.check_stateful_object(dataloader, "the data loader"))
     if content is not None:
         rank_values[CONTENT] = content
     return rank_values

@@ -11,7 +11,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
 from rankless.state.schedulers_by_params import scheduled_params
-from rankless.state.stateful import loading_code
+from rankless.state.stateful import loading_code, read_state
 
 
 def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
@@ -46,7 +46,7 @@ def _scheduler_entry(scheduler: Any) -> dict[str, Any]:
             "a scheduler must have state_dict() and load_state_dict(), as torch's have; "
             f"{type(scheduler).__qualname__} lacks them"
         )
-    return {"class": type(scheduler).__qualname__, "state": scheduler.state_dict()}
+    return {"class": type(scheduler).__qualname__, "state": read_state(scheduler)}
 
 
 def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:

@@ -28,6 +28,21 @@ def check_stateful_object(candidate: Any, subject: str) -> Any:
     return candidate
 
 
+def read_state(owner: Any) -> Any:
+    """Return ``owner.state_dict()``. Raises ``StateError`` with the class of ``owner`` if its code fails.
+
+    Saves call it, in a vote, so that all ranks raise.
+    """
+    try:
+        return owner.state_dict()
+    except RanklessError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"code of {type(owner).__qualname__} that runs in state_dict failed: {type(error).__name__}: {error}"
+        ) from error
+
+
 @contextmanager
 def loading_code(owner: object, component: str) -> Iterator[None]:
     """Raise ``StateError`` with the class of ``owner`` if its code fails: its values were replaced already.

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from rankless.engine.plan.tensor_specs import digest_bytes
+from rankless.errors import StateError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES
 from rankless.state.optimizer.storable_states import check_tree
+from rankless.state.stateful import read_state
 from rankless.state.tensor_views import local_tensor
 
 _HOOKS = (
@@ -50,8 +52,20 @@ def own_values(optimizer: Any) -> dict[str, Any]:
     """
     state = getattr(optimizer, "state", {})
     entries = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    own = _further_values(optimizer, optimizer.state_dict()) if has_own_form(optimizer) else {}
+    own = _further_values(optimizer, _read_state_dict(optimizer)) if has_own_form(optimizer) else {}
     return {name: value for name, value in (("values", own), ("entries", entries)) if value}
+
+
+def _read_state_dict(optimizer: Any) -> Mapping[Any, Any]:
+    """Return what an optimizer gives as its state dict. Raises ``StateError`` if that has no form of one."""
+    given = read_state(optimizer)
+    parts = (given.get(STATE, {}), given.get(GROUPS, [])) if isinstance(given, Mapping) else (None, None)
+    if not isinstance(parts[0], Mapping) or not isinstance(parts[1], list | tuple):
+        raise StateError(
+            f"state_dict() of {type(optimizer).__qualname__} must return a dict with state, a dict, and param_groups, "
+            "a list, if it has these: return what torch.optim.Optimizer.state_dict() does, with further keys"
+        )
+    return given
 
 
 def _further_values(optimizer: Any, given: Mapping[Any, Any]) -> dict[Any, Any]:
