@@ -58,7 +58,7 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 
 def _read_state_dict(optimizer: Any) -> Mapping[Any, Any]:
     """Return what an optimizer gives as its state dict. Raises ``StateError`` if that has no form of one."""
-    given = read_state(optimizer)
+    given: Mapping[Any, Any] = read_state(optimizer)
     parts = (given.get(STATE, {}), given.get(GROUPS, [])) if isinstance(given, Mapping) else (None, None)
     if not isinstance(parts[0], Mapping) or not isinstance(parts[1], list | tuple):
         raise StateError(
