@@ -163,6 +163,45 @@ def test_tensors_in_any_collection_of_user_content_are_converted(tmp_path: Path)
     assert_equal(torch.load(tmp_path / "file.pt", weights_only=False)["user_content"], content)
 
 
+class Turns(optim.SGD):
+    """Keeps a state like the parameter, with its dimensions in another order, and a number besides the states."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] |= {"turned": torch.arange(12.0).reshape(3, 4).t()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict.pop("count")
+        super().load_state_dict(state_dict)
+
+
+def load_turned(path: Path) -> tuple[int, torch.Tensor, tuple[int, ...]]:
+    model = nn.Linear(3, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = Turns(model.parameters())
+    assert "optimizer" in rankless.restore(path, None, model, optimizer, rng=False).exact
+    state = optimizer.state[model.weight]["turned"]
+    return optimizer.count, state.full_tensor(), state.to_local().stride()
+
+
+def test_states_of_a_file_of_torch_are_sharded_in_their_order(ranks: Ranks, tmp_path: Path) -> None:
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = Turns(model.parameters())
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    for count, turned, stride in ranks(2, load_turned, tmp_path / "file.pt"):
+        assert count == 1
+        assert torch.equal(turned, torch.arange(12.0).reshape(3, 4).t())
+        assert stride == (1, 2)
+
+
 def load_sharded(path: Path) -> str:
     model = nn.Linear(3, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
