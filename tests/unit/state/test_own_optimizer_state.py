@@ -334,6 +334,23 @@ def test_values_by_number_are_refused_if_parameters_are_in_another_order(place: 
     assert optimizer.counts == [6, 2]
 
 
+class Doubling(optim.SGD):
+    """Gives twice its rate, and halves it when it loads."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.register_state_dict_post_hook(self._double)
+        self.register_load_state_dict_post_hook(self._halve)
+
+    @staticmethod
+    def _double(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0]["lr"] = 2 * optimizer.param_groups[0]["lr"]
+
+    @staticmethod
+    def _halve(optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+
 def write_by_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "file.pt")
 
@@ -352,7 +369,7 @@ def by_states(params: Any) -> Numbered:
 
 
 @pytest.mark.parametrize("write", [write_by_torch, convert])
-@pytest.mark.parametrize("kind", [Scaled, Overrides, Hooked, Entries, by_list, by_states])
+@pytest.mark.parametrize("kind", [Scaled, Overrides, Hooked, Entries, Doubling, by_list, by_states])
 def test_an_optimizer_takes_its_own_values_from_a_file_of_torch(tmp_path: Path, kind: Any, write: Any) -> None:
     model, optimizer = make(kind)
     train(model, optimizer, 3)

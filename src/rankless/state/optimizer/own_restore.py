@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -76,17 +76,18 @@ class OwnRestore:
             return put_own(self._optimizer, self._take_in_place(entry) if entry and self._in_place else entry or {})
 
     def _take_in_place(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry with the values that the restored groups and states have, which are removed from these."""
+        """Return the entry with the values that the restored groups and states have, which states then lack.
+
+        Groups keep theirs, as torch leaves them: code of the optimizer may read such a setting.
+        """
         live_groups = self._optimizer.param_groups
         parameters = [parameter for group in live_groups for parameter in group["params"]]
-        groups = [_take_keys(group, keys) for group, keys in zip(live_groups, self._live.get(GROUPS, ()), strict=False)]
-        states = {
-            number: _take_keys(self._optimizer.state.get(parameters[number], {}), keys)
-            for number, keys in self._live.get(STATE, {}).items()
-        }
+        groups = [
+            {key: group[key] for key in keys if key in group}
+            for group, keys in zip(live_groups, self._live.get(GROUPS, ()), strict=False)
+        ]
+        states = dict[int, dict[str, Any]]()
+        for number, keys in self._live.get(STATE, {}).items():
+            live = self._optimizer.state.get(parameters[number], {})
+            states[number] = {key: live.pop(key) for key in keys if key in live}
         return {**entry, "values": {**entry.get("values", {}), GROUPS: groups, STATE: states}}
-
-
-def _take_keys(live: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Remove some keys, as far as they are there, and return them with their values."""
-    return {key: live.pop(key) for key in keys if key in live}
