@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections import Counter
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,6 +72,7 @@ def _merge(checkpoint: Reader, final: Path, max_shard_size: int | str) -> Path:
     if adapter.peft_type.value != "LORA":
         # Some kinds compute tensors that they do not store from the weights that they find.
         model = _load_model(model.unload(), adapter, reader, group)
+    _untie_adapted(model)
     try:
         merged = model.merge_and_unload()
     except (AttributeError, NotImplementedError, ValueError) as error:
@@ -152,6 +154,31 @@ def _load_model(base: Any, adapter: Any, reader: Any, group: str) -> Any:
     _set_dtypes(model, reader)
     load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (SELF, _TIMEOUT), strict=True)
     return model
+
+
+def _untie_adapted(model: Any) -> None:
+    """Give layers with an adapter weights of their own: to merge into a tied weight changes the other layer, too.
+
+    Trained tokens are the same in both layers.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer  # noqa: PLC0415 - an optional package
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
+
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module.get_base_layer() for module in adapted if not isinstance(module, TrainableTokensLayer)]
+    tied = [
+        (layer, name, parameter)
+        for layer in layers
+        for name, parameter in layer.named_parameters(recurse=False)
+        if uses[id(parameter)] > 1
+    ]
+    for layer, name, parameter in tied:
+        setattr(layer, name, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    if tied:
+        config = model.get_base_model().config
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
 
 
 def _set_dtypes(model: torch.nn.Module, reader: Any) -> None:

@@ -36,6 +36,20 @@ def test_the_merged_weights_are_those_of_peft(tmp_path: Path, kind: str) -> None
     assert same(opened(tmp_path / "merged"), make_peft(kind).merge_and_unload().state_dict())
 
 
+@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
+def test_adapters_of_tied_weights_do_not_change_the_other_layer(targets: list[str], tmp_path: Path) -> None:
+    """PEFT merges them into the tied weight, for both layers."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(r=2, target_modules=targets))
+    model = randomize(model, 0).eval()
+    rankless.save_checkpoint(tmp_path / "run", "s", model)
+    rankless.merge_adapters(tmp_path / "run", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_model_in_memory_is_saved_like_any_other(tmp_path: Path, kind: str) -> None:
     merged = make_peft(kind).merge_and_unload()
