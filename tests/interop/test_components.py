@@ -526,3 +526,16 @@ def test_a_scheduler_comes_back(ranks: Ranks, tmp_path: Path, name: str) -> None
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(CorruptCheckpointError):
             rankless.load_lr_scheduler(start_run("plain").scheduler, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["scheduler", "scheduler.pt"])
+def test_a_scheduler_is_saved_again(tmp_path: Path, name: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        rankless.save_lr_scheduler(scheduler, tmp_path / name)
+    loaded = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    rankless.load_lr_scheduler(loaded, tmp_path / name)
+    assert loaded.last_epoch == 3

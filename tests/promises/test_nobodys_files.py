@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +72,13 @@ def put_file(path: Path) -> None:
     path.write_text("a list")
 
 
-@pytest.mark.parametrize("put", [put_notes, put_another_program, put_run, put_file])
+def put_archive(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("measurements.npy", "years of work")
+
+
+@pytest.mark.parametrize("put", [put_notes, put_another_program, put_run, put_file, put_archive])
 @promise(
     "what is no output of ours is neither replaced nor removed, whatever was asked for",
     exempt=_BY_ID | _NEW_ONLY | _KEEPS,
