@@ -145,7 +145,7 @@ class Replaceable(msgspec.Struct, frozen=True):
         if not posix.path_exists(path):
             return None
         if posix.is_link(path):
-            return None if self._prove(path.resolve(), "") is not None else ""
+            return None if self._prove(path.resolve(), "") else ""  # a folder of DCP's may have no file at all
         names = directory_trees.list_tree(path)
         if not names:
             return None
