@@ -213,10 +213,11 @@ def test_a_folder_of_the_users_is_refused(base: Path) -> None:
     assert {path.name for path in (base / "tier").iterdir()} == {"thesis.data", "notes.txt"}
 
 
-def test_generations_that_cannot_be_removed_end_no_training(base: Path) -> None:
+@pytest.mark.parametrize("method", ["_remove", "remove_generations"])
+def test_generations_that_cannot_be_removed_end_no_training(base: Path, method: str) -> None:
     directory = open_run(base)
     save_steps(directory, 1)
-    with failing("_remove", errno.EACCES):
+    with failing(method, errno.EACCES):
         save_steps(directory, 2)
     assert load_step(base) == 2
 

@@ -262,8 +262,8 @@ class TierJob:
 
         What cannot be removed stays: it is older than the newest one, or retired, and a save that lacks room says so.
         """
-        if not self.is_replaced():
-            with suppress(StorageError):
+        with suppress(StorageError):
+            if not self.is_replaced():
                 self.folder.remove_generations(is_wanted)
 
     def check_not_fenced(self, tag: str) -> None:
