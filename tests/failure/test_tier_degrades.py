@@ -16,8 +16,9 @@ import torch
 import rankless
 from rankless.errors import StorageError
 from rankless.tier.host_folder import TierFolder
+from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.processes import run_code
-from tests.helpers.tier_runs import save_steps, state_of
+from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
 NEVER = 10**6
 
@@ -162,6 +163,10 @@ def leave_a_part(tier: Path) -> None:
             path.unlink()
 
 
+def load_newest(base: Path) -> float:
+    return load_newest_step(open_run(base))
+
+
 SPOIL = [
     lose_the_marker,
     cut_the_marker,
@@ -183,14 +188,14 @@ class TestTheFolderIsDamaged:
         save_steps(directory, 3, 4)
         directory.finalize()
         assert newest_step(base) == 4
-        assert load_step(base) == 4
+        assert run_killed_job(load_newest, base) == 4
 
     def test_a_job_starts(self, base: Path, spoil: Callable[[Path], None]) -> None:
         directory = open_run(base, drain_every=1)
         save_steps(directory, 1)
         directory.finalize()
         spoil(base / "tier")
-        assert load_step(base) == 1
+        assert run_killed_job(load_newest, base) == 1
 
 
 def test_a_job_goes_on_where_no_folder_can_be_made(base: Path) -> None:
@@ -219,7 +224,7 @@ def test_generations_that_cannot_be_removed_end_no_training(base: Path, method: 
     save_steps(directory, 1)
     with failing(method, errno.EACCES):
         save_steps(directory, 2)
-    assert load_step(base) == 2
+    assert run_killed_job(load_newest, base) == 2
 
 
 class TestReaders:
