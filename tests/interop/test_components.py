@@ -276,10 +276,13 @@ def test_a_folder_of_the_users_where_a_file_of_the_component_goes_stays(tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("has_links", [True, False])
 def test_a_file_of_the_users_that_is_replaced_during_a_save_is_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     """Also if it has the size and the time of the old one: both were written within one tick of the clock."""
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
     rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
     notes, exchange = tmp_path / "m/notes.txt", atomic_rename.exchange_directories
     draft = tmp_path / "draft"
