@@ -209,6 +209,13 @@ def test_a_job_goes_on_where_no_folder_can_be_made(base: Path) -> None:
     assert "this host saves nothing into its local tier" in done.stderr
 
 
+def test_the_probe_of_another_rank_that_opens_the_new_folder_is_no_damage(base: Path) -> None:
+    (base / "tier").mkdir(mode=0o700)
+    (base / "tier/0123456789abcdef.probe").touch()
+    save_steps(open_run(base), 1)
+    assert (base / "tier/tier.json").exists()
+
+
 def test_a_folder_of_the_users_is_refused(base: Path) -> None:
     (base / "tier").mkdir(mode=0o700)
     (base / "tier/thesis.data").write_text("years of work")

@@ -344,7 +344,7 @@ def _lock_if_dead(path: Path) -> FileLock | None:
 
 def _is_tier_name(name: str) -> bool:
     """Return whether a file has the name of one of a tier: of an owner also the draft, or a writer's slot or lock."""
-    is_writers = name.endswith((DATA_SUFFIX, LOCK_SUFFIX, _PROBE_SUFFIX))
+    is_writers = name.endswith((DATA_SUFFIX, LOCK_SUFFIX))
     return is_writers or name.startswith(_OWNER) or parse_generation_name(name) is not None
 
 
@@ -366,7 +366,7 @@ def _read_marker(path: Path) -> _Marker | None:
     except msgspec.DecodeError as error:
         raise StorageError(f"{path} is not the folder of a local tier: remove {path / _MARKER}") from error
     if marker.version != VERSION:
-        raise StorageError(f"another version of rankless has used {path}: remove it")
+        raise StorageError(f"another version of rankless has used {path}: drain it with that one, or remove it")
     return marker
 
 
@@ -376,7 +376,7 @@ def _create_marker(path: Path, run: Path) -> _Marker:
     Raises ``InvalidArgumentError`` if the folder has files of somebody else's, and ``StorageError`` if it has lost its
     marker: a cleaner removes the oldest files first. Then nobody knows the run of its files.
     """
-    others = [name for name in list_names(path) if _MARKER not in name]
+    others = [name for name in list_names(path) if _MARKER not in name and not name.endswith(_PROBE_SUFFIX)]
     if others and _read_marker(path) is None:
         if not all(map(_is_tier_name, others)):
             raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
