@@ -28,6 +28,7 @@ from rankless.storage import mapped_file
 from rankless.tier import job
 from rankless.tier.host_folder import TierFolder
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.tier_runs import claim_epoch
@@ -448,6 +449,19 @@ def test_a_lost_host_is_computed_from_parity(ranks: Ranks, tmp_path: Path, size:
     for tensors, _, source, _ in ranks(4, load, str(tmp_path), "fsdp", 1):
         assert_equal(tensors, gather_run(train_run("plain")))
         assert source == "local tier"
+
+
+def test_one_process_without_a_process_group_computes_a_lost_host_from_parity(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save_with_parity, str(tmp_path), 2)
+    arrays, source = run_killed_job(_load_alone, str(tmp_path))
+    assert_equal({name: torch.tensor(array) for name, array in arrays.items()}, gather_run(train_run("plain")))
+    assert source == "local tier"
+
+
+def _load_alone(base: str) -> tuple[dict[str, Any], str]:
+    """Return arrays, which the pipe to the test copies: it only shares the memory of tensors."""
+    tensors, _, source, _ = load(base, "plain", 1)
+    return {name: tensor.numpy() for name, tensor in tensors.items()}, source
 
 
 def test_a_corrupt_part_is_computed_from_parity(ranks: Ranks, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -15,8 +16,9 @@ import torch
 import rankless
 from rankless.errors import StorageError
 from rankless.tier.host_folder import TierFolder
+from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.processes import run_code
-from tests.helpers.tier_runs import save_steps, state_of
+from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
 NEVER = 10**6
 
@@ -126,6 +128,110 @@ def test_a_folder_that_others_may_enter_is_not_used_and_the_job_goes_on(base: Pa
     done = run_code(LOAD, base / "run", base / "tier", "resume")
     assert done.stdout.strip() == "2 run directory"
     assert "only this user may enter" in done.stderr
+
+
+def lose_the_marker(tier: Path) -> None:
+    (tier / "tier.json").unlink()
+
+
+def cut_the_marker(tier: Path) -> None:
+    (tier / "tier.json").write_bytes(b"")
+
+
+def use_another_version(tier: Path) -> None:
+    marker = (tier / "tier.json").read_text()
+    (tier / "tier.json").write_text(re.sub('"version": *[0-9]+', '"version":99', marker))
+
+
+def lose_the_owner(tier: Path) -> None:
+    (tier / "owner").unlink()
+
+
+def cut_the_owner(tier: Path) -> None:
+    (tier / "owner").write_bytes(b"")
+
+
+def remove_all_files(tier: Path) -> None:
+    for path in tier.iterdir():
+        path.unlink()
+
+
+def leave_a_part(tier: Path) -> None:
+    """As a cleaner does of whose files a job writes one anew meanwhile."""
+    for path in tier.iterdir():
+        if path.suffix != ".part":
+            path.unlink()
+
+
+def load_newest(base: Path) -> float:
+    return load_newest_step(open_run(base))
+
+
+SPOIL = [
+    lose_the_marker,
+    cut_the_marker,
+    use_another_version,
+    lose_the_owner,
+    cut_the_owner,
+    remove_all_files,
+    leave_a_part,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*local tier")
+@pytest.mark.parametrize("spoil", SPOIL)
+class TestTheFolderIsDamaged:
+    def test_a_training_goes_on_and_so_does_the_next_one(self, base: Path, spoil: Callable[[Path], None]) -> None:
+        directory = open_run(base)
+        save_steps(directory, 1, 2)
+        spoil(base / "tier")
+        save_steps(directory, 3, 4)
+        directory.finalize()
+        assert newest_step(base) == 4
+        assert run_killed_job(load_newest, base) == 4
+
+    def test_a_job_starts(self, base: Path, spoil: Callable[[Path], None]) -> None:
+        directory = open_run(base, drain_every=1)
+        save_steps(directory, 1)
+        directory.finalize()
+        spoil(base / "tier")
+        assert run_killed_job(load_newest, base) == 1
+
+
+def test_a_job_goes_on_where_no_folder_can_be_made(base: Path) -> None:
+    """The mount of the tier is missing on a host, for one: nothing can be made below its path."""
+    (base / "mount").write_text("a file")
+    directory = rankless.RunDirectory(base / "run", local=base / "mount/tier")
+    with pytest.warns(UserWarning, match="step_1 is saved without the local tier: rank 0: there is no folder"):
+        save_steps(directory, 1)
+    done = run_code(LOAD, base / "run", base / "mount/tier", "resume")
+    assert done.stdout.strip() == "1 run directory"
+    assert "this host saves nothing into its local tier" in done.stderr
+
+
+def test_the_probe_of_another_rank_that_opens_the_new_folder_is_no_damage(base: Path) -> None:
+    (base / "tier").mkdir(mode=0o700)
+    (base / "tier/0123456789abcdef.probe").touch()
+    save_steps(open_run(base), 1)
+    assert (base / "tier/tier.json").exists()
+
+
+def test_a_folder_of_the_users_is_refused(base: Path) -> None:
+    (base / "tier").mkdir(mode=0o700)
+    (base / "tier/thesis.data").write_text("years of work")
+    (base / "tier/notes.txt").write_text("years of work")
+    with pytest.raises(rankless.InvalidArgumentError, match="is not empty, and is no local tier"):
+        save_steps(open_run(base), 1)
+    assert {path.name for path in (base / "tier").iterdir()} == {"thesis.data", "notes.txt"}
+
+
+@pytest.mark.parametrize("method", ["_remove", "remove_generations"])
+def test_generations_that_cannot_be_removed_end_no_training(base: Path, method: str) -> None:
+    directory = open_run(base)
+    save_steps(directory, 1)
+    with failing(method, errno.EACCES):
+        save_steps(directory, 2)
+    assert run_killed_job(load_newest, base) == 2
 
 
 class TestReaders:

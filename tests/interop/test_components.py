@@ -276,10 +276,13 @@ def test_a_folder_of_the_users_where_a_file_of_the_component_goes_stays(tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("has_links", [True, False])
 def test_a_file_of_the_users_that_is_replaced_during_a_save_is_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     """Also if it has the size and the time of the old one: both were written within one tick of the clock."""
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", mock.Mock(side_effect=OSError(errno.EPERM, "no links")))
     rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
     notes, exchange = tmp_path / "m/notes.txt", atomic_rename.exchange_directories
     draft = tmp_path / "draft"
@@ -526,3 +529,16 @@ def test_a_scheduler_comes_back(ranks: Ranks, tmp_path: Path, name: str) -> None
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(CorruptCheckpointError):
             rankless.load_lr_scheduler(start_run("plain").scheduler, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["scheduler", "scheduler.pt"])
+def test_a_scheduler_is_saved_again(tmp_path: Path, name: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        rankless.save_lr_scheduler(scheduler, tmp_path / name)
+    loaded = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    rankless.load_lr_scheduler(loaded, tmp_path / name)
+    assert loaded.last_epoch == 3

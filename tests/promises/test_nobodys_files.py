@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +72,22 @@ def put_file(path: Path) -> None:
     path.write_text("a list")
 
 
-@pytest.mark.parametrize("put", [put_notes, put_another_program, put_run, put_file])
+def put_archive(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("measurements.npy", "years of work")
+
+
+def put_link(path: Path) -> None:
+    put_notes(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def describe(path: Path) -> tuple[bool, object]:
+    return path.is_symlink(), path.read_bytes() if path.is_file() else snapshot(path)
+
+
+@pytest.mark.parametrize("put", [put_notes, put_another_program, put_run, put_file, put_archive, put_link])
 @promise(
     "what is no output of ours is neither replaced nor removed, whatever was asked for",
     exempt=_BY_ID | _NEW_ONLY | _KEEPS,
@@ -80,12 +96,12 @@ def test_a_strangers_path_is_refused(place: Place, put: Callable[[Path], None]) 
     path = place.locate("new")
     place.save("first", 1.0)
     put(path)
-    before = path.read_bytes() if path.is_file() else snapshot(path)
+    before = describe(path)
     for _ in range(2):
         with pytest.raises((TagExistsError, rankless.InvalidArgumentError), match=path.name):
             place.save("new", 2.0, overwrite=True)
-    assert (path.read_bytes() if path.is_file() else snapshot(path)) == before
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert describe(path) == before
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     place.save("new", 3.0, overwrite=True)
     assert (place.load("first"), place.load("new")) == (1.0, 3.0)
 

@@ -30,6 +30,7 @@ from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 _FORMAT = "rankless scheduler"
+_START = f'{{"format":"{_FORMAT}"'.encode()
 
 
 class _SchedulerFile(msgspec.Struct):
@@ -87,6 +88,17 @@ def read_scheduler(scheduler: Any, path: Path, session: Session) -> None:
 
     saved = session.run_on_all("reading the scheduler's state", read_and_compare)
     session.run_on_all("putting it in place", lambda: schedulers.load_scheduler([scheduler], saved))
+
+
+def find_owned_files(path: Path) -> frozenset[str] | None:
+    """Return the name "" of the path itself if it is a JSON file of a scheduler. See :mod:`rankless.run.ownership`."""
+    if not store_of(path).is_file(path):
+        return None
+    start = bytearray(len(_START))
+    with store_of(path).open_reader(path) as reader:
+        if reader.size >= len(start):
+            reader.read(0, memoryview(start))
+    return frozenset({""}) if start == _START else None
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, Any]:

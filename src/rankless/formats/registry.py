@@ -94,12 +94,13 @@ READABLE: Mapping[str, ReadableFormat] = {
     NXD: ReadableFormat("rankless.nxd.reader.nxd_reader:is_nxd", "rankless.nxd.reader.nxd_reader:NxdReader"),
 }
 
-#: What proves that a path is an output of one system, which a save with this system may replace: the function that
+#: What proves that a path is an output of one system or component, which such a save may replace: the function that
 #: returns the names of the files there that belong to the output, or ``None`` if it is none.
 PROOFS: Mapping[str, str] = {
     DCP: "rankless.dcp.reader.dcp_directory:find_owned_files",
     "lightning": "rankless.lightning.reader:find_owned_files",
     "fabric": "rankless.lightning.reader:find_owned_files_of_fabric",
+    "scheduler": "rankless.components.scheduler_file:find_owned_files",
 }
 
 #: Targets of a conversion that belong to one system: the class or function that writes them.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rankless.formats.torchfile import archive, legacy_file
 from rankless.formats.torchfile.allowed_globals import NAMES
-from rankless.formats.torchfile.zip_reader import FileRangeReader, FileWindow, is_zip
+from rankless.formats.torchfile.zip_reader import FileRangeReader, FileWindow, is_zip, read_first_name
 from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
@@ -26,6 +26,14 @@ def is_torch_file(path: Path) -> bool:
         return False
     window = _open_window(path)
     return is_zip(window) or window.read(0, min(window.size, len(legacy_file.MAGIC))) == legacy_file.MAGIC
+
+
+def is_saved_by_torch(path: Path) -> bool:
+    """Return whether a file is one of ``torch.save``, and no other zip file: its first entry is the pickle."""
+    if not is_torch_file(path):
+        return False
+    window = _open_window(path)
+    return not is_zip(window) or PurePosixPath(read_first_name(window)).name == archive.PICKLE
 
 
 def _open_window(path: Path, readers: FileRangeReader | None = None) -> FileWindow:

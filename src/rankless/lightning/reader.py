@@ -16,7 +16,7 @@ from typing import Any
 from rankless.dcp.reader import dcp_directory
 from rankless.errors import CorruptCheckpointError
 from rankless.formats import torch_file
-from rankless.formats.torch_file import LIGHTNING_FILE, LIGHTNING_VERSION, is_torch_file, read_tree
+from rankless.formats.torch_file import LIGHTNING_FILE, LIGHTNING_VERSION, is_saved_by_torch, read_tree
 from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
@@ -48,7 +48,7 @@ def find_owned_files(path: Path) -> frozenset[str] | None:
 
     ``None`` if it is none. See :mod:`rankless.run.ownership`.
     """
-    if is_torch_file(path):
+    if is_saved_by_torch(path):
         root = torch_file.read_tree(path).root
         return frozenset({""}) if isinstance(root, dict) and LIGHTNING_VERSION in root else None
     owned = dcp_directory.find_owned_files(path) if is_lightning(path) else None
@@ -57,7 +57,7 @@ def find_owned_files(path: Path) -> frozenset[str] | None:
 
 def find_owned_files_of_fabric(path: Path) -> frozenset[str] | None:
     """Return the names of the files of a checkpoint of Fabric, which may be any file of ``torch.save``."""
-    return frozenset({""}) if is_torch_file(path) else find_owned_files(path)
+    return frozenset({""}) if is_saved_by_torch(path) else find_owned_files(path)
 
 
 class LightningReader(TreeReader):

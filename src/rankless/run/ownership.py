@@ -64,13 +64,16 @@ def _export_files(path: Path, tag: str) -> frozenset[str] | None:
     return find_exported_files(path)
 
 
-def _readable_file(path: Path, tag: str) -> frozenset[str] | None:
-    """Prove a file of a format that rankless reads, or an empty one: the caller has named the file."""
-    from rankless.formats.detect import is_checkpoint  # noqa: PLC0415 - as above
+def _tensor_file(path: Path, tag: str) -> frozenset[str] | None:
+    """Prove a file of safetensors or of ``torch.save`` by its content, or an empty one: the caller has named it."""
+    from rankless.formats.safetensors import is_safetensors  # noqa: PLC0415 - as above
+    from rankless.formats.torch_file import is_saved_by_torch  # noqa: PLC0415 - as above
 
     del tag
-    is_file = store_of(path).is_file(path)
-    return frozenset({""}) if is_file and (store_of(path).file_size(path) == 0 or is_checkpoint(path)) else None
+    if not store_of(path).is_file(path):
+        return None
+    is_proven = store_of(path).file_size(path) == 0 or is_safetensors(path) or is_saved_by_torch(path)
+    return frozenset({""}) if is_proven else None
 
 
 def _proof_of(name: str) -> _Proof:
@@ -91,7 +94,8 @@ _PROOFS: Mapping[str, _Proof] = {
     "checkpoint": _checkpoint_files,
     "unfinished": _unfinished_files,
     "export": _export_files,
-    "file": _readable_file,
+    "file": _tensor_file,
+    "scheduler": _proof_of("scheduler"),
     "dcp": _proof_of("dcp"),
     "lightning": _proof_of("lightning"),
     "fabric": _proof_of("fabric"),
@@ -141,7 +145,7 @@ class Replaceable(msgspec.Struct, frozen=True):
         if not posix.path_exists(path):
             return None
         if posix.is_link(path):
-            return None if self._prove(path.resolve(), "") is not None else ""
+            return None if self._prove(path.resolve(), "") else ""  # a folder of DCP's may have no file at all
         names = directory_trees.list_tree(path)
         if not names:
             return None
@@ -191,4 +195,4 @@ DCP_FOLDER = Replaceable(("dcp",), "a checkpoint of torch.distributed.checkpoint
 EXPORT = Replaceable(("export",), "an export of weights by rankless")
 
 #: What a save of one component into one file replaces.
-COMPONENT_FILE = Replaceable(("file",), "a file of a format that rankless reads")
+COMPONENT_FILE = Replaceable(("file", "scheduler"), "a file of safetensors, of torch.save or of a scheduler")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import filecmp
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,9 @@ from rankless.storage.posix import wrap_os_errors
 
 #: The start of the names that an NFS client gives to removed files that its host has open, until they are closed.
 _REMOVED_BUT_OPEN = ".nfs"
+
+#: The bytes that are compared at a time.
+_CHUNK = 2**20
 
 
 def remove_directory(path: Path, hidden: Path) -> None:
@@ -122,7 +124,16 @@ def _is_same(source: Path, copy: Path) -> bool:
     """
     if source.is_symlink() or copy.is_symlink():
         return source.is_symlink() and copy.is_symlink() and source.readlink() == copy.readlink()
-    return source.samefile(copy) or filecmp.cmp(source, copy, shallow=False)
+    return source.samefile(copy) or (source.is_file() and copy.is_file() and _have_equal_bytes(source, copy))
+
+
+def _have_equal_bytes(source: Path, copy: Path) -> bool:
+    """Compare two files. ``filecmp`` does not do: it remembers results by size and time."""
+    with source.open("rb") as one, copy.open("rb") as other:
+        while (data := one.read(_CHUNK)) == other.read(_CHUNK):
+            if not data:
+                return True
+    return False
 
 
 def _link_file(source: Path, target: Path) -> None:

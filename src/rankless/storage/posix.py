@@ -95,7 +95,9 @@ def make_private_directory(path: Path) -> None:
         found = path.lstat()
     is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     if not is_private:
-        raise StorageError(errno.EACCES, f"{path} is not a folder that only this user may enter: remove it")
+        raise StorageError(
+            errno.EACCES, f"{path} is not a folder that only this user may enter: it needs this owner and the mode 0700"
+        )
 
 
 def make_empty_directory(path: Path) -> None:

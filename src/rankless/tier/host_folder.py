@@ -47,6 +47,7 @@ from rankless.storage.posix import (
     make_private_directory,
     overwrite_small,
     read_small,
+    wrap_os_errors,
 )
 from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
@@ -57,7 +58,7 @@ from rankless.tier.part_names import COMMON_SUFFIX, GenerationKey, PartName, par
 
 T = TypeVar("T")
 
-_MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX = "tier.json", "owner", ".data", ".lock"
+_MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX, _PROBE_SUFFIX = "tier.json", "owner", ".data", ".lock", ".probe"
 
 #: The most bytes of a table or a common: tables have 44 bytes for each 16 MiB.
 _TABLE_BYTES = 2**32
@@ -80,10 +81,11 @@ class TierFolder(msgspec.Struct, frozen=True):
     def open(cls, path: Path, run: Path) -> Self:
         """Open the folder for a run directory, and create it if it is missing.
 
-        Raises ``InvalidArgumentError`` if it is that of another run, or on a network file system; ``StorageError`` if
-        it is that of another user.
+        Raises ``InvalidArgumentError`` if it is that of another run or has files of the user's, or is on a network file
+        system; ``StorageError`` if it is that of another user, cannot be written, or is damaged.
         """
         make_private_directory(path)
+        _check_writable(path)
         if not is_local(path):
             raise InvalidArgumentError(
                 f"{path} is on a network file system: the local tier needs a folder in the memory or on a disk of "
@@ -95,13 +97,13 @@ class TierFolder(msgspec.Struct, frozen=True):
     def find(cls, path: Path, run: Path) -> Self:
         """Open the folder that a job has made for a run directory.
 
-        Raises ``NoCheckpointError`` if there is none, and the errors of :meth:`open`.
+        Raises ``NoCheckpointError`` if there is none, or the errors of :meth:`open`.
         """
         if not is_directory(path):
             raise NoCheckpointError(f"there is no folder {path}: no job has used it as its local tier on this host")
         make_private_directory(path)
         if (marker := _read_marker(path)) is None:
-            raise InvalidArgumentError(f"{path} is not the folder of a local tier")
+            raise NoCheckpointError(f"{path} is not the folder of a local tier")
         return cls._of(path, run, marker)
 
     @classmethod
@@ -138,12 +140,16 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     def is_lost(self) -> bool:
         """Return whether the folder was removed, or replaced: a cleaner of ``/dev/shm`` does that, for one."""
-        marker = _read_marker(self.path) if is_directory(self.path) else None
+        try:
+            marker = _read_marker(self.path) if is_directory(self.path) else None
+        except StorageError as error:
+            return error.errno is None  # the marker is damaged; other errors may pass
         return marker is None or not self.identity.endswith(f" {marker.token}")
 
-    def is_owned_by(self, job: str) -> bool:
-        """Return whether no other job has taken over the folder since this one has."""
-        return self._read_owner() == job
+    def is_owned_by_other(self, job: str) -> bool:
+        """Return whether a later job has taken over the folder. A text that is lost or cut proves nothing."""
+        owner = self._read_owner()
+        return owner != job and parse_job_epoch(owner) >= parse_job_epoch(job)
 
     def _read_owner(self) -> str:
         """Return the text of the job that uses the folder; an empty one if none does."""
@@ -336,25 +342,45 @@ def _lock_if_dead(path: Path) -> FileLock | None:
         return None
 
 
+def _is_tier_name(name: str) -> bool:
+    """Return whether a file has the name of one of a tier: of an owner also the draft, or a writer's slot or lock."""
+    is_writers = name.endswith((DATA_SUFFIX, LOCK_SUFFIX))
+    return is_writers or name.startswith(_OWNER) or parse_generation_name(name) is not None
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ``StorageError`` if a folder takes no new file. An empty one: the memory may be full of generations."""
+    probe = path / f"{secrets.token_hex(8)}{_PROBE_SUFFIX}"
+    with wrap_os_errors("write into", path):
+        probe.touch(mode=0o600, exist_ok=False)
+        probe.unlink()
+
+
 def _read_marker(path: Path) -> _Marker | None:
     if _MARKER not in list_names(path):
         return None
     if _MARKER not in list_regular_files(path):
-        raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}")
+        raise StorageError(f"{path} is not the folder of a local tier: remove {path / _MARKER}")
     try:
         marker = msgspec.json.decode(read_small(path / _MARKER), type=_Marker)
     except msgspec.DecodeError as error:
-        raise InvalidArgumentError(f"{path} is not the folder of a local tier: remove {path / _MARKER}") from error
+        raise StorageError(f"{path} is not the folder of a local tier: remove {path / _MARKER}") from error
     if marker.version != VERSION:
-        raise InvalidArgumentError(f"another version of rankless has used {path}: remove it")
+        raise StorageError(f"another version of rankless has used {path}: drain it with that one, or remove it")
     return marker
 
 
 def _create_marker(path: Path, run: Path) -> _Marker:
-    """Create the marker, unless another process does. Raises ``InvalidArgumentError`` if the folder has other files."""
-    foreign = [name for name in list_names(path) if _MARKER not in name]
-    if foreign and _read_marker(path) is None:
-        raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
+    """Create the marker, unless another process does.
+
+    Raises ``InvalidArgumentError`` if the folder has files of somebody else's, and ``StorageError`` if it has lost its
+    marker: a cleaner removes the oldest files first. Then nobody knows the run of its files.
+    """
+    others = [name for name in list_names(path) if _MARKER not in name and not name.endswith(_PROBE_SUFFIX)]
+    if others and _read_marker(path) is None:
+        if not all(map(_is_tier_name, others)):
+            raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
+        raise StorageError(f"{path} is a local tier that has lost its file {_MARKER}: remove it")
     marker = _Marker("rankless local tier", VERSION, str(run), secrets.token_hex(8))
     create_small(path / _MARKER, msgspec.json.encode(marker))
     return _read_marker(path) or marker

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from rankless.errors import StateError, StorageError, TagExistsError
+from rankless.errors import NoCheckpointError, StateError, StorageError, TagExistsError
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
 from rankless.run.cleanup import delete_checkpoints
@@ -80,7 +82,19 @@ class TierJob:
     def find_folder(self) -> TierFolder | None:
         """Return the folder of this host if a job has made it, else ``None``: a load that only looks makes none."""
         self._forget_in_fork()
-        return self._folder or (TierFolder.find(self.path, self.run) if list_names(self.path) else None)
+        if self._folder is not None:
+            return self._folder
+        problem: StorageError | None = None
+        for path in (self.path, _beside(self.path)):
+            try:
+                return TierFolder.find(path, self.run)
+            except NoCheckpointError:
+                continue
+            except StorageError as error:
+                problem = problem or error
+        if problem is not None:
+            warn_caller(f"{problem}. Nothing is loaded from it")
+        return None
 
     @property
     def slots(self) -> Slots:
@@ -214,8 +228,8 @@ class TierJob:
         self.job, self._has_folder = job, True
 
     def is_replaced(self) -> bool:
-        """Return whether another job has taken over the folder of this host, so nothing in it may be changed."""
-        return self._has_folder and not self.folder.is_owned_by(self.job)
+        """Return whether another job has taken over the folder of this host, or removed it: nothing may be changed."""
+        return self._has_folder and (self.folder.is_lost() or self.folder.is_owned_by_other(self.job))
 
     def check_not_replaced(self) -> None:
         """Raise ``StateError`` if another job has taken over the folder of this host.
@@ -231,19 +245,26 @@ class TierJob:
     def take_slot(self, nbytes: int) -> Slot:
         """Return a slot as :meth:`Slots.take`. Raises the errors of :meth:`check_not_replaced`.
 
-        A folder that was removed is made anew: its next generations are complete again.
+        A folder that was removed is made anew: its next generations are complete again. Raises ``StorageError`` if
+        there is only the makeshift one.
         """
         self._forget_in_fork()
         if self._folder is not None and self._folder.is_lost():
             self._folder, self._slots, self._has_folder = None, None, False
             self.forget_newest()
         self.check_not_replaced()
+        if self.folder.path.parent != self.path.parent:
+            raise StorageError(f"there is no folder {self.path} that can be used")
         return self.slots.take(nbytes)
 
     def remove_generations(self, is_wanted: Callable[[GenerationKey], bool]) -> None:
-        """Remove the generations that are not wanted, unless another job has taken over the folder."""
-        if not self.is_replaced():
-            self.folder.remove_generations(is_wanted)
+        """Remove the generations that are not wanted, unless another job has taken over the folder.
+
+        What cannot be removed stays: it is older than the newest one, or retired, and a save that lacks room says so.
+        """
+        with suppress(StorageError):
+            if not self.is_replaced():
+                self.folder.remove_generations(is_wanted)
 
     def check_not_fenced(self, tag: str) -> None:
         """Raise ``StateError`` if another job has continued the run, on rank 0."""
@@ -321,17 +342,31 @@ class TierJob:
 
 
 def _open_folder(path: Path, run: Path) -> TierFolder:
-    """Open the folder of a tier, or one next to it with a warning if it is another user's, or others may enter it.
+    """Open the folder of a tier, or another one with a warning if it cannot be used.
 
-    A job that is started again in the night must go on also if the folder is wrong on one of its hosts.
+    A job that is started again in the night must go on also if the folder is wrong on one of its hosts. If none next to
+    it can be used either, a *makeshift* one among the files of the system that are temporary takes what the load gets
+    from other hosts. Saves do not use it: it may be small, or be on the system's disk.
     """
     try:
         return TierFolder.open(path, run)
     except StorageError as error:
-        other = path.with_name(f"{path.name}.{os.getuid()}")
-        folder = TierFolder.open(other, run)
-        warn_caller(f"{error}. Until then the local tier of this host is {other}")
+        reason = error
+    beside = _beside(path)
+    with suppress(StorageError):
+        folder = TierFolder.open(beside, run)
+        warn_caller(f"{reason}. Until then the local tier of this host is {beside}")
         return folder
+    digest = crc64(f"{path} {run}".encode())
+    makeshift = Path(tempfile.gettempdir(), f"rankless.{os.getuid()}.{digest:016x}")
+    folder = TierFolder.open(makeshift, run)
+    warn_caller(f"{reason}. Until then this host saves nothing into its local tier")
+    return folder
+
+
+def _beside(path: Path) -> Path:
+    """Return the folder that this user takes if ``path`` cannot be used."""
+    return path.with_name(f"{path.name}.{os.getuid()}")
 
 
 class TierJobs:

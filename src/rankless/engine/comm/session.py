@@ -118,14 +118,14 @@ class RankGroup:
         number = rendezvous.next_session_number()
         return SessionStore(connect(self._store), DaemonExecutor("rankless watch store"), seconds, rendezvous, number)
 
-    def gloo_group(self, seconds: float) -> dist.ProcessGroup:
-        """Return a process group that can send CPU memory between these ranks.
+    def gloo_group(self, seconds: float) -> dist.ProcessGroup | None:
+        """Return a process group that can send CPU memory between these ranks; ``None`` if a process has none.
 
         It is the process group itself if that has gloo; otherwise all ranks make another one, once. Raises
         ``RankTimeoutError`` if not all of them come to make it within ``seconds``.
         """
         if self.process_group is None:
-            raise InvalidArgumentError("there is no process group, and nothing to exchange")
+            return None
         if self._gloo is None:
             has_gloo = "cpu:gloo" in str(loaded_distributed().get_backend_config(self.process_group))
             self._gloo = self.process_group if has_gloo else _make_gloo_group(self.global_ranks(), seconds)

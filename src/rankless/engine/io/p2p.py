@@ -57,8 +57,11 @@ class Lane(IntEnum):
 class P2PExchange:
     """One rank's part in the exchange of one save or load."""
 
-    def __init__(self, group: dist.ProcessGroup, session: Session, attempt: int = 0) -> None:
-        """``attempt`` counts exchanges in a session of which an earlier one may have left messages."""
+    def __init__(self, group: dist.ProcessGroup | None, session: Session, attempt: int = 0) -> None:
+        """Begin an exchange in a group; ``None`` if there is one rank, which sends nothing.
+
+        ``attempt`` counts exchanges in a session of which an earlier one may have left messages.
+        """
         self.rank = session.rank
         self._group, self._session = group, session
         self._tag = session.number + attempt * _SESSIONS

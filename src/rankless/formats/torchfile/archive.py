@@ -16,7 +16,7 @@ from rankless.formats.torchfile.zip_reader import FileWindow, ZipMember, read_me
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.read_budget import ReadBudget
 
-_PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"
+PICKLE, _TORCHSCRIPT = "data.pkl", "constants.pkl"
 
 #: The contents of the entry ``byteorder`` in files that can be read.
 _LITTLE = b"little"
@@ -40,7 +40,7 @@ def read_archive(window: FileWindow, budget: ReadBudget, names: Mapping[str, obj
     """
     members = read_members(window)
     root = next(iter(members), "").partition("/")[0]
-    if f"{root}/{_PICKLE}" not in members or f"{root}/{_TORCHSCRIPT}" in members:
+    if f"{root}/{PICKLE}" not in members or f"{root}/{_TORCHSCRIPT}" in members:
         kind = "a TorchScript program" if f"{root}/{_TORCHSCRIPT}" in members else "a zip file"
         raise FormatError(f"{window.path} is {kind}, not a file of torch.save")
     order = members.get(f"{root}/byteorder")
@@ -49,7 +49,7 @@ def read_archive(window: FileWindow, budget: ReadBudget, names: Mapping[str, obj
             f"{window.path} was written on a big-endian machine, which rankless does not read: load it with "
             "torch.load and save it again on this one"
         )
-    raw = _read_member(members[f"{root}/{_PICKLE}"], window)
+    raw = _read_member(members[f"{root}/{PICKLE}"], window)
     load_storage = _storage_loader(f"{root}/data", members, window)
     budget.earn(len(raw))
     tree = unpickle(raw, names, window.label, load_storage, budget=budget, advice=window.advice)

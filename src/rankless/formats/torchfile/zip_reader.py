@@ -103,6 +103,12 @@ def is_zip(window: FileWindow) -> bool:
     return window.size >= _LOCAL.size and window.read(0, 4) == b"PK\3\4"
 
 
+def read_first_name(window: FileWindow) -> str:
+    """Return the name of the first entry of a zip file. Raises ``CorruptCheckpointError``."""
+    *_, length, _ = _LOCAL.unpack(window.read(0, _LOCAL.size))
+    return _decode_name(window.read(_LOCAL.size, length), window)
+
+
 def read_members(window: FileWindow) -> Mapping[str, ZipMember]:
     """Return the entries by name. Raises ``CorruptCheckpointError``."""
     number, size, start = _find_directory(window)
