@@ -10,10 +10,10 @@ import rankless
 from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of, weights_of
 from tests.promises.promise import because
 
-NO_RUN = because(
-    "there is no run: each output is a path of its own",
-    *(name for name in PLACES if name.startswith(("component", "DCP", "Lightning", "conversion"))),
-)
+#: The places that are runs.
+RUNS = ("folder", "folder and tier", "store", "store and tier", "drain of an earlier job", "`rankless drain`")
+
+NO_RUN = because("there is no run: each output is a path of its own", *(name for name in PLACES if name not in RUNS))
 
 
 @contextmanager
@@ -51,3 +51,13 @@ def latest_step(place: Place) -> int:
     step = int(rankless.restore(place.path, model=state).step or 0)  # type: ignore[attr-defined]
     assert value_of(state) == step
     return step
+
+
+def resumes_at(place: Place, step: int) -> None:
+    """Check where a job resumes."""
+    assert train(place, 0) == step
+
+
+def train_from(place: Place, first: int, stop: int, **options: Any) -> None:
+    """Check where a job resumes, and train to a step."""
+    assert train(place, stop, **options) == first

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import rankless
 from rankless.dcp import FileSystemReader, FileSystemWriter
@@ -33,6 +35,9 @@ FORK = multiprocessing.get_context("fork")
 PLAIN, ON_RANKS = "synchronous", "four ranks on two hosts"
 _RUNS = frozenset({"folder", "folder and tier", "store", "store and tier"})
 WAYS = {PLAIN: _RUNS, "eager": _RUNS, "overlapped": _RUNS, ON_RANKS: _RUNS}
+
+#: By their number, the ranks in the order of their mesh, if that is not their own.
+MESHES = {3: [1, 0, 2]}
 
 #: The options of a save in a way.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -60,13 +65,27 @@ def weights_of(value: float) -> torch.Tensor:
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
-    return {"w": weights_of(value)}
+    """Return a state that is one value. Several ranks have shards of it."""
+    if count_ranks() == 1:
+        return {"w": weights_of(value)}
+    mesh = DeviceMesh("cpu", MESHES.get(count_ranks(), list(range(count_ranks()))))
+    return {"w": distribute_tensor(weights_of(value), mesh, [Shard(0)])}
+
+
+def count_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def value_of(state: dict[str, torch.Tensor]) -> float:
-    value = float(state["w"][0])
-    assert torch.equal(state["w"], weights_of(value)), "a mixture of states"
+    """Return the value of a state, after every element that this rank has was compared with it."""
+    weights, zero = local_part(state["w"]), local_part(state_of(0.0)["w"])
+    value = float(weights[0] - zero[0])
+    assert torch.equal(weights, zero + value), "a mixture of states"
     return value
+
+
+def local_part(weights: torch.Tensor) -> torch.Tensor:
+    return weights.to_local() if isinstance(weights, DTensor) else weights
 
 
 @dataclass
@@ -197,12 +216,12 @@ class Distributed:
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         writer = FileSystemWriter(self.locate(tag), overwrite=overwrite)
         with _as_torch_was_called():
-            dcp.save(state_of(value), storage_writer=writer, no_dist=True)
+            dcp.save(state_of(value), storage_writer=writer, no_dist=count_ranks() == 1)
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
         with _as_torch_was_called():
-            dcp.load(state, storage_reader=FileSystemReader(self.locate(tag)), no_dist=True)
+            dcp.load(state, storage_reader=FileSystemReader(self.locate(tag)), no_dist=count_ranks() == 1)
         return value_of(state)
 
     def locate(self, tag: str) -> Path:
@@ -231,8 +250,7 @@ class Conversion:
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
         source = self.scratch / "source"
-        shutil.rmtree(source, ignore_errors=True)
-        rankless.RunDirectory(source).save("one", state_of(value))
+        rankless.RunDirectory(source).save("one", state_of(value), overwrite=True)
         rankless.convert(source / "one", self.locate(tag), to="hf")
 
     def load(self, tag: str) -> float:
@@ -334,7 +352,9 @@ def open_place(name: str, tmp_path: Path) -> Iterator[Place]:
 
 def in_new_job(place: Place) -> Place:
     """Return the place as another job sees it: it has saved and loaded nothing."""
-    return replace(place, _directory=None, ranks=None) if isinstance(place, Run) else place
+    if isinstance(place, Run):
+        return replace(place, _directory=None, ranks=None)
+    return copy(place)
 
 
 def save_in_another_job(place: Place, tag: str, value: float, *, overwrite: bool = False) -> None:
