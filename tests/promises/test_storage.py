@@ -116,14 +116,13 @@ _OF_A_TRAINING = NO_RUN | because("a drain follows a training", "drain of an ear
 @promise("the last step is saved, although earlier saves have failed", exempt=_OF_A_TRAINING, in_one_process=True)
 def test_the_last_step_is_saved(place: Place) -> None:
     model = state_of(0.0)
-    with suppress(RanklessError), checkpointer(place, model, 1) as training:
-        with at_each_change(refuse_to_write):
-            for step in (1, 2):
-                model["w"].copy_(weights_of(step))
-                with suppress(RanklessError):
-                    training.step(step)
+    with suppress(RanklessError), checkpointer(place, model, 1) as training, at_each_change(refuse_to_write):
+        for step in (1, 2):
+            model["w"].copy_(weights_of(step))
             with suppress(RanklessError):
-                training.finalize()
+                training.step(step)
+        with suppress(RanklessError):
+            training.finalize()
     assert latest_step(place) == 2
 
 
