@@ -13,7 +13,12 @@ from tests.promises.promise import because
 #: The places that are runs.
 RUNS = ("folder", "folder and tier", "store", "store and tier", "drain of an earlier job", "`rankless drain`")
 
-NO_RUN = because("there is no run: each output is a path of its own", *(name for name in PLACES if name not in RUNS))
+_RUNS_OF_FRAMEWORKS = ("Trainer", "Accelerate", "NxD")
+
+NO_RUN = because(
+    "there is no run: each output is a path of its own",
+    *(name for name in PLACES if name not in {*RUNS, *_RUNS_OF_FRAMEWORKS}),
+) | because("jobs find their checkpoints as in a folder, where this is tested", *_RUNS_OF_FRAMEWORKS)
 
 
 @contextmanager

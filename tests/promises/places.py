@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import rankless
+from rankless import nxd
+from rankless.colossalai import Booster
 from rankless.dcp import FileSystemReader, FileSystemWriter
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
@@ -249,7 +252,7 @@ class Conversion:
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
-        source = self.scratch / "source"
+        source = self.scratch / f"source-{os.getppid() if count_ranks() > 1 else os.getpid()}"
         rankless.RunDirectory(source).save("one", state_of(value), overwrite=True)
         rankless.convert(source / "one", self.locate(tag), to="hf")
 
@@ -292,6 +295,100 @@ class FabricFile:
 
     def locate(self, tag: str) -> Path:
         return self.path / f"{tag}.ckpt"
+
+
+@dataclass
+class NxDCheckpoint:
+    """A checkpoint by the calls of NxD, which replace what has the tag."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        nxd.save_checkpoint(self.path, tag, state_of(value))
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        nxd.load_checkpoint(self.path, tag, state)
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@dataclass
+class BoosterFolder:
+    """A model by ColossalAI's ``Booster``."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        Booster().save_model(Weights(value), self.locate(tag), shard=True, use_safetensors=True)
+
+    def load(self, tag: str) -> float:
+        model = Weights(-1.0)
+        Booster().load_model(model, self.locate(tag))
+        return value_of({"w": model.w.detach()})
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@dataclass
+class AcceleratorFolder:
+    """A checkpoint by our ``Accelerator``, which replaces what is at a path."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        accelerator, _ = self._prepare(value)
+        accelerator.save_state(str(self.locate(tag)))
+
+    def load(self, tag: str) -> float:
+        accelerator, model = self._prepare(-1.0)
+        accelerator.load_state(str(self.locate(tag)))
+        return value_of({"w": model.w.detach()})
+
+    def _prepare(self, value: float) -> tuple[Any, Any]:
+        from rankless.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(Weights(value))
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@dataclass
+class TrainerFolder:
+    """A checkpoint by our ``Trainer`` of transformers, whose names are steps, and which replaces them."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        from transformers import TrainingArguments
+
+        from rankless.transformers import Trainer
+
+        arguments = TrainingArguments(str(self.path), use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = Trainer(model=Weights(value), args=arguments)
+        trainer.create_optimizer_and_scheduler(1)
+        trainer.state.global_step = self._step(tag)
+        trainer._save_checkpoint(trainer.model, None)
+
+    def load(self, tag: str) -> float:
+        model = Weights(-1.0)
+        rankless.load_model(model, self.locate(tag))
+        return value_of({"w": model.w.detach()})
+
+    def _step(self, tag: str) -> int:
+        return zlib.crc32(tag.encode())
+
+    def locate(self, tag: str) -> Path:
+        return self.path / f"checkpoint-{self._step(tag)}"
 
 
 Opened = Callable[[Path], "Iterator[Place]"]
@@ -339,9 +436,17 @@ PLACES: dict[str, Opened] = {
     "DCP in a store": _in_store(lambda run, _: Distributed(run)),
     "Lightning": _here(lambda tmp: FabricFile(tmp / "run")),
     "Lightning's format": _here(lambda tmp: FabricFile(tmp / "run", "lightning")),
+    "Trainer": _here(lambda tmp: TrainerFolder(tmp / "run")),
+    "Accelerate": _here(lambda tmp: AcceleratorFolder(tmp / "run")),
+    "NxD": _here(lambda tmp: NxDCheckpoint(tmp / "run")),
+    "ColossalAI": _here(lambda tmp: BoosterFolder(tmp / "run")),
     "conversion into a folder": _here(lambda tmp: Conversion(tmp / "run", tmp)),
     "conversion into a store": _in_store(Conversion),
 }
+
+
+#: The places whose packages take seconds to import: by day only one module of promises has them.
+SLOW = frozenset({"Trainer", "Accelerate"})
 
 
 @contextmanager

@@ -100,7 +100,16 @@ def test_two_objects(place: Place) -> None:
 _WAITS = because(
     "the call of a save returns when it is durable",
     *("drain of an earlier job", "`rankless drain`", "DCP in a folder", "DCP in a store"),
-    *("Lightning", "Lightning's format", "conversion into a folder", "conversion into a store"),
+    *(
+        "Lightning",
+        "Lightning's format",
+        "Trainer",
+        "Accelerate",
+        "NxD",
+        "ColossalAI",
+        "conversion into a folder",
+        "conversion into a store",
+    ),
 )
 
 

@@ -10,12 +10,15 @@ import torch.distributed as dist
 from rankless.errors import RanklessError, StorageError
 from tests.helpers.pool import Ranks
 from tests.promises.moments import at_each_change
-from tests.promises.places import PLACES, Place, in_new_job
+from tests.promises.places import SLOW, Place, in_new_job
 from tests.promises.promise import because, promise
 
 _FRAMEWORKS = because(
     "which ranks there are is the framework's: its own tests have them",
-    *(name for name in PLACES if "Lightning" in name),
+    "Lightning",
+    "Lightning's format",
+    *SLOW,
+    "ColossalAI",
 )
 
 

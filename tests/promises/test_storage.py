@@ -23,7 +23,7 @@ _NO_STORE = because(
     "there is no object store",
     *("folder", "folder and tier", "drain of an earlier job", "`rankless drain`"),
     *("component in a folder", "component in a file", "DCP in a folder"),
-    *("Lightning", "Lightning's format", "conversion into a folder"),
+    *("Lightning", "Lightning's format", "Trainer", "Accelerate", "NxD", "ColossalAI", "conversion into a folder"),
 )
 
 
