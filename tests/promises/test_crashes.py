@@ -12,7 +12,7 @@ from campaigns.crash.states import sample_states
 from rankless.errors import EmptyRunError
 from tests.helpers.examples import examples
 from tests.promises.moments import count_changes, draw_moments, save_in_job, save_until
-from tests.promises.places import Conversion, Drain, Place, Run, save_in_another_job
+from tests.promises.places import Conversion, Drain, Place, Run, TrainerFolder, save_in_another_job
 from tests.promises.promise import because, promise
 
 _NO_DISK = because(
@@ -54,6 +54,8 @@ def test_crashes_of_the_host(place: Place, tmp_path: Path) -> None:
     place.path = tmp_path / "disk/run"  # type: ignore[misc]
     disk = tmp_path / "disk"
     disk.mkdir()
+    if isinstance(place, TrainerFolder):
+        place.path.mkdir()  # transformers makes it: what others have made counts as durable
     is_new = isinstance(place, Conversion)
     history = record(place, ["one"] if is_new else ["one", "one"])
     for state in sample_states(history, examples(300, 15), seed=0):
