@@ -455,6 +455,14 @@ def open_place(name: str, tmp_path: Path) -> Iterator[Place]:
     yield from PLACES[name](tmp_path)
 
 
+def count_bytes(place: Place) -> int:
+    """Return the bytes at and below the parent of all outputs, in whatever form."""
+    parent = place.locate("one").parent
+    if isinstance(parent, ObjectPath):
+        return sum(info.size for info in parent.store.list_objects(parent))
+    return sum(file.stat().st_size for file in parent.rglob("*") if file.is_file())
+
+
 def in_new_job(place: Place) -> Place:
     """Return the place as another job sees it: it has saved and loaded nothing."""
     if isinstance(place, Run):

@@ -11,7 +11,7 @@ from typing import Any
 
 import rankless
 from rankless.errors import RanklessError, StorageError
-from tests.promises.jobs import NO_RUN, job, listed, train
+from tests.promises.jobs import NO_RUN, job, latest_step, listed, train
 from tests.promises.moments import at_change, at_each_change, count_changes, draw_moments
 from tests.promises.places import FORK, Drain, Place, Run, in_killed_job, in_new_job, state_of, weights_of
 from tests.promises.promise import because, promise
@@ -59,6 +59,47 @@ def test_jobs_that_wake_up(place: Place) -> None:
         with suppress(RanklessError):
             in_killed_job(train_and_stop, in_new_job(place), number)
             assert place.load(f"step_{first + 2}") == first + 2
+
+
+def save_late(place: Place) -> None:
+    """Resume, and save a step after another job has resumed and gone on. What is there is replaced."""
+    with job(place) as directory:
+        state = state_of(0.0)
+        first = int(directory.restore(None, state, resume=True).step or 0)
+        in_killed_job(train, in_new_job(place), first + 3)
+        state["w"].copy_(weights_of(first - 1))
+        with suppress(RanklessError):
+            directory.save(f"step_{first + 1}", state, overwrite=True, step=first - 1)
+            directory.finalize()
+
+
+@promise(
+    "a job that another one has continued replaces nothing of it",
+    exempt=NO_RUN,
+    broken=because("jobs without a local tier do not yet learn that another one has gone on", "folder", "store"),
+)
+def test_older_jobs(place: Place) -> None:
+    place.save("step_1", 1.0)
+    in_killed_job(save_late, in_new_job(place))
+    assert latest_step(place) == 4
+    assert place.load("step_2") == 2.0
+
+
+def read_old_or_new(place: Place) -> None:
+    assert place.load("one") in {1.0, 2.0}
+
+
+@promise(
+    "a reader finds the old output or the new one, whole, at any moment of a save",
+    exempt=because("only new paths are written", "conversion into a folder", "conversion into a store"),
+    in_one_process=True,
+)
+def test_readers_at_any_moment(place: Place) -> None:
+    place.save("one", 1.0)
+    changes = count_changes(lambda: place.save("one", 1.0, overwrite=True))
+    for number in draw_moments(changes, 3, place):
+        with at_change(number, lambda: in_killed_job(read_old_or_new, in_new_job(place))):
+            place.save("one", 2.0, overwrite=True)
 
 
 def end_as_worker() -> None:
