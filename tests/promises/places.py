@@ -252,7 +252,7 @@ class Conversion:
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
-        source = self.scratch / f"source-{os.getppid() if count_ranks() > 1 else os.getpid()}"
+        source = self.scratch / (f"source of {os.getpid()}" if count_ranks() == 1 else "source of several ranks")
         rankless.RunDirectory(source).save("one", state_of(value), overwrite=True)
         rankless.convert(source / "one", self.locate(tag), to="hf")
 

@@ -12,17 +12,10 @@ from campaigns.crash.states import sample_states
 from rankless.errors import EmptyRunError
 from tests.helpers.examples import examples
 from tests.promises.moments import count_changes, draw_moments, save_in_job, save_until
-from tests.promises.places import Conversion, Drain, Place, Run, TrainerFolder, count_bytes, save_in_another_job
+from tests.promises.places import PLACES, Conversion, Drain, Place, Run, TrainerFolder, count_bytes, save_in_another_job
 from tests.promises.promise import because, promise
 
-_NO_DISK = because(
-    "a store keeps what it has acknowledged",
-    "store",
-    "store and tier",
-    "component in a store",
-    "DCP in a store",
-    "conversion into a store",
-)
+_NO_DISK = because("a store keeps what it has acknowledged", *(name for name in PLACES if "store" in name))
 _NEW_ONLY = ("conversion into a folder", "conversion into a store")
 
 

@@ -16,15 +16,10 @@ from tests.helpers.fake_http import LoseOnce
 from tests.helpers.fake_s3 import R2, RGW_16, SWIFT, FakeS3, Profile, failure
 from tests.promises.jobs import NO_RUN, latest_step
 from tests.promises.moments import at_each_change, draw_moments
-from tests.promises.places import OPTIONS, Conversion, Place, Run, bucket_of, state_of, tier_of, weights_of
+from tests.promises.places import OPTIONS, PLACES, Conversion, Place, Run, bucket_of, state_of, tier_of, weights_of
 from tests.promises.promise import because, promise
 
-_NO_STORE = because(
-    "there is no object store",
-    *("folder", "folder and tier", "drain of an earlier job", "`rankless drain`"),
-    *("component in a folder", "component in a file", "DCP in a folder"),
-    *("Lightning", "Lightning's format", "Trainer", "Accelerate", "NxD", "ColossalAI", "conversion into a folder"),
-)
+_NO_STORE = because("there is no object store", *(name for name in PLACES if "store" not in name))
 
 
 def bucket(place: Place) -> FakeS3:
