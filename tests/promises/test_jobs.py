@@ -35,7 +35,7 @@ def save_and_stop(place: Place, tag: str, number: int) -> None:
 def test_two_saves_under_one_name(place: Place) -> None:
     place.save("first", 0.0)
     changes = count_changes(lambda: place.save("second", 0.0))
-    for number in draw_moments(changes, 2, place):
+    for number in draw_moments(changes, 1, place):
         in_killed_job(save_and_stop, in_new_job(place), f"tag_{number}", number)
         assert place.load(f"tag_{number}") in {1.0, 2.0}, number
 
@@ -98,7 +98,7 @@ def read_old_or_new(place: Place) -> None:
 def test_readers_at_any_moment(place: Place) -> None:
     place.save("one", 1.0)
     changes = count_changes(lambda: place.save("one", 1.0, overwrite=True))
-    for value, number in zip(itertools.cycle((2.0, 1.0)), draw_moments(changes, 3, place), strict=False):
+    for value, number in zip(itertools.cycle((2.0, 1.0)), draw_moments(changes, 2, place), strict=False):
         with at_change(number, lambda: in_killed_job(read_old_or_new, in_new_job(place))):
             place.save("one", value, overwrite=True)
 
@@ -110,7 +110,7 @@ def end_as_worker() -> None:
 @promise("a process that is forked at any moment of a save, and ends, leaves the save alone", in_one_process=True)
 def test_forks(place: Place) -> None:
     place.save("one", 1.0)
-    moments = draw_moments(count_changes(lambda: place.save("two", 1.0)), 3, place)
+    moments = draw_moments(count_changes(lambda: place.save("two", 1.0)), 2, place)
     passed = -1
 
     def fork() -> None:

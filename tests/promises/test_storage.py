@@ -32,7 +32,7 @@ def bucket(place: Place) -> FakeS3:
 @promise("a reply that is lost, before or after the effect of the request, changes nothing", exempt=_NO_STORE)
 def test_lost_replies(place: Place, stage: str) -> None:
     place.save("one", 1.0)
-    for number in draw_moments(count_requests(place), 3, place):
+    for number in draw_moments(count_requests(place), 2, place):
         bucket(place).on_request = LoseOnce(number, stage)
         place.save(f"tag_{number}", 2.0)
         assert place.load(f"tag_{number}") == 2.0
@@ -50,7 +50,7 @@ def count_requests(place: Place) -> int:
 @promise("a server that is overloaded for a moment, at any request, changes nothing", exempt=_NO_STORE)
 def test_overloaded_servers(place: Place) -> None:
     place.save("one", 1.0)
-    for number in draw_moments(count_requests(place), 3, place):
+    for number in draw_moments(count_requests(place), 2, place):
         left = [number]
 
         def refuse(_: object, stage: str, left: list[int] = left) -> object:
