@@ -10,10 +10,15 @@ import rankless
 from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of, weights_of
 from tests.promises.promise import because
 
+#: The places that are runs.
+RUNS = ("folder", "folder and tier", "store", "store and tier", "drain of an earlier job", "`rankless drain`")
+
+_RUNS_OF_FRAMEWORKS = ("Trainer", "Accelerate", "NxD")
+
 NO_RUN = because(
     "there is no run: each output is a path of its own",
-    *(name for name in PLACES if name.startswith(("component", "DCP", "Lightning", "conversion"))),
-)
+    *(name for name in PLACES if name not in {*RUNS, *_RUNS_OF_FRAMEWORKS}),
+) | because("jobs find their checkpoints as in a folder, where this is tested", *_RUNS_OF_FRAMEWORKS)
 
 
 @contextmanager
@@ -51,3 +56,13 @@ def latest_step(place: Place) -> int:
     step = int(rankless.restore(place.path, model=state).step or 0)  # type: ignore[attr-defined]
     assert value_of(state) == step
     return step
+
+
+def resumes_at(place: Place, step: int) -> None:
+    """Check where a job resumes."""
+    assert train(place, 0) == step
+
+
+def train_from(place: Place, first: int, stop: int, **options: Any) -> None:
+    """Check where a job resumes, and train to a step."""
+    assert train(place, stop, **options) == first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ def at_each_change(call: Callable[[], None]) -> Iterator[None]:
     def wrap(change: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **options: before(change, *arguments, **options)
 
+    tempfile.gettempdir()  # the first call tries folders, which are no changes of a save
     original = ObjectClient.send
     with ExitStack() as patches:
         for name in _CALLS:

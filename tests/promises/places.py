@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,8 +19,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import rankless
+from rankless import nxd
+from rankless.colossalai import Booster
 from rankless.dcp import FileSystemReader, FileSystemWriter
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
@@ -33,6 +38,9 @@ FORK = multiprocessing.get_context("fork")
 PLAIN, ON_RANKS = "synchronous", "four ranks on two hosts"
 _RUNS = frozenset({"folder", "folder and tier", "store", "store and tier"})
 WAYS = {PLAIN: _RUNS, "eager": _RUNS, "overlapped": _RUNS, ON_RANKS: _RUNS}
+
+#: By their number, the ranks in the order of their mesh, if that is not their own.
+MESHES = {3: [1, 0, 2]}
 
 #: The options of a save in a way.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -60,13 +68,27 @@ def weights_of(value: float) -> torch.Tensor:
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
-    return {"w": weights_of(value)}
+    """Return a state that is one value. Several ranks have shards of it."""
+    if count_ranks() == 1:
+        return {"w": weights_of(value)}
+    mesh = DeviceMesh("cpu", MESHES.get(count_ranks(), list(range(count_ranks()))))
+    return {"w": distribute_tensor(weights_of(value), mesh, [Shard(0)])}
+
+
+def count_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def value_of(state: dict[str, torch.Tensor]) -> float:
-    value = float(state["w"][0])
-    assert torch.equal(state["w"], weights_of(value)), "a mixture of states"
+    """Return the value of a state, after every element that this rank has was compared with it."""
+    weights, zero = local_part(state["w"]), local_part(state_of(0.0)["w"])
+    value = float(weights[0] - zero[0])
+    assert torch.equal(weights, zero + value), "a mixture of states"
     return value
+
+
+def local_part(weights: torch.Tensor) -> torch.Tensor:
+    return weights.to_local() if isinstance(weights, DTensor) else weights
 
 
 @dataclass
@@ -197,12 +219,12 @@ class Distributed:
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         writer = FileSystemWriter(self.locate(tag), overwrite=overwrite)
         with _as_torch_was_called():
-            dcp.save(state_of(value), storage_writer=writer, no_dist=True)
+            dcp.save(state_of(value), storage_writer=writer, no_dist=count_ranks() == 1)
 
     def load(self, tag: str) -> float:
         state = state_of(-1.0)
         with _as_torch_was_called():
-            dcp.load(state, storage_reader=FileSystemReader(self.locate(tag)), no_dist=True)
+            dcp.load(state, storage_reader=FileSystemReader(self.locate(tag)), no_dist=count_ranks() == 1)
         return value_of(state)
 
     def locate(self, tag: str) -> Path:
@@ -230,9 +252,8 @@ class Conversion:
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
         del overwrite
-        source = self.scratch / "source"
-        shutil.rmtree(source, ignore_errors=True)
-        rankless.RunDirectory(source).save("one", state_of(value))
+        source = self.scratch / (f"source of {os.getpid()}" if count_ranks() == 1 else "source of several ranks")
+        rankless.RunDirectory(source).save("one", state_of(value), overwrite=True)
         rankless.convert(source / "one", self.locate(tag), to="hf")
 
     def load(self, tag: str) -> float:
@@ -274,6 +295,100 @@ class FabricFile:
 
     def locate(self, tag: str) -> Path:
         return self.path / f"{tag}.ckpt"
+
+
+@dataclass
+class NxDCheckpoint:
+    """A checkpoint by the calls of NxD, which replace what has the tag."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        nxd.save_checkpoint(self.path, tag, state_of(value))
+
+    def load(self, tag: str) -> float:
+        state = state_of(-1.0)
+        nxd.load_checkpoint(self.path, tag, state)
+        return value_of(state)
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@dataclass
+class BoosterFolder:
+    """A model by ColossalAI's ``Booster``."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        Booster().save_model(Weights(value), self.locate(tag), shard=True, use_safetensors=True)
+
+    def load(self, tag: str) -> float:
+        model = Weights(-1.0)
+        Booster().load_model(model, self.locate(tag))
+        return value_of({"w": model.w.detach()})
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@dataclass
+class AcceleratorFolder:
+    """A checkpoint by our ``Accelerator``, which replaces what is at a path."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        accelerator, _ = self._prepare(value)
+        accelerator.save_state(str(self.locate(tag)))
+
+    def load(self, tag: str) -> float:
+        accelerator, model = self._prepare(-1.0)
+        accelerator.load_state(str(self.locate(tag)))
+        return value_of({"w": model.w.detach()})
+
+    def _prepare(self, value: float) -> tuple[Any, Any]:
+        from rankless.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(Weights(value))
+
+    def locate(self, tag: str) -> Path:
+        return self.path / tag
+
+
+@dataclass
+class TrainerFolder:
+    """A checkpoint by our ``Trainer`` of transformers, whose names are steps, and which replaces them."""
+
+    path: Path
+
+    def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
+        del overwrite
+        from transformers import TrainingArguments
+
+        from rankless.transformers import Trainer
+
+        arguments = TrainingArguments(str(self.path), use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = Trainer(model=Weights(value), args=arguments)
+        trainer.create_optimizer_and_scheduler(1)
+        trainer.state.global_step = self._step(tag)
+        trainer._save_checkpoint(trainer.model, None)
+
+    def load(self, tag: str) -> float:
+        model = Weights(-1.0)
+        rankless.load_model(model, self.locate(tag))
+        return value_of({"w": model.w.detach()})
+
+    def _step(self, tag: str) -> int:
+        return zlib.crc32(tag.encode())
+
+    def locate(self, tag: str) -> Path:
+        return self.path / f"checkpoint-{self._step(tag)}"
 
 
 Opened = Callable[[Path], "Iterator[Place]"]
@@ -321,9 +436,17 @@ PLACES: dict[str, Opened] = {
     "DCP in a store": _in_store(lambda run, _: Distributed(run)),
     "Lightning": _here(lambda tmp: FabricFile(tmp / "run")),
     "Lightning's format": _here(lambda tmp: FabricFile(tmp / "run", "lightning")),
+    "Trainer": _here(lambda tmp: TrainerFolder(tmp / "run")),
+    "Accelerate": _here(lambda tmp: AcceleratorFolder(tmp / "run")),
+    "NxD": _here(lambda tmp: NxDCheckpoint(tmp / "run")),
+    "ColossalAI": _here(lambda tmp: BoosterFolder(tmp / "run")),
     "conversion into a folder": _here(lambda tmp: Conversion(tmp / "run", tmp)),
     "conversion into a store": _in_store(Conversion),
 }
+
+
+#: The places whose packages take seconds to import: by day only one module of promises has them.
+SLOW = frozenset({"Trainer", "Accelerate"})
 
 
 @contextmanager
@@ -332,9 +455,19 @@ def open_place(name: str, tmp_path: Path) -> Iterator[Place]:
     yield from PLACES[name](tmp_path)
 
 
+def count_bytes(place: Place) -> int:
+    """Return the bytes at and below the parent of all outputs, in whatever form."""
+    parent = place.locate("one").parent
+    if isinstance(parent, ObjectPath):
+        return sum(info.size for info in parent.store.list_objects(parent))
+    return sum(file.stat().st_size for file in parent.rglob("*") if file.is_file())
+
+
 def in_new_job(place: Place) -> Place:
     """Return the place as another job sees it: it has saved and loaded nothing."""
-    return replace(place, _directory=None, ranks=None) if isinstance(place, Run) else place
+    if isinstance(place, Run):
+        return replace(place, _directory=None, ranks=None)
+    return copy(place)
 
 
 def save_in_another_job(place: Place, tag: str, value: float, *, overwrite: bool = False) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
 
-from tests.promises.places import ON_RANKS, PLACES, PLAIN, WAYS
+from tests.promises.places import ON_RANKS, PLACES, PLAIN, SLOW, WAYS
+
+#: The module whose promises are tested by day in the slow places as well.
+_WITH_SLOW = "tests.promises.test_whole_or_old"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,16 +41,15 @@ def promise(
     exempt: Mapping[str, str] | None = None,
     broken: Mapping[str, str] | None = None,
     in_one_process: bool = False,
-    costly: Collection[str] = (),
 ) -> Callable[[F], F]:
     """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
     By day each place has one way, another one for each promise; with ``--full`` it has all. ``exempt``: places where
     the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must fail there,
     so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this process that ranks
-    would not see. ``costly``: places that only ``--full`` tries.
+    would not see.
     """
-    unknown = {*(exempt or {}), *(broken or {}), *costly} - PLACES.keys()
+    unknown = {*(exempt or {}), *(broken or {})} - PLACES.keys()
     assert not unknown, f"no such place: {sorted(unknown)}"
 
     def parametrize(test: F) -> F:
@@ -59,7 +61,7 @@ def promise(
             ways = [way for way in WAYS if name in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
             by_day = ways[(number + earlier) % len(ways)]
             for way in ways if name not in kept.exempt else ():
-                marks = [] if way == by_day and name not in costly else [pytest.mark.full]
+                marks = [] if way == by_day and (name not in SLOW or kept.module == _WITH_SLOW) else [pytest.mark.full]
                 if name in kept.broken:
                     marks.append(pytest.mark.xfail(strict=True, reason=kept.broken[name]))
                 cases.append(pytest.param(name, way, marks=marks, id=f"{name}, {way}" if way != PLAIN else name))

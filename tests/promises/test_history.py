@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import rankless
 from rankless.formats.native import read_manifest
 from rankless.run.catalog import list_stale_directories
+from rankless.run.journal import read_journal
 from rankless.storage.object_path import ObjectPath
-from tests.promises.jobs import NO_RUN, job, listed, train
-from tests.promises.places import Place, state_of
-from tests.promises.promise import promise
+from tests.promises.jobs import NO_RUN, RUNS, job, latest_step, listed, resumes_at, train, train_from
+from tests.promises.places import Drain, Place, Run, bucket_of, in_killed_job, in_new_job, state_of
+from tests.promises.promise import because, promise
 
 
 def spoil(path: Path) -> None:
@@ -88,3 +92,118 @@ def test_retention(place: Place) -> None:
     assert "other" in kept
     assert "step_4" in kept
     assert "step_1" not in kept
+
+
+def go_back(place: Place) -> None:
+    with job(place) as directory:
+        directory.restore("step_1", state_of(0.0), resume=True)
+        directory.save("branch", state_of(2.0), step=2)
+
+
+@promise("a job that goes back to an older checkpoint is continued, and not what it went back from", exempt=NO_RUN)
+def test_the_branch_of_a_job_that_went_back_is_the_latest(place: Place) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    in_killed_job(go_back, in_new_job(place))
+    in_killed_job(resumes_at, in_new_job(place), 2)
+    assert latest_step(place) == 2
+    assert place.load("step_3") == 3.0
+
+
+@promise(
+    "after a job has gone back, the names of what it went back from are free",
+    exempt=NO_RUN,
+    broken=because("names belong to a directory and not yet to a branch of its history", *RUNS),
+)
+def test_names_of_an_abandoned_branch_are_free(place: Place) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    in_killed_job(go_back, in_new_job(place))
+    in_killed_job(train, in_new_job(place), 4)
+    assert latest_step(place) == 4
+
+
+@promise(
+    "a run that is moved is continued where it is now",
+    exempt=NO_RUN,
+    broken=because(
+        "a local tier knows its run by the path, not yet by its history: pass another folder after a move",
+        *("folder and tier", "store and tier", "drain of an earlier job", "`rankless drain`"),
+    ),
+)
+def test_moved_runs(place: Place) -> None:
+    place.save("step_1", 1.0)
+    place.save("step_2", 2.0)
+    copy_run(place, remove=True)
+    in_killed_job(train_from, in_new_job(place), 2, 4)
+    assert listed(place) == ["step_1", "step_2", "step_3", "step_4"]
+
+
+@promise("a copy of a run is continued by itself, and the run by itself", exempt=NO_RUN)
+def test_copied_runs(place: Place) -> None:
+    place.save("step_1", 1.0)
+    original = in_new_job(place)
+    copy_run(place, remove=False)
+    move_to_another_host(place)
+    in_killed_job(train_from, in_new_job(place), 1, 3)
+    in_killed_job(train_from, original, 1, 2)
+    assert listed(place) == ["step_1", "step_2", "step_3"]
+    assert listed(original) == ["step_1", "step_2"]
+
+
+def copy_run(place: Any, *, remove: bool) -> None:
+    """Copy all files or objects of a run as other programs do, and go on with the copy."""
+    target = place.path.with_name("copy")
+    if (bucket := bucket_of(place)) is None:
+        shutil.copytree(place.path, target, symlinks=True)
+        if remove:
+            shutil.rmtree(place.path)
+    else:
+        for key in [key for key in bucket.objects if key.startswith("run/")]:
+            bucket.objects["copy" + key.removeprefix("run")] = replace(bucket.objects[key])
+            if remove:
+                del bucket.objects[key]
+    place.path = target
+
+
+def everything(place: Place) -> dict[str, bytes]:
+    """Return all files, or all objects, hidden ones as well."""
+    if (bucket := bucket_of(place)) is not None:
+        return {key: stored.data for key, stored in bucket.objects.items()}
+    parent = place.locate("one").parent
+    return {str(file): file.read_bytes() for file in parent.rglob("*") if file.is_file()}
+
+
+@promise("loads and lists change nothing")
+def test_readers_change_nothing(place: Place) -> None:
+    place.save("step_1", 1.0)
+    place.save("step_2", 2.0)
+    before = everything(place)
+    assert [place.load(tag) for tag in ("step_1", "step_2")] == [1.0, 2.0]
+    if isinstance(place, Run | Drain):
+        assert listed(place) == ["step_1", "step_2"]
+        assert latest_step(place) == 2
+        in_killed_job(latest_step, in_new_job(place))
+    assert everything(place) == before
+    place.save("step_3", 3.0)
+
+
+@promise("retention removes neither what a reader has pinned nor what an alias names", exempt=NO_RUN)
+def test_pins_and_aliases(place: Place) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    path = place.path  # type: ignore[attr-defined]
+    rankless.set_alias(path, "good", "step_1")
+    with rankless.pin(path, "step_2"):
+        in_killed_job(train_from, in_new_job(place), 3, 5, keep=1)
+        assert listed(place) == ["step_1", "step_2", "step_5"]
+    in_killed_job(train_from, in_new_job(place), 5, 6, keep=1)
+    assert listed(place) == ["step_1", "step_6"]
+
+
+@promise("the journal has a line for each save", exempt=NO_RUN)
+def test_journals(place: Place) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    saved = [entry.tag for entry in read_journal(place.path) if entry.kind == "saved"]  # type: ignore[attr-defined]
+    assert saved == ["step_1", "step_2", "step_3"]

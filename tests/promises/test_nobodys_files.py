@@ -30,6 +30,7 @@ _KEEPS = because(
     "component in a folder",
     "component in a store",
     "DCP in a store",
+    "ColossalAI",
 )
 _ONE_FILE = because("the output is one file", "component in a file", "Lightning's format")
 _REPLACES = because(
@@ -39,6 +40,7 @@ _REPLACES = because(
     "component in a store",
     "Lightning",
     "Lightning's format",
+    *("Trainer", "Accelerate", "NxD", "ColossalAI"),
 )
 
 

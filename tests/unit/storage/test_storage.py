@@ -461,6 +461,14 @@ def test_a_durable_folder_is_synced_where_it_was_not_there_and_so_are_those_abov
         synced.assert_not_called()
 
 
+def test_a_rename_from_one_folder_into_another_syncs_both(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/draft").write_bytes(b"")
+    with mock.patch.object(atomic_rename, "fsync_directory") as synced:
+        atomic_rename.replace_file(tmp_path / "hidden/draft", tmp_path / "final")
+    assert {call.args[0] for call in synced.mock_calls} == {tmp_path, tmp_path / "hidden"}
+
+
 def test_a_folder_where_a_file_is_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="file"):
