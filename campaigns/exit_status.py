@@ -32,7 +32,7 @@ dist.init_process_group("gloo")
 state = {{"w": torch.ones(8)}}
 
 def break_writing():
-    def fail(*_):
+    def fail(*_, **__):
         raise StorageError(28, "the disk is full")
     rankless.save.shard_writer.write_file_ranges = fail
 

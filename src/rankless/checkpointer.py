@@ -327,7 +327,7 @@ class Checkpointer:
                 :meth:`rankless.RunDirectory.save`.
         """
         failures = CollectedFailures()
-        failures.run(self._directory.wait_for_turn)  # here, so that the handle is known if its error is raised
+        failures.run_until_success(self._directory.wait_for_turn)  # here, so that the handle of this save is known
         with failures.raised_after(f"the save of step {self._last} has begun all the same"):
             return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
 

@@ -176,7 +176,7 @@ store = (join_store if rank else serve_store)(pathlib.Path(sys.argv[5]))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 import rankless.save.shard_writer as moving
 write = moving.write_file_ranges
-moving.write_file_ranges = lambda *a: (time.sleep(0.5 + 0.5 * rank), write(*a))[1]
+moving.write_file_ranges = lambda *a, **o: (time.sleep(0.5 + 0.5 * rank), write(*a, **o))[1]
 rankless.save_checkpoint(path, "s", {"w": torch.arange(100_000.0)}, async_save=True)
 if how == "destroyed":
     dist.destroy_process_group()
@@ -196,7 +196,7 @@ def test_a_script_that_simply_ends_has_its_save_committed(tmp_path: Path, how: s
 def test_an_interpreter_that_dies_leaves_nothing_half_committed(tmp_path: Path) -> None:
     code = (
         "import sys, os, time, torch, rankless, rankless.save.shard_writer as moving\n"
-        "moving.write_file_ranges = lambda *a: time.sleep(60)\n"
+        "moving.write_file_ranges = lambda *a, **o: time.sleep(60)\n"
         "rankless.save_checkpoint(sys.argv[1], 'a', {'w': torch.ones(4)}, async_save=True)\n"
         "os._exit(3)\n"
     )
@@ -210,7 +210,7 @@ def test_training_threads_are_not_given_way_to(tmp_path: Path) -> None:
     """Only the writing is lower in priority, and nobody else's thread is."""
     seen = []
 
-    def write(*_: Any) -> Any:
+    def write(*_: Any, **__: Any) -> Any:
         import os
 
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))

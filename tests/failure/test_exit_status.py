@@ -61,7 +61,7 @@ def test_a_failure_that_nobody_asked_for_is_logged_and_is_the_exit_status(tmp_pa
     code = """
 import atexit, logging, sys, torch, rankless, rankless.save.shard_writer
 from rankless.errors import StorageError
-def fail(*_):
+def fail(*_, **__):
     raise StorageError(28, "the disk is full")
 rankless.save.shard_writer.write_file_ranges = fail
 print("this is flushed", end="")
@@ -87,7 +87,7 @@ def rank(number, size, path, port_file, outcome):
     rankless.save_checkpoint(path, "a", {"w": torch.ones(4)})
     rankless.load_checkpoint(path, model={"w": torch.ones(4)})
     if outcome == "fail":
-        def fail(*_):
+        def fail(*_, **__):
             raise StorageError(28, "the disk is full")
         rankless.save.shard_writer.write_file_ranges = fail
     rankless.save_checkpoint(path, "b", {"w": torch.ones(4)}, async_save=True)
@@ -131,7 +131,7 @@ def test_an_unreported_failure_is_the_exit_status_whatever_became_of_the_log(tmp
     code = f"""
 import logging, sys, torch, rankless, rankless.save.shard_writer
 from rankless.errors import StorageError
-def fail(*_):
+def fail(*_, **__):
     raise StorageError(28, "the disk is full")
 rankless.save.shard_writer.write_file_ranges = fail
 handle = rankless.save_checkpoint(sys.argv[1], "s", {{"w": torch.ones(1)}}, async_save=True)

@@ -42,8 +42,8 @@ def writing_stopped() -> Iterator[threading.Event]:
     """Writing goes on when the event is set."""
     go_on = threading.Event()
 
-    def write(*arguments: Any) -> Any:
-        result = write_file_ranges(*arguments)
+    def write(*arguments: Any, **options: Any) -> Any:
+        result = write_file_ranges(*arguments, **options)
         go_on.wait(30)
         return result
 

@@ -241,6 +241,18 @@ class TestPointersThatCannotBeReadForAMoment:
         assert check_all() == {"s1": 1, "s3": 3}
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_checkpoint_that_is_corrupt_is_not_said_to_have_been_read_wrong() -> None:
+    path = rankless.list_checkpoints(run_path())[-1].path / "manifest.json"
+    store = run_path().store
+    store.replace_small(path, store.read_small(path).replace(b"s2", b"sX"))
+    with pytest.warns(UserWarning) as caught:  # noqa: PT030 - all warnings are compared
+        assert rankless.restore(run_path(), model={"net": state(0)}).tag == "s1"
+    assert [str(warning.message)[:40] for warning in caught if "loaded" in str(warning.message)] == [
+        "loaded 's1' and ignored other checkpoint"
+    ]
+
+
 class TestManifestsThatAreNotFound:
     """A replica that lags answers 404 once; a lifecycle rule removes the manifest for good."""
 

@@ -187,11 +187,11 @@ def slow_work(path: str) -> str:
         patch.undo()
 
 
-def _slow_write(*arguments: Any) -> Any:
+def _slow_write(*arguments: Any, **options: Any) -> Any:
     from rankless.engine.io.write import write_file_ranges
 
     time.sleep(2 + 0.2 * dist.get_rank())
-    return write_file_ranges(*arguments)
+    return write_file_ranges(*arguments, **options)
 
 
 def slow_commit(path: str) -> str:

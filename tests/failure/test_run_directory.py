@@ -207,7 +207,7 @@ def test_a_save_holds_its_own_folder(tmp_path: Path) -> None:
     """Another save of the run, in this moment, would leave it alone."""
     seen = []
 
-    def look(*_: Any) -> Any:
+    def look(*_: Any, **__: Any) -> Any:
         (partial,) = tmp_path.glob(".*.partial")
         with pytest.raises(BlockingIOError):
             lock_pending(partial)

@@ -11,8 +11,8 @@ def slow_down_writes(seconds: float = 0.5) -> Any:
     """Writing takes its time."""
     from rankless.engine.io.write import write_file_ranges
 
-    def write(*arguments: Any) -> Any:
+    def write(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds)
-        return write_file_ranges(*arguments)
+        return write_file_ranges(*arguments, **options)
 
     return mock.patch("rankless.save.shard_writer.write_file_ranges", write)

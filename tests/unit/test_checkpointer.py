@@ -129,7 +129,7 @@ def _step_and_fail(checkpointer: rankless.Checkpointer) -> None:
     raise ZeroDivisionError
 
 
-def fail_to_write(*_: Any) -> None:
+def fail_to_write(*_: Any, **__: Any) -> None:
     raise StorageError(28, "the disk is full")
 
 

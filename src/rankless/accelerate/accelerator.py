@@ -120,9 +120,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
                 self.project_configuration.iteration = saved["iteration"] + 1
 
     def end_training(self) -> None:
-        """Wait for background saves, then end the training as Accelerate does."""
-        finalize()
-        super().end_training()
+        """Wait for background saves, then end the training as Accelerate does, also if one of them has failed."""
+        try:
+            finalize()
+        finally:
+            super().end_training()
 
     def _new_path(self, output_dir: str | None) -> Path:
         if self.project_configuration.automatic_checkpoint_naming:

@@ -10,16 +10,17 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rankless.engine.io.source_reader import SourceReader
-from rankless.engine.io.tensor_sources import paths_of
-from rankless.errors import CorruptCheckpointError, StorageError
+from rankless.engine.io.tensor_sources import ChunkedSource
+from rankless.errors import RanklessError
 from rankless.formats.reader import FileExtent, Reader
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.reader_pool import ReaderPool
 
 #: How the bytes of a step are decoded. Other dtypes round large steps.
 _DECODERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
-#: The most parameters whose steps are read.
-_MOST = 4096
+#: The most parameters whose steps are read, and the most of a folder in an object store, where each is a request.
+_MOST, _MOST_REQUESTS = 4096, 16
 
 #: The files of ranks in a folder of ``torch.distributed.checkpoint``: each has the steps of some parameters.
 _RANK_FILE = ".distcp"
@@ -39,7 +40,7 @@ def describe_mixed_steps(
     """
     try:
         counted = _count_steps(reader, group)
-    except (CorruptCheckpointError, StorageError):  # whoever reads this optimizer raises it
+    except RanklessError:  # whoever reads this optimizer raises it
         return ()
     if not _are_mixed({*counted.values()}, {*recorded.values()}, may_skip=may_skip, may_lead=may_lead):
         return ()
@@ -59,28 +60,45 @@ def _are_mixed(counted: set[float], recorded: set[int], *, may_skip: bool, may_l
 
 
 def _count_steps(reader: Reader, group: str) -> dict[Path, float]:
-    """Return the largest step of the parameters of an optimizer: of files of ranks for each, of others together."""
-    steps: dict[Path, float] = {}
-    extents = dict(_find_steps(reader, group))
-    with SourceReader([extent.file for extent in extents]) as sources:
-        for number, (extent, decoder) in enumerate(extents.items()):
+    """Return the largest step of the parameters of an optimizer, by the first of its files.
+
+    If the parameters in each file of a rank have one step, return that of each file. Otherwise some parameters were not
+    trained for a while, which explains other steps elsewhere.
+    """
+    steps: dict[Path, list[float]] = {}
+    with ReaderPool() as readers:
+        for (file, offset), decoder in dict(_find_steps(reader, group)).items():
             data = bytearray(struct.calcsize(decoder))
-            sources.read(number, extent.offset, memoryview(data))
-            file = next(paths_of([extent.file]), reader.path)
-            key = file if file.suffix == _RANK_FILE else next(iter(steps), file)
-            (step,) = struct.unpack(decoder, data)
-            steps[key] = max(step, steps.get(key, step))
-    return steps
+            readers.read(file, offset, memoryview(data))
+            steps.setdefault(file, []).extend(struct.unpack(decoder, data))
+    everything = [step for of_file in steps.values() for step in of_file]
+    is_one_each = all(file.suffix == _RANK_FILE and len({*of_file}) == 1 for file, of_file in steps.items())
+    if is_one_each and len(everything) >= 2 * len(steps):  # of single parameters nothing follows
+        return {file: of_file[0] for file, of_file in steps.items()}
+    return {next(iter(steps)): max(everything)}
 
 
-def _find_steps(reader: Reader, group: str) -> Iterator[tuple[FileExtent, str]]:
-    """Yield where the steps of parameters are, and how each is decoded. Several parameters may have one step."""
+def _find_steps(reader: Reader, group: str) -> Iterator[tuple[tuple[Path, int], str]]:
+    """Yield the files and offsets of steps, and how each is decoded. Several parameters may have one step."""
     tensors = reader.groups.get(group, {})
     names = [name for name, info in tensors.items() if name.endswith("/step") and info.dtype in _DECODERS]
-    for name in names[:: len(names) // _MOST + 1]:
+    most = _MOST_REQUESTS if isinstance(reader.path, ObjectPath) else _MOST
+    for name in names[:: len(names) // most + 1]:
+        decoder = _DECODERS[tensors[name].dtype]
         extents = reader.find_extents(group, name, 0, tensors[name].nbytes)
-        if len(extents) == 1 and tensors[name].nbytes == struct.calcsize(_DECODERS[tensors[name].dtype]):
-            yield extents[0], _DECODERS[tensors[name].dtype]
+        place = _locate(extents[0]) if len(extents) == 1 else None
+        if place is not None and tensors[name].nbytes == struct.calcsize(decoder):
+            yield place, decoder
+
+
+def _locate(extent: FileExtent) -> tuple[Path, int] | None:
+    """Return the file and the offset of the bytes of one number; ``None`` if they are not in one file."""
+    if isinstance(extent.file, Path):
+        return extent.file, extent.offset
+    if isinstance(extent.file, ChunkedSource) and len(extent.file.chunks) == 1:
+        location = extent.file.chunks[0].location
+        return location.file, location.offset
+    return None
 
 
 def _name(file: Path, folder: Path) -> str:

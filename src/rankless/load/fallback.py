@@ -61,7 +61,7 @@ def load_with_fallback(
 
 def _warn_of_others(request: LoadRequest, selector: CheckpointSelector, result: RestoreResult) -> None:
     """Warn of reads that were wrong, and of the checkpoints that were ignored."""
-    for problem in selector.wrong_reads:
+    for problem in selector.wrong_reads.values():
         warn_caller(f"loaded {result.tag!r} after a read that was wrong: {problem}")
     for problem in selector.lost_generations:
         warn_caller(f"loaded {result.tag!r} from the {result.source}, because a newer one could not be: {problem}")

@@ -134,8 +134,8 @@ class CheckpointSelector:
         ``local`` are the complete checkpoints in the local tier, oldest first.
         """
         self._local = list(local)
-        #: The errors after which a checkpoint was read once more.
-        self.wrong_reads: list[str] = []
+        #: The errors after which a checkpoint was read once more, and not found corrupt, by tag and id.
+        self.wrong_reads: dict[tuple[str, str], str] = {}
         #: The errors of the generations in the local tier that could not be loaded.
         self.lost_generations: list[str] = []
         self._request, self._deadline = request, time.monotonic() + timeout
@@ -192,7 +192,7 @@ class CheckpointSelector:
         elif self._may_read_again(selected, error):
             self._read_again.add((selected.tag, selected.id))
             if not _is_missing(error):  # which replicas that lag explain
-                self.wrong_reads.append(_error_message(error))
+                self.wrong_reads[selected.tag, selected.id] = _error_message(error)
         elif selected.generation is not None:
             self._local = [one for one in self._local if one.key != selected.generation]
             self.lost_generations.append(_error_message(error))
@@ -202,6 +202,7 @@ class CheckpointSelector:
             folder = selected.locate(self._request.path)
             is_lost = isinstance(error, CheckpointReplacedError) and has_lost_manifest(folder)
             self._errors[selected.tag, selected.id] = lost_files_error(folder) if is_lost else error
+            self.wrong_reads.pop((selected.tag, selected.id), None)
         else:
             raise self._filling_error or error
 

@@ -142,7 +142,7 @@ class ObjectPublication:
     def _check_replaceable(self, entry: TagEntry, pointer: Pointer, *, overwrite: bool) -> None:
         path = self._run / self._tag
         if not overwrite:
-            raise TagExistsError(f"{path} appeared while this checkpoint was being saved; it was left as it is")
+            raise TagExistsError(f"{path} exists, and was left as it is: choose another tag, or pass overwrite=True")
         if isinstance(entry.pointer, Pointer) and entry.pointer.age > pointer.age:
             raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
 

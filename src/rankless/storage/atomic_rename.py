@@ -46,7 +46,7 @@ def _raising_tag_exists(final: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NAME_TAKEN:
             raise
-        raise TagExistsError(f"{final} appeared while this checkpoint was being saved; it was left as it is") from None
+        raise TagExistsError(f"{final} exists, and was left as it is: choose another name, or move it away") from None
 
 
 def exchange_directories(pending: Path, final: Path, displaced: Path) -> None:

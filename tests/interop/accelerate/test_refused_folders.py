@@ -253,14 +253,15 @@ def older_trainer(run: SavedRun) -> None:
     (run.folder / "trainer_state.json").write_text(json.dumps(state | {"global_step": 2}))
 
 
-def older_rank_file(run: SavedRun) -> None:
-    """Write the step 2 into one of the two files of the optimizer's ranks."""
+def older_rank_file(run: SavedRun, *, most: int = 100) -> None:
+    """Write the step 2 into one of the two files of the optimizer's ranks, for all parameters in it or for some."""
     reader = rankless.open(run.folder)._reader
     for name in reader.groups["optimizer"]:
-        if name.endswith("/step"):
+        if name.endswith("/step") and most:
             (extent,) = reader.find_extents("optimizer", name, 0, 4)
             place = extent.file.chunks[0].location  # type: ignore[union-attr]
             if place.file.name == "__1_0.distcp":
+                most -= 1
                 with place.file.open("r+b") as file:
                     file.seek(place.offset)
                     file.write(struct.pack("<f", 2))
@@ -308,13 +309,20 @@ def plateau(run: SavedRun) -> None:
     torch.save({"last_epoch": 1, "num_bad_epochs": 0, "best": 1.0}, run.folder / "scheduler.pt")
 
 
-@pytest.mark.parametrize("change", [skip_a_step, plateau])
+def unfreeze(run: SavedRun) -> None:
+    older_rank_file(run, most=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [("trainer_plain_w1", skip_a_step), ("trainer_plain_w1", plateau), ("trainer_fsdp2_w2", unfreeze)],
+)
 @pytest.mark.filterwarnings("error:.*files of different saves")
 def test_steps_may_differ_within_one_save(
-    folder: Callable[[str], SavedRun], change: Callable[[SavedRun], None]
+    folder: Callable[[str], SavedRun], case: str, change: Callable[[SavedRun], None]
 ) -> None:
-    """A loss scaler skips steps of the optimizer, and some schedulers count evaluations."""
-    run = folder("trainer_plain_w1")
+    """A loss scaler skips steps, some schedulers count evaluations, and parameters may be trained later than others."""
+    run = folder(case)
     change(run)
     rankless.open(run.folder)
 

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rankless
 from rankless.accelerate import Accelerator
-from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
+from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError, StorageError
+from tests.helpers.failing_saves import one_failing_save
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.pool import Ranks
@@ -183,6 +184,16 @@ def test_the_end_of_a_training_waits_for_its_saves(tmp_path: Path) -> None:
     accelerator.save_state(str(tmp_path / "one"))
     accelerator.end_training()
     assert (tmp_path / "one/manifest.json").is_file()
+
+
+def test_a_training_ends_also_if_a_save_has_failed(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, async_save=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    with one_failing_save(1), mock.patch("accelerate.Accelerator.end_training") as end:
+        accelerator.save_state(str(tmp_path / "one"))
+        with pytest.raises(StorageError, match="an error for a moment"):
+            accelerator.end_training()
+    assert end.called
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:

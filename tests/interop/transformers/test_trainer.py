@@ -12,8 +12,9 @@ import torch.distributed as dist
 import transformers
 
 import rankless
-from rankless.errors import InvalidArgumentError
+from rankless.errors import InvalidArgumentError, StorageError
 from rankless.transformers import CheckpointMixin, Trainer
+from tests.helpers.failing_saves import one_failing_save
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 from tests.helpers.trainer_runs import Numbers, launch, make_arguments, make_model, train, train_with_accelerate
@@ -100,6 +101,17 @@ def test_arguments_mean_what_they_mean(ranks: Ranks, tmp_path: Path) -> None:
     only = ranks(1, _train, tmp_path / "b", 3, {"save_only_model": True})[0]
     assert only["tags"] == ["checkpoint-3"]
     assert not [name for name in rankless.open(tmp_path / "b") if name.startswith("optimizer")]
+
+
+def train_with_a_failing_save(path: Path) -> None:
+    with one_failing_save(1):
+        train(path, 12, async_save=True)
+
+
+def test_a_later_state_is_saved_although_an_earlier_save_has_failed(ranks: Ranks, tmp_path: Path) -> None:
+    (outcome,) = ranks.outcomes(1, train_with_a_failing_save, tmp_path)
+    assert isinstance(outcome, StorageError)
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["checkpoint-6"]
 
 
 def test_a_checkpoint_of_transformers_own_is_left_to_it(ranks: Ranks, tmp_path: Path) -> None:
