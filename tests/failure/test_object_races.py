@@ -16,6 +16,7 @@ from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import FakeStore, disconnect
 from tests.helpers.fake_s3 import AWS, FakeS3, failure
 from tests.helpers.object_histories import (
+    Start,
     check_all,
     check_nothing_is_left,
     run_path,
@@ -142,6 +143,24 @@ def test_a_pointer_that_arrives_late_names_a_whole_checkpoint(fake: FakeStore) -
     fake.handle = handle  # type: ignore[method-assign]
     late[0]()
     assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_by_its_tag_is_opened(fake: FakeStore) -> None:
+    start = Start(fake)
+    start.restore()
+    rankless.open(run_path(), "s2")
+    for number in range(len(fake.requests)):
+        opened: list[float | None] = []
+        answers = iter([False] * number + [True])
+        opening = PausedCall(
+            start.restore(),
+            lambda opened=opened: opened.append(rankless.open(run_path(), "s2").step),  # type: ignore[misc]
+            lambda _, answers=answers: next(answers, False),  # type: ignore[misc]
+        )
+        save(2, value=3, overwrite=True)
+        opening.resume()
+        assert opening.error is None, number
+        assert opened in ([2], [3]), number
 
 
 def test_a_checkpoint_that_has_lost_its_files_does_not_hide_the_one_before(fake: FakeStore) -> None:
