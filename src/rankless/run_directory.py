@@ -30,7 +30,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.ondisk.validation import check_keys, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
-from rankless.run.catalog import list_checkpoints
+from rankless.run.catalog import CheckpointIdentity, list_checkpoints
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention, as_policy
 from rankless.run.scan import CheckpointInfo
@@ -99,6 +99,8 @@ class RunDirectory:
         self._tier = self._find_tier(self._local)
         #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
         self.runs: set[str] = set()
+        #: The latest checkpoint that was saved or loaded here.
+        self._newest: CheckpointIdentity | None = None
         #: The checkpoints that loads found corrupt. A save may take their tags.
         self.corrupt: set[CorruptRecord] = set()
         #: The checkpoint with which the next save may share files.
@@ -231,7 +233,7 @@ class RunDirectory:
         check_ranks_are_joined(self._process_group)
         turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
         with span("save", "call", str(tag)), turn:
-            request = replace(request, runs=frozenset(self.runs), corrupt=frozenset(self.corrupt))
+            request = replace(request, runs=frozenset(self.runs), newest=self._newest, corrupt=frozenset(self.corrupt))
             self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
             request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
             if request.async_save:
@@ -252,8 +254,13 @@ class RunDirectory:
         try:
             return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:
-            if save.run_id:
-                self.runs.add(save.run_id)
+            if save.identity.run:
+                self.runs.add(save.identity.run)
+                self._note_newest(save.identity)
+
+    def _note_newest(self, identity: CheckpointIdentity) -> None:
+        if self._newest is None or identity.sequence > self._newest.sequence:
+            self._newest = identity
 
     @traced("begin the save", "import")
     def _make_save(self, request: SaveRequest) -> TrainingSave:
@@ -395,6 +402,8 @@ class RunDirectory:
             self._drain_assembled(tier, self._on_event, self._keep)
         if restored.run:
             self.runs.add(restored.run)
+            if restored.path is not None and restored.path.parent == self.path:
+                self._note_newest(CheckpointIdentity(restored.sequence, restored.run, restored.id))
         self.base.checkpoint = self._find_base(restored)
         return restored
 

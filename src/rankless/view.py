@@ -36,7 +36,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.ondisk.validation import check_keys
 from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import CheckpointIdentity
-from rankless.run.lookup import checkpoint_path, describe_ignored_files, open_latest
+from rankless.run.lookup import describe_ignored_files, open_latest
 from rankless.run.object_run import tag_of
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.state.array_decoder import ArrayDecoder, allocate_tensor, tensor_sink
@@ -356,7 +356,7 @@ def open(  # noqa: A001 - the public name
     check_keys(keys)
     root = parse_location(path)
     selected = check_tag_argument(tag)
-    reader = open_latest(root if selected is None else checkpoint_path(root, selected), keys)
+    reader = open_latest(root, keys, selected)
     if selected is None and reader.path != root and (ignored := describe_ignored_files(root)):
         warn_caller(ignored)
     for doubt in describe_doubts(reader):

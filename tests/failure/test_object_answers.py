@@ -358,6 +358,19 @@ class TestListsThatLag:
         fake.list_lag = 0.0
         assert check_all()[options.get("tag", "s3")] == 3
 
+    @pytest.mark.parametrize("listed", [[], ["s1"]])
+    def test_a_save_is_later_than_what_its_job_has_loaded_and_saved(self, fake: FakeStore, listed: list[str]) -> None:
+        """And it continues the same run, so retention removes nothing newer, and what is older at last."""
+        directory = rankless.RunDirectory(run_path())
+        directory.load(model={"net": state(0)})
+        old = {key: stored for key, stored in fake.objects.items() if any(f"/{tag}" in key for tag in listed)}
+        with mock.patch.object(fake, "listed_objects", return_value=old):
+            for step in (3, 4):
+                directory.save(f"s{step}", {"net": state(step)}, step=step, keep=1)
+        assert rankless.open(run_path()).step == 4
+        directory.save("s5", {"net": state(5)}, step=5, keep=1)
+        assert check_all() == {"s5": 5}
+
     @pytest.mark.parametrize("options", [{"keep": 1}, {"tag": "s2", "value": 3, "overwrite": True, "keep": 1}])
     def test_a_checkpoint_is_removed_whose_pointer_lists_still_have(
         self, fake: FakeStore, options: dict[str, Any]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,13 +13,17 @@ import pytest
 
 import rankless
 from rankless.errors import CorruptCheckpointError, RanklessError, StorageError, TagExistsError
-from rankless.run.cleanup import delete_checkpoints
+from rankless.run.catalog import list_stale_directories
+from rankless.run.cleanup import clean_up, delete_checkpoints, seems_alive
 from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_http import FakeStore, disconnect
 from tests.helpers.fake_s3 import AWS, FakeS3, failure
+from tests.helpers.fake_stores import age
 from tests.helpers.object_histories import (
+    Start,
     check_all,
     check_nothing_is_left,
+    do_nothing,
     run_path,
     save,
     state,
@@ -141,6 +147,41 @@ def test_a_pointer_that_arrives_late_names_a_whole_checkpoint(fake: FakeStore) -
         save(3)
     fake.handle = handle  # type: ignore[method-assign]
     late[0]()
+    assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_by_its_tag_is_opened(fake: FakeStore) -> None:
+    start = Start(fake)
+    start.restore()
+    rankless.open(run_path(), "s2")
+    for number in range(len(fake.requests)):
+        opened: list[float | None] = []
+        answers = iter([False] * number + [True])
+        opening = PausedCall(
+            start.restore(),
+            lambda opened=opened: opened.append(rankless.open(run_path(), "s2").step),  # type: ignore[misc]
+            lambda _, answers=answers: next(answers, False),  # type: ignore[misc]
+        )
+        save(2, value=3, overwrite=True)
+        opening.resume()
+        assert opening.error is None, number
+        assert opened in ([2], [3]), number
+
+
+def test_a_clean_up_by_a_host_with_a_wrong_clock_leaves_a_save_in_progress(fake: FakeStore) -> None:
+    fake.clock = lambda: time.time() - 2 * 86_400
+    age(fake)
+    alive, removed = list[bool](), list[Path]()
+
+    def clean_up_once(request: Any, stage: str) -> None:
+        if (request.kind, stage) == ("part", "before"):
+            fake.on_request = do_nothing
+            alive.extend(seems_alive(folder.path, folder.time) for folder in list_stale_directories(run_path()))
+            removed.extend(clean_up(run_path()))
+
+    fake.on_request = clean_up_once
+    save(3)
+    assert (alive, removed) == ([True], [])
     assert check_all() == {"s1": 1, "s2": 2, "s3": 3}
 
 

@@ -250,15 +250,19 @@ class TestInAnObjectStore:
 
     def test_it_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(journal, "MAX_OBJECTS", 5)
+        notes = run_path() / object_journal.FOLDER / "0 notes.txt"
+        notes.store.replace_small(notes, b"mine")
         for number in range(3, 13):
             save(number, keep=3)
+        assert notes.store.read_small(notes) == b"mine"
         assert [line.tag for line in read_journal(run_path()) if line.kind == "saved"] == ["s11", "s12"]
         assert len(read_journal(run_path())) == 5
 
     def test_what_is_no_entry_is_skipped(self) -> None:
         folder, store = run_path() / object_journal.FOLDER, run_path().store
-        store.replace_small(folder / "0.json", b"\xff{")
-        store.replace_small(folder / "1.json", b"x" * 5000)
+        store.replace_small(folder / f"{0:020}.{0:08x}.json", b"\xff{")
+        store.replace_small(folder / f"{1:020}.{0:08x}.json", b"x" * 5000)
+        store.replace_small(folder / "0.json", b"{}")
         store.replace_small(folder / "deeper" / "2.json", b"{}")
         assert [line.tag for line in read_journal(run_path())] == ["s1", "s2"]
 

@@ -36,7 +36,7 @@ from rankless.ondisk.data_files import (
 from rankless.ondisk.strict_json import parse_json
 from rankless.ondisk.weight_names import DIFFUSERS, find_stems
 from rankless.ondisk.wrapper_prefixes import has_adapters
-from rankless.run.lookup import checkpoint_path, open_latest
+from rankless.run.lookup import open_latest
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.storage.object_path import parse_location
 
@@ -140,7 +140,7 @@ class _ExportOptions:
     def plan(self, path: Path, final: Path, limit: int) -> _PlannedExport:
         """Return the conversion, with all small files."""
         wanted, keys = check_tag_argument(self.tag), {} if self.model is None else {MODEL: self.model}
-        reader = open_latest(path if wanted is None else checkpoint_path(path, wanted), keys)
+        reader = open_latest(path, keys, wanted)
         is_adapter = _has_only_adapters(reader)
         if is_adapter and self.dtype is not None:
             raise InvalidArgumentError(

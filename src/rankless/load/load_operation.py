@@ -404,6 +404,7 @@ class LoadOperation:
             corrupt_parts=() if self._tier is None else self._tier.problems,
             matched_by=dict(targets.matched_by),
             not_requested=tuple(targets.components_not_requested()),
+            sequence=manifest.sequence if manifest else 0,
         )
 
 

@@ -41,6 +41,7 @@ class RestoreResult:
             (the names that torch keeps in the param groups) or ``"places"`` (their positions).
         not_requested: The components that the checkpoint has and that nothing was passed for, such as
             ``"stateful/ema"``.
+        sequence: The position in the order of all saves into the run directory; 0 for formats other than rankless's.
     """
 
     user_content: Any
@@ -60,3 +61,4 @@ class RestoreResult:
     corrupt_parts: tuple[str, ...] = ()
     matched_by: Mapping[str, str] = field(default_factory=dict)
     not_requested: tuple[str, ...] = ()
+    sequence: int = 0

@@ -87,24 +87,27 @@ class CheckpointIdentity(msgspec.Struct, frozen=True):
     id: str
 
 
-def next_identity(path: Path, runs: frozenset[str]) -> CheckpointIdentity:
+def next_identity(path: Path, runs: frozenset[str], newest: CheckpointIdentity | None = None) -> CheckpointIdentity:
     """Return the identity of the next checkpoint in a run directory.
 
     The checkpoint continues the newest of the ``runs``, given by their ids, that has a checkpoint in the directory. If
     none has, it starts a new run. Raises ``StorageError`` if the existing checkpoints cannot be read.
 
-    In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`.
+    In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`. A list may lack
+    the ``newest`` checkpoint, which the job has saved or loaded: the next one is later in any case.
     """
+    known = CheckpointIdentity(0, "", "")
     if isinstance(path, ObjectPath):
         scan = scan_objects(path, is_strict=True)
         name_checkpoints(path, scan.unnamed)
-        infos = scan.checkpoints
+        infos, known = scan.checkpoints, newest or known
     else:
         infos = list_checkpoints_strictly(path)
     complete = [info for info in infos if info.status == "complete"]
-    sequence = min(complete[-1].sequence + 1, LARGEST) if complete else 1
+    sequence = max(known.sequence, complete[-1].sequence if complete else 0)
     continued = [info.run for info in complete if info.run in runs]
-    return CheckpointIdentity(sequence, continued[-1] if continued else secrets.token_hex(8), secrets.token_hex(8))
+    run = continued[-1] if continued else known.run or secrets.token_hex(8)
+    return CheckpointIdentity(min(sequence + 1, LARGEST), run, secrets.token_hex(8))
 
 
 class StaleDirectory(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pin import is_pinned, remove_dead_pin
-from rankless.run.pointers import find_tag, list_tags
+from rankless.run.pointers import clock_difference, find_tag, list_tags
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo, displaced_checkpoints
 from rankless.storage.atomic_rename import rename_noreplace, rename_path
@@ -83,20 +83,21 @@ def _remove_stale_metrics(path: Path) -> None:
 
 
 def _clean_up_objects(run: ObjectPath, *, with_whole: bool) -> list[Path]:
-    """Remove what saves into an object store have left, if nothing of it has changed for a day.
+    """Remove what saves into an object store have left, if nothing of it has changed for a day, by the store's clock.
 
     No lock tells whether the save is alive. If it is, it finds its uploads aborted, and fails.
     """
     entries = list_tags(run)
+    now = time.time() - clock_difference(entries)
     for entry in entries:
-        if time.time() - entry.objects[-1].time > ABANDONED_SECONDS:  # else its save may still withdraw it
+        if now - entry.objects[-1].time > ABANDONED_SECONDS:  # else its save may still withdraw it
             for outdated in entry.objects[:-1]:
                 run.store.remove_version(outdated.path, outdated.etag)
     unpublished = [folder for folder in list_unpublished(run, entries) if with_whole or not folder.is_whole]
     abandoned = [folder.path for folder in unpublished if not seems_alive(folder.path, folder.time)]
     removed, failures = _discard_abandoned(abandoned)
     for upload, began in run.store.list_uploads(run):  # its reply was lost, and the save has begun another one
-        if time.time() - began > ABANDONED_SECONDS:
+        if now - began > ABANDONED_SECONDS:
             run.store.abort_upload(upload)
     for hidden in _list_hidden(run):
         if hidden.state in {"pin", "lock"}:

@@ -51,19 +51,20 @@ def describe_ignored_files(path: Path) -> str | None:
     return f"{path} contains rankless checkpoints: {names} next to them is ignored; to read it, pass its path"
 
 
-def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
-    """Open a checkpoint, or the latest checkpoint of a run directory, for reading.
+def open_latest(path: Path, keys: Mapping[str, str] | None = None, tag: str | Best | None = None) -> Reader:
+    """Open a checkpoint, or that of a tag of a run directory, by default the latest one, for reading.
 
-    If the latest checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
+    If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
     :func:`rankless.formats.detect.open_reader`. Raises ``CheckpointReplacedError`` if all attempts fail.
     """
     for _ in range(_ATTEMPTS):
-        resolved = resolve_checkpoint_path(path)
+        chosen = path if tag is None else checkpoint_path(path, tag)
+        resolved = resolve_checkpoint_path(chosen)
         with suppress(CheckpointReplacedError):
-            if _is_saved_in_store(resolved):
+            if _is_saved_in_store(resolved, is_named=tag is not None):
                 return NativeReader(resolved, keys=keys)
-            if is_run_directory(path) or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
-                resolved = latest_checkpoint(path).path
+            if is_run_directory(chosen) or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
+                resolved = latest_checkpoint(chosen).path
                 return NativeReader(resolved, keys=keys)
             return open_reader(resolved, keys)
         if has_lost_manifest(resolved):
@@ -72,12 +73,12 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None) -> Reader:
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
 
 
-def _is_saved_in_store(path: Path) -> bool:
+def _is_saved_in_store(path: Path, *, is_named: bool) -> bool:
     """Return whether a path is a checkpoint that a save has put into an object store: neither a run nor another format.
 
-    To find that out for any path takes dozens of requests.
+    To find that out for any path takes dozens of requests. What a tag names is one, also if it is removed meanwhile.
     """
-    return isinstance(path, ObjectPath) and is_saved_folder(path.name) and is_native(path)
+    return isinstance(path, ObjectPath) and is_saved_folder(path.name) and (is_named or is_native(path))
 
 
 def resolve_checkpoint_path(path: Path) -> Path:

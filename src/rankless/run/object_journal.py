@@ -7,6 +7,7 @@ the time, so their order is that of the entries. Each write removes the oldest o
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,9 @@ from rankless.storage.store import map_requests
 #: The name of the folder.
 FOLDER = ".journal"
 
+#: The name of an entry. Other objects in the folder are somebody else's.
+_ENTRY = re.compile(r"\d{20,}\.[0-9a-f]{8}\.json")
+
 _log = logging.getLogger("rankless")
 
 
@@ -27,10 +31,15 @@ def append_object(run: ObjectPath, data: bytes, time: float, *, limit: int, crea
     Without ``create``, nothing is written into a run that has no journal.
     """
     folder, store = run / FOLDER, run.store
-    names = sorted(store.list_names(folder))
+    names = _list_entries(folder)
     if names or create:
         store.replace_small(folder / f"{int(time * 1e9):020}.{secrets.token_hex(4)}.json", data)
         _remove_objects([folder / name for name in names[: 1 - limit]])
+
+
+def _list_entries(folder: ObjectPath) -> list[str]:
+    """Return the names of the entries, oldest first."""
+    return sorted(filter(_ENTRY.fullmatch, folder.store.list_names(folder)))
 
 
 def _remove_objects(paths: Sequence[ObjectPath]) -> None:
@@ -44,7 +53,7 @@ def _remove_objects(paths: Sequence[ObjectPath]) -> None:
 def read_objects(run: ObjectPath, count: int, max_bytes: int) -> list[bytes]:
     """Return the newest ``count`` entries, oldest first. One that is too large, or vanishes, is left out."""
     folder = run / FOLDER
-    names = sorted(run.store.list_names(folder))[-count:]
+    names = _list_entries(folder)[-count:]
     found = map_requests(lambda name: _read_object(folder / name, max_bytes), names)
     return [data for data in found if data is not None]
 

@@ -82,7 +82,7 @@ def discard_abandoned(folder: ObjectPath) -> bool:
             folder.store.remove_file(mark)
     if not is_kept:
         _abort_uploads(folder)
-        _delete_objects(folder, SAVED_FOLDER.sort_objects(folder).owned)
+        _delete_objects(folder, SAVED_FOLDER.sort_objects(folder).owned | {REMOVED})  # lists may lack the mark yet
     return not is_kept
 
 

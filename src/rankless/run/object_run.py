@@ -25,7 +25,7 @@ from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
 from rankless.run.ownership import SAVED_FOLDER
-from rankless.run.pointers import Pointer, TagEntry, find_tag
+from rankless.run.pointers import Pointer, TagEntry, clock_difference, find_tag
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import ObjectInfo
 
@@ -46,7 +46,8 @@ def tag_of(checkpoint: Path) -> str:
 class UnpublishedFolder(msgspec.Struct, frozen=True):
     """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size.
 
-    It ``is_whole`` if it has a manifest, which is written last: perhaps a checkpoint that was copied there.
+    The time is that of this host's clock. It ``is_whole`` if it has a manifest, which is written last: perhaps a
+    checkpoint that was copied there.
     """
 
     path: ObjectPath
@@ -67,7 +68,7 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
     uploads: dict[str, list[float]] = {}
     for upload, began in run.store.list_uploads(run):
         uploads.setdefault(_folder_in(run, upload.path), []).append(began)
-    folders = []
+    folders, ahead = [], clock_difference(entries)
     for name in sorted({*run.store.list_names(run), *uploads}):
         if name.startswith(".") or name in published or tag_of_folder(name) in unreadable:
             continue
@@ -75,7 +76,9 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
         changes = [*(info.time for info in infos), *uploads.get(name, [])]
         is_whole = any(info.path == run / name / NAME for info in infos)
         if changes and not (is_whole and not entries):
-            folders.append(UnpublishedFolder(run / name, max(changes), sum(info.size for info in infos), is_whole))
+            folders.append(
+                UnpublishedFolder(run / name, max(changes) + ahead, sum(info.size for info in infos), is_whole)
+            )
     return folders
 
 

@@ -39,17 +39,16 @@ def _checkpoint_files(path: Path, tag: str) -> frozenset[str] | None:
 def _unfinished_files(path: Path, tag: str) -> frozenset[str] | None:
     """Prove objects of a save that has no manifest yet, or none any more: a file of tensors has our checksums in it.
 
-    A save writes the files of tensors first, so JSON files next to one are its own, too.
+    A save writes the files of tensors first, so JSON files next to one are its own, too. Marks are known by name.
     """
     from rankless.formats.safetensors import has_our_checksums  # noqa: PLC0415 - as below
 
     del tag
     if not isinstance(path, ObjectPath) or is_native(path):
         return None
-    names = _list_object_names(path)
+    names, marks = _list_object_names(path), frozenset({STATISTICS, REMOVED})
     tensors = {name for name in names if name.endswith(".safetensors") and has_our_checksums(path / name)}
-    values = {name for name in names if name.endswith(".json")}
-    return frozenset({STATISTICS, REMOVED, *tensors, *values}) if tensors else None
+    return marks.union(tensors, (name for name in names if name.endswith(".json"))) if tensors else marks
 
 
 def _list_object_names(path: ObjectPath) -> frozenset[str]:

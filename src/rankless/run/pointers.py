@@ -161,6 +161,17 @@ def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
     return _make_entry(tag, found, unread)
 
 
+def clock_difference(entries: Sequence[TagEntry]) -> float:
+    """Return by how many seconds the clock of this host is ahead of the store's; 0 if no pointer tells it."""
+    for entry in entries:
+        info = entry.objects[-1]
+        with suppress(StorageError):
+            _, age = info.path.store.read_with_age(info.path, _MAX_POINTER_BYTES)
+            if age is not None:
+                return time.time() - (info.time + age)
+    return 0.0
+
+
 def find_tagged_folder(run: ObjectPath, tag: str) -> ObjectPath | None:
     """Return the folder that the pointer of a tag names; ``None`` if there is no pointer.
 

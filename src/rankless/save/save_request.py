@@ -18,7 +18,7 @@ from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.validation import check_number, check_tag
 from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
 from rankless.options import SaveOptions
-from rankless.run.catalog import cached_checkpoints
+from rankless.run.catalog import CheckpointIdentity, cached_checkpoints
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.ownership import checkpoint_of
 from rankless.run.retention import Retention
@@ -36,10 +36,11 @@ class SaveRequest(msgspec.Struct, frozen=True):
     """A request to save a training state as the checkpoint ``path/tag``.
 
     ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
-    the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may continue. ``corrupt``:
-    checkpoints whose tags the save may take. ``known_tags``: the names that are taken in the run directory, if they are
-    known without reading it. ``local``: the options of the local tier, as text. ``on_event``: the listener of this
-    save, which calls that of the options. ``began``: the start of the call, in ``time.perf_counter`` seconds.
+    the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may continue. ``newest``: the
+    latest checkpoint that the job has saved or loaded. ``corrupt``: checkpoints whose tags the save may take.
+    ``known_tags``: the names that are taken in the run directory, if they are known without reading it. ``local``: the
+    options of the local tier, as text. ``on_event``: the listener of this save, which calls that of the options.
+    ``began``: the start of the call, in ``time.perf_counter`` seconds.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
     async_save: bool = False
     forced: bool = False
     runs: frozenset[str] = frozenset()
+    newest: CheckpointIdentity | None = None
     corrupt: frozenset[CorruptRecord] = frozenset()
     known_tags: frozenset[str] | None = None
     local: str = "none"

@@ -118,7 +118,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def _choose_identity(self) -> CheckpointIdentity:
         """Return the identity of the new checkpoint, on rank 0."""
-        return next_identity(self._request.path, self._request.runs)
+        return next_identity(self._request.path, self._request.runs, self._request.newest)
 
     def _set_identity(self, identity: CheckpointIdentity) -> None:
         """Note the identity of the new checkpoint."""
@@ -130,9 +130,9 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         return self._request.path / str(self._request.tag)  # the tag is checked later, on all ranks together
 
     @property
-    def run_id(self) -> str:
-        """The id of the checkpoint's run; empty before :meth:`prepare_save`."""
-        return self._identity.run
+    def identity(self) -> CheckpointIdentity:
+        """The identity of the new checkpoint; its run is empty before :meth:`prepare_save`."""
+        return self._identity
 
     @property
     def _is_overlapped(self) -> bool:

@@ -92,7 +92,10 @@ def test_a_wrong_clock_of_this_host_is_corrected(fake: FakeS3, folder: ObjectPat
     assert len(fake.requests) == 2
 
 
-def test_expired_credentials_are_asked_for_again(fake: FakeS3) -> None:
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "ExpiredToken"), (400, "TokenRefreshRequired"), (403, "InvalidAccessKeyId")]
+)
+def test_credentials_that_are_not_accepted_any_more_are_asked_for_again(fake: FakeS3, status: int, code: str) -> None:
     asked = []
 
     def credentials() -> tuple[str, str, str]:
@@ -100,7 +103,7 @@ def test_expired_credentials_are_asked_for_again(fake: FakeS3) -> None:
         return ("key", "secret", "token")
 
     store = S3("http://fake", credentials=credentials)  # type: ignore[arg-type]
-    fake.on_request = Answers(failure(400, "ExpiredToken"), kind="put")
+    fake.on_request = Answers(failure(status, code), kind="put")
     store.replace_small(store.path(f"{BUCKET}/a"), b"x")
     assert len(asked) >= 2
 
@@ -421,7 +424,8 @@ def test_an_address_of_ipv6_is_connected_without_its_brackets() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [("key", "secret", "SESSION\n"), ("SESSION",), ["k", "s", "t", "SESSION"], b"SESSION"]
+    "wrong",
+    [("key", "secret", "SESSION\n"), ("SESSION",), ["k", "s", "t", "SESSION"], b"SESSION", ("", "SESSION"), (None, "")],
 )
 def test_wrong_credentials_are_refused_without_naming_them(wrong: object) -> None:
     with pytest.raises(InvalidArgumentError, match="credentials must be") as error:
@@ -431,6 +435,14 @@ def test_wrong_credentials_are_refused_without_naming_them(wrong: object) -> Non
     with pytest.raises(StorageError, match="credentials must be") as refusal:
         store.read_small(store.path(f"{BUCKET}/run/a"))
     assert "SESSION" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch"])
+def test_credentials_that_are_unknown_need_no_permission(fake: FakeS3, code: str) -> None:
+    fake.on_request = Answers(*[failure(403, code)] * 9)
+    store = S3("http://fake", credentials=("key", "secret"))
+    with pytest.raises(StorageError, match=f"{code}; the server does not accept the credentials: pass others"):
+        store.read_small(store.path(f"{BUCKET}/run/a"))
 
 
 def test_a_connection_that_is_reset_while_it_is_made_is_an_error_of_the_system() -> None:

@@ -21,6 +21,9 @@ from rankless.storage.object_path import ObjectPath
 _TRANSIENT_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _THROTTLED = frozenset({429, 503})
 
+#: The codes of refusals of credentials, whatever their permissions.
+_UNKNOWN_CREDENTIALS = frozenset({"AuthenticationFailed", "InvalidAccessKeyId", "SignatureDoesNotMatch"})
+
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _REDIRECT_ADVICE = (
     "pass the endpoint and the region of the bucket, or check whether a gateway or a login page is in between"
@@ -177,10 +180,10 @@ def _describe_unexpected(action: str, path: ObjectPath) -> str:
 def _refusal(request: ObjectRequest, response: HttpResponse, code: str, *, is_repeated: bool) -> RefusedRequestError:
     text = " ".join(find_text(parse_xml(response.body), "Message").split())
     message = text or code or f"HTTP status {response.status}"
-    if response.status == HTTPStatus.FORBIDDEN:
-        message = f"{message}; the credentials need the permission {request.permission}"
-    if response.status == HTTPStatus.UNAUTHORIZED:
+    if response.status == HTTPStatus.UNAUTHORIZED or code in _UNKNOWN_CREDENTIALS:
         message = f"{message}; the server does not accept the credentials: pass others"
+    elif response.status == HTTPStatus.FORBIDDEN:
+        message = f"{message}; the credentials need the permission {request.permission}"
     if response.status in _REDIRECTS:
         target = _redirect_target(response)
         message = f"{message}; the server redirects to {target}, which is not followed: {_REDIRECT_ADVICE}"

@@ -38,8 +38,11 @@ def check_credentials(given: object) -> Credentials | CredentialsFunction | None
     """Return credentials in their own class. Raises ``InvalidArgumentError``, which contains none of them."""
     if given is None or callable(given):
         return given
-    if isinstance(given, tuple | list) and len(given) in {2, 3} and all(map(_is_credential, given)):
-        return Credentials(*given)
+    if isinstance(given, tuple | list) and len(given) in {2, 3}:
+        key, secret, *tokens = given
+        token = tokens[0] if tokens else None
+        if _is_credential(key) and _is_credential(secret) and (not token or _is_credential(token)):
+            return Credentials(key, secret, token or None)
     raise InvalidArgumentError(
         "credentials must be the access key, its secret, and perhaps a token, all of them texts, or a function that "
         "returns them"
@@ -47,7 +50,7 @@ def check_credentials(given: object) -> Credentials | CredentialsFunction | None
 
 
 def _is_credential(value: object) -> bool:
-    return value is None or (isinstance(value, str) and is_header_text(value))
+    return isinstance(value, str) and bool(value) and is_header_text(value)
 
 
 class AwsSigner:

@@ -61,6 +61,11 @@ _REDIRECTED = frozenset(
 )
 _REDIRECTED_STATUSES = frozenset({301, 307})
 
+#: Codes of credentials that the server does not accept any more: they have expired, or were replaced by others.
+_RENEWABLE = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"}
+)
+
 
 class S3Service:
     """One endpoint, or that of AWS in the region of each bucket."""
@@ -105,7 +110,7 @@ class S3Service:
         if code == "RequestTimeTooSkewed" and response.date is not None:
             self._signer.set_clock(response.date)
             return True
-        if code in {"ExpiredToken", "ExpiredTokenException"}:
+        if code in _RENEWABLE:
             self._signer.forget_credentials()
             return True
         return False
