@@ -37,10 +37,10 @@ from rankless.save.content_copy import copy_content
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
-from rankless.state.check_stateful import check_stateful_object
 from rankless.state.mismatches import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.step_mark import StepMark
+from rankless.state.user_objects import check_stateful_object
 from rankless.tier.tier_options import LocalTier
 
 _log = logging.getLogger("rankless")

@@ -19,7 +19,7 @@ from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
 from rankless.ondisk.validation import check_utf8
 from rankless.ondisk.value_files import OWN_STATE, build_state_file
-from rankless.state import check_stateful, rank_states
+from rankless.state import rank_states, user_objects
 from rankless.state import scheduler as schedulers
 from rankless.state.array_encoder import INLINE_BYTES, ArrayEncoder
 from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
@@ -350,7 +350,7 @@ def _shared_values(training: TrainingObjects) -> dict[str, Any]:
     if training.stateful is not None:
         shared["stateful"] = {
             name: stateful_object.state_dict()
-            for name, stateful_object in check_stateful.check_stateful(training.stateful).items()
+            for name, stateful_object in user_objects.check_stateful(training.stateful).items()
         }
     if training.user_content is not None:
         shared["user_content"] = training.user_content

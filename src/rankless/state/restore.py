@@ -18,8 +18,8 @@ from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
 from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
-from rankless.state import check_stateful
 from rankless.state import scheduler as schedulers
+from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
 from rankless.state.meta_models import MetaModels
@@ -46,7 +46,7 @@ from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
-from rankless.state.user_code_errors import loading_code
+from rankless.state.user_objects import loading_code
 from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
 
 #: ``{group: {name: dtype and shape}}``.
@@ -146,7 +146,7 @@ class LoadTargets:
     def _match_stateful(self) -> None:
         """Match stateful objects by name."""
         saved = self._values.get("stateful", {})
-        requested = () if self._training.stateful is None else check_stateful.check_stateful(self._training.stateful)
+        requested = () if self._training.stateful is None else user_objects.check_stateful(self._training.stateful)
         for name in requested:
             if name not in saved:
                 self.report.add_missing(f"stateful/{name}", f"stateful object {name!r}")

@@ -14,7 +14,7 @@ from rankless.errors import StateError
 from rankless.state.model.flat_shards import FlatShard
 from rankless.state.model.load_hooks import HookedLoader
 from rankless.state.tensor_views import TensorView
-from rankless.state.user_code_errors import loading_code
+from rankless.state.user_objects import loading_code
 
 #: The name under which ``state_dict`` returns the result of ``get_extra_state``.
 EXTRA = "_extra_state"

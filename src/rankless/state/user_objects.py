@@ -1,11 +1,15 @@
-"""Checks of objects with ``state_dict`` and ``load_state_dict``: loss scalers, averages of weights, data loaders."""
+"""Objects of the user with ``state_dict`` and ``load_state_dict``: checks of them, and errors of their code.
+
+They are loss scalers, averages of weights and data loaders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from rankless.errors import InvalidArgumentError
+from rankless.errors import InvalidArgumentError, RanklessError, StateError
 
 
 def check_stateful(stateful: object) -> Mapping[str, Any]:
@@ -25,3 +29,21 @@ def check_stateful_object(candidate: Any, subject: str) -> Any:
             f"{subject} must have state_dict() and load_state_dict(); {type(candidate).__qualname__} lacks them"
         )
     return candidate
+
+
+@contextmanager
+def loading_code(owner: object, component: str) -> Iterator[None]:
+    """Raise ``StateError`` with the class of ``owner`` if its code fails: its values were replaced already.
+
+    Errors of rankless pass. Whatever puts values in place runs the code inside of it, in a vote, so that all ranks
+    raise.
+    """
+    try:
+        yield
+    except RanklessError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"code of {type(owner).__qualname__} that runs in load_state_dict failed after values were changed, and "
+            f"the {component} may be partly loaded: do not use it. {type(error).__name__}: {error}"
+        ) from error
