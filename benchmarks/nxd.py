@@ -22,10 +22,10 @@ from rankless.conversion.torch_names_hash import names_hash
 from rankless.engine.io.tensor_sources import SourceChunk, StridedLocation, row_major_strides
 from rankless.engine.plan.element_ranges import IndexBox
 from rankless.formats.chunked_tensor_slices import JoinedTensor
+from rankless.nxd.offline_zero_conversion import ZeroRequest, convert_zero_checkpoints
 from rankless.nxd.reader import zero_states
 from rankless.nxd.writer.rank_file_plan import plan_rank_files
 from rankless.nxd.writer.torch_files import write_torch_files
-from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
 from rankless.ondisk.data_files import TensorInfo
 
 #: Rows and columns of each parameter, which has two states and a master weight of 4 bytes an element.

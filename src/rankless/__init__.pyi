@@ -67,7 +67,7 @@ from rankless.live_copy.copy_state import copy_state as copy_state
 from rankless.live_copy.copy_result import CopyResult as CopyResult
 from rankless.liveness.watch import Watch as Watch
 from rankless.liveness.watch import watch as watch
-from rankless.load.load_result import RestoreResult as RestoreResult
+from rankless.load.restore_result import RestoreResult as RestoreResult
 from rankless.observe.events import DrainFailed as DrainFailed
 from rankless.observe.events import Event as Event
 from rankless.observe.events import Loaded as Loaded

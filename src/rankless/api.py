@@ -7,8 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
-from rankless.engine.comm.process_groups import ProcessGroupArgument
-from rankless.load.load_result import RestoreResult
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
+from rankless.load.restore_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention
@@ -16,7 +16,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_metrics
 from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
-from rankless.save.collected_failures import CollectedFailures
+from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics
 from rankless.storage.object_path import parse_location
@@ -252,7 +252,7 @@ def finalize() -> None:
     """
     from rankless.inspection.background_statistics import background_statistics  # noqa: PLC0415 - saves need none
 
-    failures = CollectedFailures()
+    failures = DeferredErrors()
     failures.run(background_saves.finalize)
     if not failures.is_rank_missing:
         failures.run(_defaults.drain)

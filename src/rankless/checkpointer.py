@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from rankless.engine.comm.call_check import CallDescription
-from rankless.engine.comm.process_groups import ProcessGroupArgument
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.errors import CorruptCheckpointError, EmptyRunError, InvalidArgumentError, StateError, StorageError
 from rankless.formats.native import is_native
 from rankless.liveness.preemption import Preemption, preemption
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_tag
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
@@ -33,14 +33,14 @@ from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument
 from rankless.run_directory import RunDirectory
-from rankless.save.collected_failures import CollectedFailures
 from rankless.save.content_copy import copy_content
+from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
 from rankless.state.mismatches import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
-from rankless.state.stateful import check_stateful_object
 from rankless.state.step_mark import StepMark
+from rankless.state.user_objects import check_stateful_object
 from rankless.tier.tier_options import LocalTier
 
 _log = logging.getLogger("rankless")
@@ -326,7 +326,7 @@ class Checkpointer:
             TagExistsError: There is a checkpoint of this name; and all other errors of
                 :meth:`rankless.RunDirectory.save`.
         """
-        failures = CollectedFailures()
+        failures = DeferredErrors()
         failures.run_until_success(self._directory.wait_for_turn)  # here, so that the handle of this save is known
         with failures.raised_after(f"the save of step {self._last} has begun all the same"):
             return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
@@ -371,7 +371,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failures = CollectedFailures()
+        failures = DeferredErrors()
         try:
             if error is None or _LOOP_HAS_ENDED in getattr(error, "__notes__", ()):
                 self._end_block(failures)
@@ -385,7 +385,7 @@ class Checkpointer:
             self._is_in_block = False
             self.close()
 
-    def _end_block(self, failures: CollectedFailures) -> None:
+    def _end_block(self, failures: DeferredErrors) -> None:
         """Save the last step, whichever save fails or has failed. Collect the errors."""
         failures.run(self._directory.wait)  # so that it is known whether the last save has failed
         failures.run(self._save_last_step)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 
 from rankless.checkpointer import Checkpointer
-from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.native import RANKS, STATE
 from rankless.observe.warning import warn_caller

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from msgspec.structs import replace
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
-from rankless.engine.comm.process_groups import (
+from rankless.engine.comm.process_group_argument import (
     ProcessGroupArgument,
     check_process_group,
     check_ranks_are_joined,
@@ -22,7 +22,7 @@ from rankless.engine.comm.process_groups import (
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.reporter import with_progress_bar
 from rankless.observe.spans import span, traced
@@ -38,7 +38,7 @@ from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.save.background import background_saves
 from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from rankless.save.checkpoint_save import CheckpointSave
-from rankless.save.collected_failures import CollectedFailures
+from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import copy_metrics
 from rankless.save.save_request import SaveRequest
@@ -298,7 +298,7 @@ class RunDirectory:
         Raises:
             Exception: The error of the first save that failed. Each error is raised once.
         """
-        failures = CollectedFailures()
+        failures = DeferredErrors()
         failures.run(self.wait)
         if not failures.is_rank_missing:
             failures.run(self.drain)

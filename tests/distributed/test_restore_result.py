@@ -15,7 +15,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import CorruptCheckpointError, MismatchError
-from rankless.state.per_rank import equal_run_length
+from rankless.state.rank_states import equal_run_length
 from rankless.state.rng import EVERYWHERE
 from tests.helpers.pool import Ranks
 

@@ -27,7 +27,7 @@ from rankless.run.cleanup import clean_up, delete_checkpoints
 from rankless.run.ownership import Replaceable
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import acquire_lock, confirm_lock, lock_path
-from rankless.storage import atomic_rename, directory_trees, filesystems, posix
+from rankless.storage import atomic_rename, directory_trees, filesystem_kind, posix
 from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_hidden_names, list_names, make_older, save_step
@@ -37,15 +37,15 @@ DAY = 86_400.0
 OTHER_HOST = "00000000-0000-0000-0000-000000000000"
 
 
-def nfs_mount(*options: str) -> filesystems.Mount:
-    return filesystems.Mount("nfs4", "server:/data", options)
+def nfs_mount(*options: str) -> filesystem_kind.Mount:
+    return filesystem_kind.Mount("nfs4", "server:/data", options)
 
 
 @pytest.fixture
 def file_system(request: pytest.FixtureRequest) -> Iterator[int]:
     with (
-        mock.patch.object(filesystems, "filesystem_magic", return_value=request.param),
-        mock.patch.object(filesystems, "_find_mount", return_value=nfs_mount("rw", "vers=4.2", "local_lock=none")),
+        mock.patch.object(filesystem_kind, "filesystem_magic", return_value=request.param),
+        mock.patch.object(filesystem_kind, "_find_mount", return_value=nfs_mount("rw", "vers=4.2", "local_lock=none")),
     ):
         yield request.param
 
@@ -110,7 +110,9 @@ def test_without_proof_a_directory_stays_for_a_day_by_the_clock_of_the_file_syst
 def test_an_nfs_mount_that_keeps_locks_to_itself_is_no_proof(tmp_path: Path, file_system: int, witness: bool) -> None:
     """Nor if another host of the job has seen the lock: this host would not."""
     folder = leave_behind(tmp_path, OTHER_HOST, witness=witness)
-    with mock.patch.object(filesystems, "_find_mount", return_value=nfs_mount("vers=3", "nolock", "local_lock=all")):
+    with mock.patch.object(
+        filesystem_kind, "_find_mount", return_value=nfs_mount("vers=3", "nolock", "local_lock=all")
+    ):
         assert clean_up(tmp_path) == []
     assert folder.exists()
 
@@ -118,7 +120,7 @@ def test_an_nfs_mount_that_keeps_locks_to_itself_is_no_proof(tmp_path: Path, fil
 @pytest.mark.parametrize("file_system", [NFS], indirect=True)
 def test_an_nfs_mount_with_unknown_options_needs_a_witness(tmp_path: Path, file_system: int) -> None:
     unseen, seen = leave_behind(tmp_path, OTHER_HOST), leave_behind(tmp_path, OTHER_HOST, witness=True)
-    with mock.patch.object(filesystems, "_find_mount", return_value=None):
+    with mock.patch.object(filesystem_kind, "_find_mount", return_value=None):
         assert clean_up(tmp_path) == [seen]
     assert unseen.exists()
 
@@ -127,7 +129,7 @@ def test_the_mount_options_are_those_of_the_kernel() -> None:
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     options = [set(fields[3].split(",")) for fields in mounts if fields[1] == "/proc"]
     assert options
-    mount = filesystems._find_mount(Path("/proc"))
+    mount = filesystem_kind._find_mount(Path("/proc"))
     assert mount is not None
     assert mount.type == "proc"
     assert "rw" in mount.options

@@ -17,7 +17,7 @@ import rankless.errors
 from rankless import RunDirectory, api
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
-from rankless.storage.filesystems import Mount
+from rankless.storage.filesystem_kind import Mount
 from tests.helpers.pending_locks import lock_pending
 from tests.helpers.processes import run_code, start_code
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
@@ -112,8 +112,8 @@ def shares_locks(request: pytest.FixtureRequest) -> Iterator[bool]:
     """File systems whose locks all see, and one that other hosts may use with locks of their own."""
     magic = {"ext4": 0xEF53, "NFS": 0x6969, "FUSE": 0x65735546}[request.param]
     with (
-        mock.patch("rankless.storage.filesystems.filesystem_magic", return_value=magic),
-        mock.patch("rankless.storage.filesystems._find_mount", return_value=Mount("nfs", "server:/data", ["rw"])),
+        mock.patch("rankless.storage.filesystem_kind.filesystem_magic", return_value=magic),
+        mock.patch("rankless.storage.filesystem_kind._find_mount", return_value=Mount("nfs", "server:/data", ["rw"])),
     ):
         yield request.param != "FUSE"
 
@@ -295,8 +295,8 @@ def test_saves_of_one_path_wait_for_each_other_however_they_are_asked_for(tmp_pa
 )
 def test_a_mounted_bucket_is_recognised(tmp_path: Path, kind: str, source: str, program: str, advice: str) -> None:
     with (
-        mock.patch("rankless.storage.filesystems.filesystem_magic", return_value=0x65735546),
-        mock.patch("rankless.storage.filesystems._find_mount", return_value=Mount(kind, source, ["rw"])),
+        mock.patch("rankless.storage.filesystem_kind.filesystem_magic", return_value=0x65735546),
+        mock.patch("rankless.storage.filesystem_kind._find_mount", return_value=Mount(kind, source, ["rw"])),
     ):
         run = RunDirectory(tmp_path / "run")
         with pytest.warns(UserWarning, match=f"a bucket that {program} has mounted.*{advice}"):
@@ -308,8 +308,10 @@ def test_a_mounted_bucket_is_recognised(tmp_path: Path, kind: str, source: str, 
 
 def test_other_file_systems_in_user_space_are_no_buckets(tmp_path: Path) -> None:
     with (
-        mock.patch("rankless.storage.filesystems.filesystem_magic", return_value=0x65735546),
-        mock.patch("rankless.storage.filesystems._find_mount", return_value=Mount("fuse.sshfs", "host:/data", ["rw"])),
+        mock.patch("rankless.storage.filesystem_kind.filesystem_magic", return_value=0x65735546),
+        mock.patch(
+            "rankless.storage.filesystem_kind._find_mount", return_value=Mount("fuse.sshfs", "host:/data", ["rw"])
+        ),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

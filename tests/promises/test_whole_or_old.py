@@ -14,7 +14,7 @@ import rankless
 from rankless.errors import RanklessError, StorageError
 from rankless.run import pending_dir
 from rankless.save import drain_attempts
-from rankless.storage import filesystems, posix
+from rankless.storage import filesystem_kind, posix
 from rankless.storage.http.client import ObjectClient, ObjectRequest, ObjectResponse
 from rankless.storage.object_path import ObjectPath
 from tests.promises.places import Place, count_bytes, state_of
@@ -138,7 +138,7 @@ _NO_FOLDER = because(
 
 @promise("a bucket that is mounted as a folder is named in a warning", exempt=_NO_FOLDER, in_one_process=True)
 def test_mounted_buckets_are_named(place: Place) -> None:
-    mount = filesystems.BucketMount("gcsfuse", "gs")
+    mount = filesystem_kind.BucketMount("gcsfuse", "gs")
     with (
         mock.patch.object(pending_dir, "find_bucket_mount", return_value=mount),
         pytest.warns(UserWarning, match="in a bucket that gcsfuse has mounted"),

@@ -16,7 +16,7 @@ import rankless
 from rankless import evaluation
 from rankless.errors import InvalidArgumentError
 from rankless.formats import native
-from rankless.storage import filesystems
+from rankless.storage import filesystem_kind
 
 
 def save(path: Path, step: int, **options: object) -> None:
@@ -75,8 +75,8 @@ def test_a_client_of_a_file_server_lists_the_directory_before_it_trusts_a_name(t
     save(tmp_path, 1)
     listed = []
     with (
-        mock.patch.object(filesystems, "is_local", return_value=is_local),
-        mock.patch.object(filesystems, "list_names", listed.append),
+        mock.patch.object(filesystem_kind, "is_local", return_value=is_local),
+        mock.patch.object(filesystem_kind, "list_names", listed.append),
     ):
         assert not native.holds_checkpoint(tmp_path / "s1", "another")
     assert listed == ([] if is_local else [tmp_path])

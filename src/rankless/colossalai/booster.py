@@ -27,7 +27,7 @@ from rankless.components.component_view import ComponentView
 from rankless.components.content import ComponentContent
 from rankless.components.file_or_folder import Layout, safetensors_file, torch_file
 from rankless.errors import InvalidArgumentError, NoCheckpointError
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.observe.warning import warn_caller
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle

@@ -13,12 +13,12 @@ from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
 from rankless.components.file_format import TORCH, adapter_file_format, model_file_format, optimizer_file_format
 from rankless.components.pending_saves import PendingSaves
-from rankless.engine.comm.process_groups import ProcessGroupArgument, check_ranks_are_joined
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, check_ranks_are_joined
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.load.fallback import load_with_fallback
 from rankless.load.load_request import LoadRequest
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.observe.spans import span
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, parse_size
 from rankless.run.cleanup import finish_interrupted_replace

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rankless.components.component_calls import load_component, save_model
 from rankless.components.component_view import ComponentView
 from rankless.components.content import MODEL
-from rankless.engine.comm.process_groups import SELF
+from rankless.engine.comm.process_group_argument import SELF
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_files import read_adapter_files
 from rankless.formats.native import NativeReader

@@ -8,7 +8,11 @@ from rankless.components.component_request import ComponentRequest
 from rankless.components.component_save import ComponentSave
 from rankless.components.folder_save import FolderComponentSave
 from rankless.components.object_save import ObjectComponentSave
-from rankless.engine.comm.process_groups import ProcessGroupArgument, check_ranks_are_joined, current_process_group
+from rankless.engine.comm.process_group_argument import (
+    ProcessGroupArgument,
+    check_ranks_are_joined,
+    current_process_group,
+)
 from rankless.engine.comm.session import RankGroup
 from rankless.observe.spans import span
 from rankless.save.background import background_saves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rankless.conversion.casts import cast_elements
+from rankless.conversion.cast_elements import cast_elements
 from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key
 from rankless.engine.io.requests import ProviderOf

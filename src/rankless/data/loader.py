@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from rankless.data.global_batches import BatchSchedule, SchedulePosition
 from rankless.data.worker_signals import shield_worker, signals_blocked_in_children
-from rankless.engine.comm.process_groups import ProcessGroupArgument
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.state import rng

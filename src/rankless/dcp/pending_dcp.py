@@ -15,7 +15,7 @@ from rankless.run.ownership import DCP_FOLDER
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import PendingLock
 from rankless.storage import posix
-from rankless.storage.filesystems import is_local
+from rankless.storage.filesystem_kind import is_local
 
 
 def pending_directory(final: Path) -> PendingDirectory:

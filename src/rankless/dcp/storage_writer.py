@@ -31,7 +31,7 @@ from rankless.dcp.write_results import (
     metadata_indices,
 )
 from rankless.dcp_versions import DCP_VERSION, SerializationFormat
-from rankless.engine.comm.process_groups import check_ranks_are_joined
+from rankless.engine.comm.process_group_argument import check_ranks_are_joined
 from rankless.engine.comm.vote import RankFailure
 from rankless.engine.io.device_streams import synchronize_devices
 from rankless.errors import InvalidArgumentError, StorageError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankless.errors import InvalidArgumentError, MismatchError
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.observe.warning import warn_caller
 
 _STEPS, _SAMPLES, _SKIPPED = "global_steps", "global_samples", "skipped_steps"

@@ -27,7 +27,7 @@ from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.strict_json import parse_json
 from rankless.ondisk.value_files import restore_order
 from rankless.ondisk.values import ArrayCodec
-from rankless.storage.filesystems import forget_names
+from rankless.storage.filesystem_kind import forget_names
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of

@@ -27,7 +27,7 @@ from rankless.run.lookup import describe_ignored_files, open_latest, resolve_che
 from rankless.run.object_run import tag_of
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.file_memo import sign_file
-from rankless.storage.filesystems import forget_names
+from rankless.storage.filesystem_kind import forget_names
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rankless.engine.comm.process_groups import check_ranks_are_joined
+from rankless.engine.comm.process_group_argument import check_ranks_are_joined
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.run.cleanup import clean_up

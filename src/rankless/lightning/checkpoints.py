@@ -17,13 +17,13 @@ from rankless.errors import InvalidArgumentError, StorageError
 from rankless.formats.native import is_native
 from rankless.lightning.checkpoint_dict import ResumedCheckpoint
 from rankless.lightning.removal import remove_checkpoint
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.ownership import Replaceable
 from rankless.run.scan import CheckpointInfo
-from rankless.save.collected_failures import CollectedFailures
+from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -90,7 +90,7 @@ class LightningCheckpoints:
 
         Its error is raised after this save has begun: Lightning's last save is not lost because an earlier one failed.
         """
-        failures = CollectedFailures()
+        failures = DeferredErrors()
         failures.run(self.finish_pending)
         with failures.raised_after(f"the save of {path} has begun all the same"):
             self._begin_save(path, model, optimizer, content, step=step, metrics=metrics)

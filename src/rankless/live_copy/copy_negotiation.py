@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from rankless.engine.comm.call_check import vote_same_call
-from rankless.engine.comm.digest_table import select_unequal
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
+from rankless.engine.integrity.compare_values_by_digest import select_unequal
 from rankless.engine.integrity.replica_comparison import crc_of_shard
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.tensor_specs import PER_RANK, digest_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group
 from rankless.engine.comm.session import RankGroup
 from rankless.live_copy.copy_operation import CopyOperation
 from rankless.live_copy.copy_request import CopyRequest, list_ranks

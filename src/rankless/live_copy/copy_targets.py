@@ -24,7 +24,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import RestorePolicy
 from rankless.state.own_mesh_rank import find_mesh_rank
-from rankless.state.per_rank import SavedRankStates, restore_newcomer
+from rankless.state.rank_states import SavedRankStates, restore_newcomer
 from rankless.state.restore import LoadTargets
 from rankless.state.tensor_views import DTYPES, TensorView
 from rankless.state.training import TrainingObjects

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from rankless.engine.comm.process_groups import ProcessGroupArgument
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.stop_step import StepConsensus
 from rankless.errors import InvalidArgumentError, RankFailedError, RankTimeoutError

@@ -10,7 +10,7 @@ from rankless.engine.comm.session import RankGroup
 from rankless.errors import CorruptCheckpointError, MismatchError, NoCheckpointError, RankMismatchError, StorageError
 from rankless.load.load_operation import LoadOperation
 from rankless.load.load_request import LoadRequest
-from rankless.load.load_result import RestoreResult
+from rankless.load.restore_result import RestoreResult
 from rankless.load.selection import CheckpointSelector
 from rankless.observe.reporter import log_reasons
 from rankless.observe.warning import warn_caller

@@ -41,8 +41,8 @@ from rankless.formats.reader import CheckpointValues, Reader, check_read, descri
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.load.fused_experts import renamed_tensors, with_fused_experts
 from rankless.load.load_request import LoadRequest
-from rankless.load.load_result import RestoreResult
 from rankless.load.rank_reads import Reads
+from rankless.load.restore_result import RestoreResult
 from rankless.load.selection import CheckpointSelector, SelectedCheckpoint
 from rankless.load.tied_comparison import are_equal
 from rankless.load.torch_file_crcs import check_read_crcs, encode_read_crcs, find_read_crcs
@@ -54,10 +54,10 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import format_lines
-from rankless.state.per_rank import RankState, SavedRankStates, restore_resized, restore_same_world_size
+from rankless.state.rank_states import RankState, SavedRankStates, restore_resized, restore_same_world_size
 from rankless.state.restore import LoadTargets
 from rankless.state.training import TrainingObjects
-from rankless.storage.filesystems import is_local
+from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import host_id, list_names, path_exists
 from rankless.storage.reader_pool import ReaderPool

@@ -28,12 +28,12 @@ from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
 from rankless.run.cleanup import finish_interrupted_replace
-from rankless.run.collected_parts import FOLDER
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from rankless.run.object_run import has_lost_manifest, is_named, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.tag_arguments import resolve_tag
+from rankless.run.tier_parts_removal import FOLDER
 from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.tier.part_names import GenerationKey
 

@@ -33,7 +33,7 @@ def nxd_convert_zero_checkpoints(  # noqa: PLR0917 - the options of a command
             "--convert_to_sharded needs --dp_size, the number of data-parallel ranks to shard for"
         )
     with leave_on_interrupt():
-        from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints  # noqa: PLC0415 - importing torch is slow
+        from rankless.nxd.offline_zero_conversion import ZeroRequest, convert_zero_checkpoints  # noqa: PLC0415 - importing torch is slow
 
     output = convert_zero_checkpoints(
         ZeroRequest(local_path(input_dir), local_path(output_dir), dp_size if to_sharded else None)

@@ -15,7 +15,7 @@ from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.formats.native import holds_checkpoint
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
-from rankless.run import collected_parts
+from rankless.run import tier_parts_removal
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
 from rankless.run.catalog import cached_checkpoints, list_checkpoints_strictly
@@ -68,8 +68,8 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None, with
             removed.append(path / hidden.name)
     if run is None:
         _remove_stale_metrics(path)
-    if collected_parts.FOLDER in listed:
-        removed += collected_parts.remove_superseded_parts(path)
+    if tier_parts_removal.FOLDER in listed:
+        removed += tier_parts_removal.remove_superseded_parts(path)
     return removed
 
 
@@ -103,7 +103,7 @@ def _clean_up_objects(run: ObjectPath, *, with_whole: bool) -> list[Path]:
         if hidden.state in {"pin", "lock"}:
             remove_if_over(run / hidden.name, ABANDONED_SECONDS)
     _remove_stale_metrics(run)
-    removed += collected_parts.remove_superseded_parts(run)
+    removed += tier_parts_removal.remove_superseded_parts(run)
     if failures:
         raise failures[0]
     return removed

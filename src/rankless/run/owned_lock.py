@@ -4,7 +4,8 @@ The kernel releases the lock however the owner ends. That others can take it is 
 it while the owner lives. That is so
 
 - on the owner's host, which the file names;
-- on file systems whose hosts are known to see each other's locks (:func:`~rankless.storage.filesystems.shares_locks`);
+- on file systems whose hosts are known to see each other's locks:
+  :func:`~rankless.storage.filesystem_kind.shares_locks`;
 - on file systems of which that is not known, if another host of the owner's job has seen the lock, and has written so
   into the file.
 
@@ -24,7 +25,7 @@ from typing import Protocol, TypeVar
 
 from rankless.errors import StorageError
 from rankless.storage.file_lock import FileLock
-from rankless.storage.filesystems import shares_locks
+from rankless.storage.filesystem_kind import shares_locks
 from rankless.storage.posix import host_id, path_exists, wrap_os_errors, write_fully
 
 #: Seconds without a change after which the owner counts as dead if its lock may be invisible.

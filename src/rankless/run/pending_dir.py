@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rankless.engine.comm.process_groups import describe_unjoined_ranks
+from rankless.engine.comm.process_group_argument import describe_unjoined_ranks
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
@@ -30,7 +30,7 @@ from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pointers import find_tag
 from rankless.run.scan import read_info
 from rankless.storage import atomic_rename, directory_trees, posix
-from rankless.storage.filesystems import find_bucket_mount
+from rankless.storage.filesystem_kind import find_bucket_mount
 from rankless.storage.object_path import ObjectPath, is_bucket
 from rankless.storage.store import store_of
 

@@ -31,7 +31,7 @@ from rankless.run.folder_names import checkpoint_folder, is_copied_folder, is_sa
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
-from rankless.storage.filesystems import is_local
+from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
 

@@ -25,14 +25,14 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.errors import RankTimeoutError
 from rankless.observe.spans import span, tracer
 from rankless.process.exit_order import ExitStage, call_at_exit
 from rankless.process.gc_pause import gc_paused
 from rankless.process.worker_threads import lower_priority
-from rankless.save.collected_failures import CollectedFailures
+from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import Result, SaveHandle
 from rankless.save.save_operation import SaveOperation
 from rankless.state.step_guard import StepGuard
@@ -116,7 +116,7 @@ class BackgroundSaves:
                 finally:
                     self._calls.discard(call)
                 if failed:
-                    failures = CollectedFailures()
+                    failures = DeferredErrors()
                     failures.run_until_success(partial(self._raise_failures, failed))
                     failures.raise_first("the save that raises this error has begun all the same")
                 return

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from rankless.engine.comm.process_groups import SELF
+from rankless.engine.comm.process_group_argument import SELF
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, StateError, StorageError
 from rankless.observe.events import OnEvent, ignore_event

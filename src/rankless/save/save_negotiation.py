@@ -15,10 +15,15 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
-from rankless.engine.comm.digest_table import encode_digests, find_differing, has_name, select_differing
 from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity.compare_values_by_digest import (
+    encode_digests,
+    find_differing,
+    has_name,
+    select_differing,
+)
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import RankMismatchError

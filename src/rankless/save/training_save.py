@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from rankless.engine.comm.digest_table import join_differing
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity.compare_values_by_digest import join_differing
 from rankless.engine.io.staging import DeferredCopies
 from rankless.engine.io.staging_memory import Arena
 from rankless.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rankless.engine.comm.digest_table import select_differing
+from rankless.engine.integrity.compare_values_by_digest import select_differing
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
 from rankless.engine.plan.split_tensors import Splits
@@ -19,7 +19,7 @@ from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
 from rankless.ondisk.validation import check_utf8
 from rankless.ondisk.value_files import OWN_STATE, build_state_file
-from rankless.state import per_rank, stateful
+from rankless.state import rank_states, user_objects
 from rankless.state import scheduler as schedulers
 from rankless.state.array_encoder import INLINE_BYTES, ArrayEncoder
 from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
@@ -189,7 +189,9 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
         captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
         _add_arrays(captured, STATE, arrays)
     rank_arrays = ArrayEncoder()
-    rank_values = per_rank.capture_rank_state(training.dataloader, training.per_rank_content, generators=training.rng)
+    rank_values = rank_states.capture_rank_state(
+        training.dataloader, training.per_rank_content, generators=training.rng
+    )
     own = {name: captured.compared[name].value for name in sorted(select_differing(captured.compared, differing))}
     if own:
         rank_values |= {DIFFERING: own, LAYOUT: digest_layout(views)}
@@ -347,8 +349,8 @@ def _shared_values(training: TrainingObjects) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     if training.stateful is not None:
         shared["stateful"] = {
-            name: stateful.read_state(stateful_object)
-            for name, stateful_object in stateful.check_stateful(training.stateful).items()
+            name: user_objects.read_state(stateful_object)
+            for name, stateful_object in user_objects.check_stateful(training.stateful).items()
         }
     if training.user_content is not None:
         shared["user_content"] = training.user_content

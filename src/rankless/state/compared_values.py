@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rankless.engine.comm.digest_table import DIGEST_BYTES
+from rankless.engine.integrity.compare_values_by_digest import DIGEST_BYTES
 from rankless.engine.integrity.replica_comparison import hash_shards
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.tensor_specs import digest_bytes

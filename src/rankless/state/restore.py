@@ -19,7 +19,7 @@ from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_gr
 from rankless.ondisk.dtypes import FLOATING
 from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
 from rankless.state import scheduler as schedulers
-from rankless.state import stateful
+from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
 from rankless.state.meta_models import MetaModels
@@ -40,13 +40,13 @@ from rankless.state.optimizer.numbered_parameters import (
 )
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
 from rankless.state.optimizer.param_groups import MatchTolerance
-from rankless.state.per_rank import LOADER, PER_RANK_CONTENT, RNG, RankState
+from rankless.state.rank_states import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.schedulers_by_params import find_entries, has_differed, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
-from rankless.state.stateful import loading_code
 from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
+from rankless.state.user_objects import loading_code
 from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
 
 #: ``{group: {name: dtype and shape}}``.
@@ -146,7 +146,7 @@ class LoadTargets:
     def _match_stateful(self) -> None:
         """Match stateful objects by name."""
         saved = self._values.get("stateful", {})
-        requested = () if self._training.stateful is None else stateful.check_stateful(self._training.stateful)
+        requested = () if self._training.stateful is None else user_objects.check_stateful(self._training.stateful)
         for name in requested:
             if name not in saved:
                 self.report.add_missing(f"stateful/{name}", f"stateful object {name!r}")

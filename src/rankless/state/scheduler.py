@@ -11,7 +11,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
 from rankless.state.schedulers_by_params import scheduled_params
-from rankless.state.stateful import loading_code, read_state
+from rankless.state.user_objects import loading_code, read_state
 
 
 def scheduler_components(scheduler: object) -> dict[str, list[Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rankless.errors import CorruptCheckpointError
 from rankless.storage.closing import ClosingMixin
-from rankless.storage.filesystems import is_in_memory
+from rankless.storage.filesystem_kind import is_in_memory
 from rankless.storage.fork_safety import ClosedInForks
 from rankless.storage.posix import wrap_os_errors, write_fully
 

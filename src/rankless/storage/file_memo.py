@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from rankless.errors import StorageError
-from rankless.storage.filesystems import is_local
+from rankless.storage.filesystem_kind import is_local
 
 #: A file that changed less than this many nanoseconds ago may change again without getting other times.
 _UNSETTLED_NS = 3 * 10**9

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from rankless.errors import CorruptCheckpointError, UnsafeNameError
 from rankless.storage.direct_io import BufferedReader
-from rankless.storage.filesystems import forget_names
+from rankless.storage.filesystem_kind import forget_names
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import identify
 

@@ -35,7 +35,7 @@ from rankless.errors import (
 )
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
-from rankless.storage.filesystems import is_local
+from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import (
     directory_identity,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.errors import StorageError
-from rankless.run.collected_parts import FOLDER, LOCK, remove_parts, remove_superseded_parts
+from rankless.run.tier_parts_removal import FOLDER, LOCK, remove_parts, remove_superseded_parts
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.atomic_rename import replace_file
 from rankless.storage.directory_trees import remove_tree

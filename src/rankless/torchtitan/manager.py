@@ -25,7 +25,7 @@ from rankless.errors import InvalidArgumentError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_choice, check_timeout
 from rankless.options import STAGING
-from rankless.save.collected_failures import CollectedFailures
+from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.state.training import TrainingObjects
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -230,7 +230,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
 
         Raises the error of an earlier save afterwards, so that the last state is not lost.
         """
-        failures = CollectedFailures()
+        failures = DeferredErrors()
         failures.run(finalize)
         with failures.raised_after(f"step {step} is saved all the same"):
             self._save_weights(step)

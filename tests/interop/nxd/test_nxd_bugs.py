@@ -22,7 +22,7 @@ import rankless
 from rankless import nxd
 from rankless.cli.main import app
 from rankless.errors import FormatError, InvalidArgumentError
-from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
+from rankless.nxd.offline_zero_conversion import ZeroRequest, convert_zero_checkpoints
 from tests.helpers.nxd_files import (
     extract_golden,
     load_rank_file,

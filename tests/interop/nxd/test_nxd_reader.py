@@ -23,7 +23,7 @@ from rankless.errors import (
     RanklessError,
     UnsafePickleError,
 )
-from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
+from rankless.nxd.offline_zero_conversion import ZeroRequest, convert_zero_checkpoints
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.nxd_files import (

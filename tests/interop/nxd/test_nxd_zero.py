@@ -18,7 +18,7 @@ from rankless.errors import (
     RanklessError,
     TagExistsError,
 )
-from rankless.nxd.writer.zero_conversion import ZeroRequest, convert_zero_checkpoints
+from rankless.nxd.offline_zero_conversion import ZeroRequest, convert_zero_checkpoints
 from rankless.run.cleanup import clean_up
 from rankless.storage import atomic_rename
 from tests.helpers.nxd_files import (

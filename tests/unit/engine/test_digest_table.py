@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.comm.digest_table import DIGEST_BYTES, encode_digests, find_differing, select_differing
+from rankless.engine.integrity.compare_values_by_digest import (
+    DIGEST_BYTES,
+    encode_digests,
+    find_differing,
+    select_differing,
+)
 from tests.helpers.examples import examples
 
 _VALUES = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)

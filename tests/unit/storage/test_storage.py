@@ -24,7 +24,7 @@ from rankless.storage.aligned_memory import aligned_buffer
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedReader, DirectWriter
 from rankless.storage.exact_reader import ExactReaderFactory
 from rankless.storage.file_lock import FileLock
-from rankless.storage.filesystems import is_in_memory
+from rankless.storage.filesystem_kind import is_in_memory
 from tests.helpers.examples import examples
 
 

@@ -22,7 +22,7 @@ from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.known_failures import known_failures
 from rankless.engine.comm.polling import Deadline, poll_until
-from rankless.engine.comm.process_groups import ProcessGroupArgument, current_process_group, loaded_distributed
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group, loaded_distributed
 from rankless.engine.comm.rendezvous import SessionStore, rendezvous_of
 from rankless.engine.comm.vote import (
     COORDINATOR_RANK,

@@ -20,7 +20,7 @@ from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.process.worker_threads import THREADS, run_in_threads
 from rankless.storage import posix
 from rankless.storage.direct_io import BufferedWriter
-from rankless.storage.filesystems import is_in_memory
+from rankless.storage.filesystem_kind import is_in_memory
 
 #: ``{path inside the checkpoint: contents}``.
 SmallFiles = Mapping[str, bytes]

@@ -13,7 +13,7 @@ from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.tree.tree_contents import TreeContents, from_components
 from rankless.formats.tree.tree_reader import TreeReader
 from rankless.nxd.reader import numbered_states, sharding_rules, step_dirs
-from rankless.nxd.reader.nxd_directory import NxdCheckpoint, read_folder
+from rankless.nxd.reader.nxd_checkpoint import NxdCheckpoint, read_folder
 from rankless.nxd.reader.nxd_file_names import MODEL
 from rankless.nxd.reader.rank_file import RankShard
 from rankless.nxd.reader.replica_evidence import ReplicaEvidence

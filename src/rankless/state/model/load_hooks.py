@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rankless.state.model.wrapper_modules import NameCleaner
-from rankless.state.stateful import loading_code
+from rankless.state.user_objects import loading_code
 
 #: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
 #: which follows its tensors. And exceptions in them: observers take the shapes of the tensors loaded.

@@ -13,8 +13,8 @@ from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import StateError
 from rankless.state.model.flat_shards import FlatShard
 from rankless.state.model.load_hooks import HookedLoader
-from rankless.state.stateful import loading_code
 from rankless.state.tensor_views import TensorView
+from rankless.state.user_objects import loading_code
 
 #: The name under which ``state_dict`` returns the result of ``get_extra_state``.
 EXTRA = "_extra_state"

@@ -17,7 +17,7 @@ from rankless.state.optimizer.own_state import (
     own_values,
     put_own,
 )
-from rankless.state.stateful import loading_code
+from rankless.state.user_objects import loading_code
 
 
 class OwnRestore:

@@ -19,8 +19,8 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES
 from rankless.state.optimizer.storable_states import check_tree
-from rankless.state.stateful import read_state
 from rankless.state.tensor_views import local_tensor
+from rankless.state.user_objects import read_state
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",

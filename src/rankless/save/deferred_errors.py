@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rankless.errors import RankTimeoutError
 
 
-class CollectedFailures:
+class DeferredErrors:
     """The errors of saves and drains, for later saves and ``finalize()``: the first one is raised in the end."""
 
     def __init__(self) -> None:

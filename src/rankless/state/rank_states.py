@@ -14,9 +14,9 @@ import msgspec
 
 from rankless.errors import CorruptCheckpointError, MismatchError
 from rankless.ondisk.values import decode_value
-from rankless.state import rng, stateful
+from rankless.state import rng, user_objects
 from rankless.state.array_decoder import ArrayComparer, ArrayDecoder
-from rankless.state.stateful import loading_code
+from rankless.state.user_objects import loading_code
 from rankless.state.values_by_rank import DIFFERING, LAYOUT, list_differing
 
 #: Keys of its components in files; the last one has another name in the API.
@@ -30,7 +30,7 @@ def capture_rank_state(dataloader: Any, content: Any, *, generators: bool) -> di
     if generators:
         rank_values[RNG] = rng.capture_generators()
     if dataloader is not None:
-        rank_values[LOADER] = stateful.read_state(stateful.check_stateful_object(dataloader, "the data loader"))
+        rank_values[LOADER] = user_objects.read_state(user_objects.check_stateful_object(dataloader, "the data loader"))
     if content is not None:
         rank_values[CONTENT] = content
     return rank_values

@@ -1,4 +1,7 @@
-"""Objects with ``state_dict`` and ``load_state_dict``: loss scalers, averages of weights, data loaders."""
+"""Objects of the user with ``state_dict`` and ``load_state_dict``: checks of them, and errors of their code.
+
+They are loss scalers, averages of weights and data loaders.
+"""
 
 from __future__ import annotations
 
