@@ -111,7 +111,7 @@ def test_the_branch_of_a_job_that_went_back_is_the_latest(place: Place) -> None:
 
 
 @promise(
-    "after a job has gone back, the names of what it went back from are free",
+    "after a rollback, the names of the later steps are free",
     exempt=NO_RUN,
     broken=because("names belong to a directory and not yet to a branch of its history", *RUNS),
 )

@@ -101,7 +101,7 @@ def test_importing_rankless_imports_nothing_else() -> None:
 #: Saves and loads a model and a stepped optimizer in a process of its own, and prints the modules of rankless after
 #: each, its dataclasses, and the modules and functions of rankless that the second save and load run, on all threads.
 _SAVE_AND_LOAD = """
-import json, sys, tempfile, threading
+import json, sys, tempfile, threading, time
 import torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -141,6 +141,8 @@ modules = [sys.modules[name] for name in loaded if name.startswith("rankless.")]
 values = [value for module in modules for value in vars(module).values()]
 classes = [value for value in values if isinstance(value, type) and "__dataclass_fields__" in vars(value)]
 dataclasses = sorted({cls.__name__ for cls in classes})
+time.sleep(3.2)  # from then on a manifest is remembered, whatever the time of the machine
+load("a")
 print(json.dumps({"save": saved, "load": loaded, "dataclasses": dataclasses, "ran": [count(save), count(load)]}))
 """
 
@@ -202,13 +204,12 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
 
     Those of a load last rose when code of the caller's objects that fails in a load was named, when states that share
     memory were given no values that differ, and when a file that was replaced was told from one that was read wrongly.
-    A manifest of less than 3 s is asked for its file system: one module more.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
-    assert save_modules <= 118
-    assert save_functions <= 549
+    assert save_modules <= 115
+    assert save_functions <= 534
     assert load_modules <= 117
-    assert load_functions <= 539
+    assert load_functions <= 542
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

@@ -182,6 +182,13 @@ def open_to_read(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def make_and_remove_file(path: Path) -> None:
+    """Create an empty file, and remove it again. Raises ``StorageError`` if its folder takes no new file."""
+    with wrap_os_errors("write into", path.parent):
+        path.touch(mode=0o600, exist_ok=False)
+        path.unlink()
+
+
 def remove_file(path: Path) -> None:
     """Remove a file."""
     with wrap_os_errors("remove", path):

@@ -44,10 +44,10 @@ from rankless.storage.posix import (
     is_directory,
     list_names,
     list_regular_files,
+    make_and_remove_file,
     make_private_directory,
     overwrite_small,
     read_small,
-    wrap_os_errors,
 )
 from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
@@ -82,10 +82,10 @@ class TierFolder(msgspec.Struct, frozen=True):
         """Open the folder for a run directory, and create it if it is missing.
 
         Raises ``InvalidArgumentError`` if it is that of another run or has files of the user's, or is on a network file
-        system; ``StorageError`` if it is that of another user, cannot be written, or is damaged.
+        system; ``StorageError`` if it is that of another user, cannot be written, or is corrupt.
         """
         make_private_directory(path)
-        _check_writable(path)
+        make_and_remove_file(path / f"{secrets.token_hex(8)}{_PROBE_SUFFIX}")  # the memory may be full of generations
         if not is_local(path):
             raise InvalidArgumentError(
                 f"{path} is on a network file system: the local tier needs a folder in the memory or on a disk of "
@@ -143,7 +143,7 @@ class TierFolder(msgspec.Struct, frozen=True):
         try:
             marker = _read_marker(self.path) if is_directory(self.path) else None
         except StorageError as error:
-            return error.errno is None  # the marker is damaged; other errors may pass
+            return error.errno is None  # the marker is corrupt; other errors may pass
         return marker is None or not self.identity.endswith(f" {marker.token}")
 
     def is_owned_by_other(self, job: str) -> bool:
@@ -348,14 +348,6 @@ def _is_tier_name(name: str) -> bool:
     return is_writers or name.startswith(_OWNER) or parse_generation_name(name) is not None
 
 
-def _check_writable(path: Path) -> None:
-    """Raise ``StorageError`` if a folder takes no new file. An empty one: the memory may be full of generations."""
-    probe = path / f"{secrets.token_hex(8)}{_PROBE_SUFFIX}"
-    with wrap_os_errors("write into", path):
-        probe.touch(mode=0o600, exist_ok=False)
-        probe.unlink()
-
-
 def _read_marker(path: Path) -> _Marker | None:
     if _MARKER not in list_names(path):
         return None
@@ -374,7 +366,7 @@ def _create_marker(path: Path, run: Path) -> _Marker:
     """Create the marker, unless another process does.
 
     Raises ``InvalidArgumentError`` if the folder has files of somebody else's, and ``StorageError`` if it has lost its
-    marker: a cleaner removes the oldest files first. Then nobody knows the run of its files.
+    marker: a cleaner removes the oldest files first. Then the run of its files is unknown.
     """
     others = [name for name in list_names(path) if _MARKER not in name and not name.endswith(_PROBE_SUFFIX)]
     if others and _read_marker(path) is None:
