@@ -44,7 +44,10 @@ def check_states(states: Mapping[Any, Any], parameter: object, parameter_name: s
 
 
 def _keeps_class(state: torch.Tensor, parameter: object) -> bool:
-    """Return whether a load gives a state that is no plain tensor its class. Tensors without elements in memory have errors of their own."""
+    """Return whether a load gives a state that is no plain tensor its class.
+
+    Tensors without elements in memory have errors of their own.
+    """
     local = local_tensor(state)
     if isinstance(local, AsyncCollectiveTensor | FakeTensor):
         return True
