@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from rankless.engine.io.tensor_sources import order_dimensions
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import ORDER_SUFFIX, PARAMETER_SUFFIXES, name_tensor
 from rankless.state.array_decoder import encode_scalar
-from rankless.state.tensor_views import NAMES, check_present, dimension_order, view_of
+from rankless.state.tensor_views import NAMES, check_present, view_of
 
 #: Tensors of at most this many bytes are stored inline in values that are merged from several ranks.
 INLINE_BYTES = 64 * 2**10
@@ -84,8 +85,8 @@ class ArrayEncoder:
 
 def _find_order(tensor: torch.Tensor) -> list[int]:
     """Return the order of a tensor's dimensions in memory; empty if it is that of a contiguous one."""
-    order = dimension_order(tensor)
-    return [] if order == dimension_order(torch.empty(tensor.shape, device="meta")) else order
+    order, usual = order_dimensions(tensor.shape, tensor.stride()), torch.empty(tensor.shape, device="meta")
+    return [] if order == order_dimensions(usual.shape, usual.stride()) else order
 
 
 def _encode_inline(tensor: torch.Tensor) -> list[Any]:

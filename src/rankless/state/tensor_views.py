@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rankless.engine.io.tensor_sources import order_dimensions
 from rankless.engine.plan.layout_types import Placement as PlannedPlacement
 from rankless.engine.plan.layout_types import PlacementLayout, Replicated, Sharded, is_dividing
 from rankless.engine.plan.shard_byte_ranges import shard_shape
@@ -310,11 +309,3 @@ def _form_of(view: TensorView) -> tuple[object, ...]:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the shard of a tensor that is on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
-
-
-def dimension_order(tensor: torch.Tensor) -> list[int]:
-    """Return the order of a tensor's dimensions in memory; see :func:`order_dimensions`.
-
-    Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
-    """
-    return order_dimensions(tensor.shape, tensor.stride())

@@ -79,7 +79,10 @@ def row_major_strides(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
 
 
 def order_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return the dimensions of more than one element from the outermost to the innermost, then the others."""
+    """Return the dimensions of more than one element from the outermost to the innermost, then the others.
+
+    Strides of a DTensor are those of the whole tensor, which do not depend on the ranks.
+    """
     return sorted(range(len(shape)), key=lambda dim: (shape[dim] <= 1, -strides[dim] if shape[dim] > 1 else 0, dim))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from rankless.engine.io.tensor_sources import order_dimensions
 from rankless.ondisk.value_files import DIMENSION_ORDER
 from rankless.state.tensor_subclasses import is_wrapper
-from rankless.state.tensor_views import dimension_order
 
 
 def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] | None:
@@ -22,14 +22,18 @@ def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] 
     """
     if not isinstance(parameter, torch.Tensor) or is_wrapper(state):
         return None
-    order = dimension_order(state)
+    order = order_dimensions(state.shape, state.stride())
     usual = parameter if state.shape == parameter.shape else torch.empty(state.shape, device="meta")
-    return None if order == dimension_order(usual) else {DIMENSION_ORDER: order}
+    return None if order == order_dimensions(usual.shape, usual.stride()) else {DIMENSION_ORDER: order}
 
 
 def has_order(parameter: Any, state: torch.Tensor, order: list[int] | None) -> bool:
     """Return whether a state has its dimensions in memory in ``order``, or in the usual one if that is ``None``."""
-    return describe_order(parameter, state) is None if order is None else dimension_order(state) == order
+    return (
+        describe_order(parameter, state) is None
+        if order is None
+        else order_dimensions(state.shape, state.stride()) == order
+    )
 
 
 def saved_order(described: Any, ndim: int) -> list[int] | None:

@@ -33,7 +33,8 @@ def check_states(states: Mapping[Any, Any], parameter: object, parameter_name: s
             raise UnsupportedValueError(f"{subject}: states are stored by name, so that this key must be text")
         if is_order(value) or is_description(value):
             raise UnsupportedValueError(f"{subject} has the keys of a description of a tensor: rename one")
-        if isinstance(value, torch.Tensor) and not _keeps_class(value, parameter):
+        is_plain = not isinstance(value, torch.Tensor) or type(local_tensor(value)) in PLAIN_CLASSES
+        if not is_plain and not _keeps_class(value, parameter):
             raise UnsupportedTensorError(
                 f"{subject} is a tensor of the class {type(value).__qualname__}, which would be loaded as a plain "
                 "tensor: keep a plain one, from as_subclass(torch.Tensor)"
@@ -43,9 +44,12 @@ def check_states(states: Mapping[Any, Any], parameter: object, parameter_name: s
 
 
 def _keeps_class(state: torch.Tensor, parameter: object) -> bool:
-    """Return whether a load gives a state its class. Tensors without elements in memory have errors of their own."""
+    """Return whether a load gives a state that is no plain tensor its class.
+
+    Tensors without elements in memory have errors of their own.
+    """
     local = local_tensor(state)
-    if type(local) in PLAIN_CLASSES or isinstance(local, AsyncCollectiveTensor | FakeTensor):
+    if isinstance(local, AsyncCollectiveTensor | FakeTensor):
         return True
     is_alike = isinstance(parameter, torch.Tensor) and type(local) is type(local_tensor(parameter))
     return is_alike or is_wrapper(state) or is_lazy(local) or local.is_nested
