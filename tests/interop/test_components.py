@@ -399,6 +399,13 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "real/model.safetensors").exists()
 
 
+def test_a_loop_of_links_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to("m")
+    with pytest.raises((InvalidArgumentError, StorageError), match=str(tmp_path / "m")):
+        rankless.save_model(nn.Linear(2, 2), tmp_path / "m", shard=True)
+    assert (tmp_path / "m").is_symlink()
+
+
 def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
     model, path = nn.Linear(64, 64), tmp_path / "m.safetensors"
     rankless.save_model(model, path)

@@ -35,7 +35,10 @@ class Destination:
     @classmethod
     def for_path(cls, path: Path, *, folder: bool) -> Destination:
         """Return the destination for a path. Of a symbolic link to a folder, the folder is replaced, not the link."""
-        return cls(path.resolve() if folder else path, folder)
+        try:
+            return cls(path.resolve() if folder else path, folder)
+        except RuntimeError as error:  # Python 3.13 raises nothing, and the path cannot be inspected then
+            raise InvalidArgumentError(f"{path} is in a loop of links: choose another path") from error
 
     def check_replaceable(self) -> None:
         """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
