@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import rankless
-from tests.promises.places import PLACES, Drain, Place, Run, state_of, value_of, weights_of
+from tests.promises.places import ON_RANKS, PLACES, Drain, Place, Run, state_of, tier_of, value_of, weights_of
 from tests.promises.promise import because
 
 #: The places that are runs.
@@ -23,10 +23,12 @@ NO_RUN = because(
 
 @contextmanager
 def job(place: Place) -> Iterator[rankless.RunDirectory]:
-    """A job of a run, in the place of one."""
+    """A job of a run, in the place of one. After jobs on two hosts it is on the first of them."""
     assert isinstance(place, Run | Drain)
-    local = None if place.local is None else rankless.LocalTier(place.local, drain_every=1)
-    directory = rankless.RunDirectory(place.path, local=local)
+    local = place.local
+    if local is not None and isinstance(place, Run) and place.way == ON_RANKS:
+        local = local / "0"
+    directory = rankless.RunDirectory(place.path, local=tier_of(local))
     yield directory
     directory.finalize()
 
