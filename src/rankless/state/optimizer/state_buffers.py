@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rankless.engine.io.tensor_sources import order_dimensions
 from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import FLOATING
@@ -16,7 +17,7 @@ from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, place_states
 from rankless.state.optimizer.probe import probe_states
-from rankless.state.optimizer.state_strides import has_order, make_ordered, saved_order
+from rankless.state.optimizer.state_strides import describe_order, make_ordered, saved_order
 from rankless.state.tensor_views import DTYPES, TensorView, local_tensor, shares_elements
 
 
@@ -48,7 +49,11 @@ def provide_state_buffer(  # noqa: PLR0911
         isinstance(existing, torch.Tensor)
         and existing.dtype == dtype
         and _fits_state(ref, existing, info)
-        and has_order(member.key, existing, order)
+        and (
+            order_dimensions(existing.shape, existing.stride()) == order
+            if order
+            else not describe_order(member.key, existing)
+        )
         and not shares_elements(existing)
         and not (existing.numel() and local_tensor(existing).data_ptr() in occupied)
     ):

@@ -27,15 +27,6 @@ def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] 
     return None if order == order_dimensions(usual.shape, usual.stride()) else {DIMENSION_ORDER: order}
 
 
-def has_order(parameter: Any, state: torch.Tensor, order: list[int] | None) -> bool:
-    """Return whether a state has its dimensions in memory in ``order``, or in the usual one if that is ``None``."""
-    return (
-        describe_order(parameter, state) is None
-        if order is None
-        else order_dimensions(state.shape, state.stride()) == order
-    )
-
-
 def saved_order(described: Any, ndim: int) -> list[int] | None:
     """Return the order in the value that a checkpoint has under a state's name, if it is one."""
     order = described.get(DIMENSION_ORDER) if isinstance(described, dict) else None
