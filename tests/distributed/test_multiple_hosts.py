@@ -28,7 +28,7 @@ from rankless.engine.io import cell_exchange
 from rankless.engine.plan import stripes
 from rankless.errors import RankFailedError, RanklessError
 from rankless.save.shard_writer import ShardWriter
-from rankless.storage import direct_io
+from rankless.storage import direct_io, posix
 from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 
@@ -68,29 +68,46 @@ class WriteBackCache:
             for number in self._dirty.pop(path, set()):
                 os.pwrite(fd, self._pages[path][number], number * PAGE)
 
+    @contextmanager
+    def writing_back(self) -> Iterator[None]:
+        """Write pages back when a file is synced: by the descriptor that has written them, or by another one."""
+        sync, sync_path = direct_io.FileWriter.sync, posix.fsync_path
+
+        def sync_writer(writer: direct_io.FileWriter) -> None:
+            writer.flush()
+            self.sync(writer._buffered_fd)
+            sync(writer)
+
+        def sync_file(path: Path, flags: int = 0) -> None:
+            if path.is_file():
+                fd = os.open(path, os.O_WRONLY)
+                self.sync(fd)
+                os.close(fd)
+            sync_path(path, flags)
+
+        with (
+            mock.patch.object(direct_io.FileWriter, "sync", sync_writer),
+            mock.patch.object(posix, "fsync_path", sync_file),
+            mock.patch.object(direct_io, "write_fully", self.write),
+        ):
+            yield
+
 
 @contextmanager
 def on_hosts(ranks_per_host: int, *, as_one: bool = False) -> Iterator[None]:
     """Run a save on several hosts. ``as_one``: rankless takes them for one host."""
-    cache = WriteBackCache()
-    write, sync = ShardWriter.write, direct_io.FileWriter.sync
+    cache, write = WriteBackCache(), ShardWriter.write
 
     def read_then_write(self: ShardWriter, folder: Path, *arguments: Any) -> Any:
         cache.read_files(folder)
         dist.barrier()
         return write(self, folder, *arguments)
 
-    def sync_pages(self: direct_io.FileWriter) -> None:
-        if ranks_per_host == 1:
-            cache.sync(self._buffered_fd)
-        sync(self)
-
     host = 0 if as_one else dist.get_rank() // ranks_per_host
     with (
         mock.patch("rankless.save.save_negotiation.host_id", return_value=f"host {host}"),
         mock.patch.object(ShardWriter, "write", read_then_write),
-        mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
-        mock.patch.object(direct_io, "write_fully", cache.write if ranks_per_host == 1 else direct_io.write_fully),
+        cache.writing_back() if ranks_per_host == 1 else nullcontext(),
         mock.patch.object(stripes, "NARROW", 512),
     ):
         yield
@@ -234,18 +251,11 @@ def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
         dist.barrier()
         return write(files, *arguments)
 
-    sync = direct_io.FileWriter.sync
-
-    def sync_pages(self: direct_io.FileWriter) -> None:
-        cache.sync(self._buffered_fd)
-        sync(self)
-
     host = 0 if as_one else dist.get_rank()
     with (
         mock.patch("rankless.conversion.pipeline.host_id", return_value=f"host {host}"),
         mock.patch.object(pipeline, "write_file_ranges", read_then_write),
-        mock.patch.object(direct_io.FileWriter, "sync", sync_pages),
-        mock.patch.object(direct_io, "write_fully", cache.write),
+        cache.writing_back(),
     ):
         rankless.convert(source, output, to=to, verify=False)
 

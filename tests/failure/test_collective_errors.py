@@ -19,6 +19,7 @@ from rankless.errors import (
     RanklessError,
     RankMismatchError,
     RankTimeoutError,
+    StateError,
     StorageError,
     TagExistsError,
     UnsupportedValueError,
@@ -94,7 +95,7 @@ DISAGREEMENTS = [
     (async_on_one, RankMismatchError, ("async_save", "False", "True")),
     (bad_tag_on_one, InvalidArgumentError, ("rank 1 of 2", "'a/b'")),
     (unstorable_on_one, UnsupportedValueError, ("rank 1 of 2", "content.x[1]: builtins.object")),
-    (broken_scheduler_on_one, RankFailedError, ("rank 1 of 2", "KeyError", "lost")),
+    (broken_scheduler_on_one, StateError, ("rank 1 of 2", "Scheduler", "KeyError", "lost")),
 ]
 
 

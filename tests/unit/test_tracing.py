@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import rankless
 from rankless.errors import InvalidArgumentError, RankTimeoutError, StorageError
 from rankless.observe.spans import span, tracer
-from rankless.storage.direct_io import DirectWriter
+from rankless.storage import posix
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.slow_writes import slow_down_writes
 
@@ -34,7 +34,15 @@ def names(trace: ChromeTrace) -> set[str]:
 
 
 def failing_syncs() -> Any:
-    return mock.patch.object(DirectWriter, "sync", side_effect=StorageError(28, "the disk is full"))
+    """Of files: the folder of a run is made durable before."""
+    sync = posix.fsync_path
+
+    def sync_folder(path: Path, flags: int = 0) -> None:
+        if path.is_file():
+            raise StorageError(28, "the disk is full")
+        sync(path, flags)
+
+    return mock.patch.object(posix, "fsync_path", sync_folder)
 
 
 class TestWhatIsRecorded:
@@ -154,7 +162,7 @@ class TestFailures:
             save(tmp_path)
         trace = ChromeTrace(tmp_path / "t.json")
         marked = {each.name: each.error for each in trace.slices if each.error}
-        assert marked == dict.fromkeys(("save", "writing", "write", "sync"), "StorageError")
+        assert marked == dict.fromkeys(("save", "writing", "commit", "sync"), "StorageError")
 
     def test_in_the_background_too(self, tmp_path: Path) -> None:
         with rankless.trace(tmp_path / "t.json") as traced, failing_syncs():

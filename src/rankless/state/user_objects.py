@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rankless.engine.comm.vote import describe_error
 from rankless.errors import InvalidArgumentError, RanklessError, StateError
 
 
@@ -42,7 +43,7 @@ def read_state(owner: Any) -> Any:
         raise
     except Exception as error:
         raise StateError(
-            f"code of {type(owner).__qualname__} that runs in state_dict failed: {type(error).__name__}: {error}"
+            f"code of {type(owner).__qualname__} that runs in state_dict failed: {describe_error(error)}"
         ) from error
 
 
@@ -60,5 +61,5 @@ def loading_code(owner: object, component: str) -> Iterator[None]:
     except Exception as error:
         raise StateError(
             f"code of {type(owner).__qualname__} that runs in load_state_dict failed after values were changed, and "
-            f"the {component} may be partly loaded: do not use it. {type(error).__name__}: {error}"
+            f"the {component} may be partly loaded: do not use it. {describe_error(error)}"
         ) from error

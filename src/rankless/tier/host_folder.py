@@ -372,7 +372,7 @@ def _create_marker(path: Path, run: Path) -> _Marker:
     if others and _read_marker(path) is None:
         if not all(map(_is_tier_name, others)):
             raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
-        raise StorageError(f"{path} is a local tier that has lost its file {_MARKER}: remove it")
+        raise StorageError(f"{path} is a local tier without its file {_MARKER}, so its run is unknown: move it away")
     marker = _Marker("rankless local tier", VERSION, str(run), secrets.token_hex(8))
     create_small(path / _MARKER, msgspec.json.encode(marker))
     return _read_marker(path) or marker
