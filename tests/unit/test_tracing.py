@@ -33,6 +33,10 @@ def names(trace: ChromeTrace) -> set[str]:
     return {each.name for each in trace.slices}
 
 
+#: The spans of a save whose last syncs fail, outermost first.
+FAILED_STEPS = ("save", "writing", "commit", "write the headers and the manifest", "sync")
+
+
 def failing_syncs() -> Any:
     """Of files: the folder of a run is made durable before."""
     sync = posix.fsync_path
@@ -162,7 +166,7 @@ class TestFailures:
             save(tmp_path)
         trace = ChromeTrace(tmp_path / "t.json")
         marked = {each.name: each.error for each in trace.slices if each.error}
-        assert marked == dict.fromkeys(("save", "writing", "commit", "sync"), "StorageError")
+        assert marked == dict.fromkeys(FAILED_STEPS, "StorageError")
 
     def test_in_the_background_too(self, tmp_path: Path) -> None:
         with rankless.trace(tmp_path / "t.json") as traced, failing_syncs():
