@@ -67,10 +67,12 @@ class BackgroundStatistics:
             self._condition.wait_for(lambda: self._thread is None, timeout)
 
     def _end(self) -> None:
-        """Wait for the statistics a little, then stop computing them."""
+        """Wait for the statistics a little, then stop computing them. No thread is left when the interpreter ends."""
+        with self._condition:
+            thread = self._thread
         self.wait(_EXIT_SECONDS)
         with self._condition:
-            self._is_ending, thread = True, self._thread
+            self._is_ending, thread = True, self._thread or thread
             self._paths.clear()
         if thread is not None:
             thread.join()

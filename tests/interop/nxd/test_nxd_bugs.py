@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import rankless
 from rankless import nxd
 from rankless.cli.main import app
-from rankless.errors import FormatError, InvalidArgumentError
+from rankless.errors import FormatError, InvalidArgumentError, StateError
 from rankless.nxd.offline_zero_conversion import ZeroRequest, convert_zero_checkpoints
 from tests.helpers.nxd_files import (
     extract_golden,
@@ -120,7 +120,7 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path: Path) -> None:
     model = Net(0)
     nxd.save_checkpoint(tmp_path, "a", model)
     before = read_files(tmp_path / "a")
-    with pytest.raises(RuntimeError, match="no state"):
+    with pytest.raises(StateError, match="FailingScheduler .*no state"):
         nxd.save_checkpoint(tmp_path, "a", Net(1), scheduler=FailingScheduler())
     assert read_files(tmp_path / "a") == before
 
