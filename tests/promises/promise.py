@@ -47,10 +47,10 @@ def promise(
 ) -> Callable[[F], F]:
     """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
-    By day each place has one way, or none, and another one for each promise; with ``--full`` it has all. ``exempt``: places where
-    the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must fail there,
-    so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this process that ranks
-    would not see.
+    By day each place has one way, or none, and another one for each promise; with ``--full`` it has all. ``exempt``:
+    places where the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must
+    fail there, so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this
+    process that ranks would not see.
     """
     unknown = {*(exempt or {}), *(broken or {})} - PLACES.keys()
     assert not unknown, f"no such place: {sorted(unknown)}"

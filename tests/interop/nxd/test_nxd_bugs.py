@@ -120,7 +120,7 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path: Path) -> None:
     model = Net(0)
     nxd.save_checkpoint(tmp_path, "a", model)
     before = read_files(tmp_path / "a")
-    with pytest.raises(StateError, match="FailingScheduler .*no state"):
+    with pytest.raises(StateError, match=r"FailingScheduler .*no state"):
         nxd.save_checkpoint(tmp_path, "a", Net(1), scheduler=FailingScheduler())
     assert read_files(tmp_path / "a") == before
 
