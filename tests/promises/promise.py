@@ -13,8 +13,9 @@ from tests.promises.places import ON_RANKS, PLACES, PLAIN, SLOW, WAYS
 #: The module whose promises are tested by day in the slow places as well.
 _WITH_SLOW = "tests.promises.test_whole_or_old"
 
-#: The modules whose promises need many processes. Each is tested by day in every other place, the next one in the rest.
-_IN_HALF = {f"tests.promises.test_{name}" for name in ("jobs", "crashes", "costs", "storage")}
+#: The modules whose promises need many processes. Each is tested in one way in each place, another one for each
+#: promise; by day in every other place, the next one in the rest.
+_COSTLY = {f"tests.promises.test_{name}" for name in ("jobs", "crashes", "costs", "storage")}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,10 +48,10 @@ def promise(
 ) -> Callable[[F], F]:
     """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
-    By day each place has one way, or none, and another one for each promise; with ``--full`` it has all. ``exempt``:
-    places where the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must
-    fail there, so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this
-    process that ranks would not see.
+    By day each place has one way, or none, and another one for each promise; with ``--full`` it has all, but for costly
+    promises. ``exempt``: places where the promise has no meaning, with the reason. ``broken``: places where it is not
+    kept yet: the test must fail there, so an entry goes when the promise is kept. ``in_one_process``: the test changes
+    something in this process that ranks would not see.
     """
     unknown = {*(exempt or {}), *(broken or {})} - PLACES.keys()
     assert not unknown, f"no such place: {sorted(unknown)}"
@@ -61,15 +62,24 @@ def promise(
         PROMISES[test.__name__] = kept
         cases = []
         for number, name in enumerate(PLACES):
-            ways = [way for way in WAYS if name in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
-            day_way = ways[(number + earlier) % len(ways)]
-            is_by_day = kept.module not in _IN_HALF or (number + earlier // 2) % 2 == 0
-            is_by_day = is_by_day and (name not in SLOW or kept.module == _WITH_SLOW)
-            for way in ways if name not in kept.exempt else ():
-                marks = [] if way == day_way and is_by_day else [pytest.mark.full]
+            ways = _choose_ways(kept.module, name, number, earlier, in_one_process=in_one_process)
+            for way, is_by_day in ways.items() if name not in kept.exempt else ():
+                marks = [] if is_by_day else [pytest.mark.full]
                 if name in kept.broken:
                     marks.append(pytest.mark.xfail(strict=True, reason=kept.broken[name]))
                 cases.append(pytest.param(name, way, marks=marks, id=f"{name}, {way}" if way != PLAIN else name))
         return pytest.mark.parametrize(("place_name", "way"), cases)(test)
 
     return parametrize
+
+
+def _choose_ways(module: str, place: str, number: int, earlier: int, *, in_one_process: bool) -> dict[str, bool]:
+    """Return the ways in which a place is tested, and whether each is by day.
+
+    ``number`` is the place's, ``earlier`` the number of promises of the module before this one: both take turns.
+    """
+    ways = [way for way in WAYS if place in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
+    chosen = ways[(number + earlier) % len(ways)]
+    if module in _COSTLY:
+        return {chosen: place not in SLOW and (number + earlier // 2) % 2 == 0}
+    return {way: way == chosen and (place not in SLOW or module == _WITH_SLOW) for way in ways}
