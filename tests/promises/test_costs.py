@@ -41,5 +41,5 @@ def test_costs_do_not_grow(place: Place, tmp_path: Path) -> None:
         place.save(f"settled_{number}", 1.0)
         counts.append(count_calls(place, f"counted_{number}", tmp_path))
     growth = counts[1] - counts[0]
-    assert growth["stat"] <= 6
+    assert growth["stat"] <= 10  # of five more outputs; one that is young may be looked at twice
     assert growth.total() - growth["stat"] <= 2

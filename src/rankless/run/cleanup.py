@@ -126,19 +126,21 @@ def _discard_abandoned(folders: Sequence[ObjectPath]) -> tuple[list[Path], list[
 
 
 def clean_up_first_saves(path: Path, tag: str) -> list[Path]:
-    """Remove pending directories of dead saves of runs without a checkpoint. Return the removed paths.
+    """Remove what dead saves of runs without a checkpoint have left. Return the removed paths.
 
-    No process continues such a run. Remove the directories of ``tag``, with which the job was restarted, and those
-    without a change for ten minutes.
+    No process continues such a run; each of its saves may have been replaced since. Remove what belongs to ``tag``,
+    with which the job was restarted, and what has not changed for ten minutes. Of ``tag``, also remove what dead saves
+    of other runs have replaced.
     """
-    partial = [hidden for hidden in _list_hidden(path) if hidden.state == "partial"]
-    if not partial:
+    left = [hidden for hidden in _list_hidden(path) if hidden.state in {"partial", "replaced", "removed"}]
+    if not left:
         return []
     runs = {info.run for info in cached_checkpoints(path)}
     return [
         path / hidden.name
-        for hidden in partial
-        if hidden.run not in runs and _remove_if_dead(path, hidden, 0.0 if hidden.tag == tag else _ABANDONED_SECONDS)
+        for hidden in left
+        if (hidden.run not in runs or (hidden.tag == tag and hidden.state != "partial"))
+        and _remove_if_dead(path, hidden, 0.0 if hidden.tag == tag else _ABANDONED_SECONDS)
     ]
 
 
