@@ -19,9 +19,8 @@ _NO_DISK = because("a store keeps what it has acknowledged", *(name for name in 
 _NEW_ONLY = ("conversion into a folder", "conversion into a store")
 
 
-def record(place: Place, tags: list[str]) -> History:
-    """Save under each name in turn, the values 1, 2 and so on. Return the operations on the disk."""
-    root = place.locate("one").parent.parent
+def record(place: Place, root: Path, tags: list[str]) -> History:
+    """Save under each name in turn, the values 1, 2 and so on. Return the operations below ``root``."""
     with Recorder(root) as recorder:
         for number, tag in enumerate(tags):
             recorder.begin_step(number)
@@ -45,15 +44,14 @@ def test_crashes_of_the_host(place: Place, tmp_path: Path) -> None:
     if isinstance(place, Run) and place.local is not None:
         place.local = tmp_path / "memory"
     place.path = tmp_path / "disk/run"  # type: ignore[misc]
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if isinstance(place, TrainerFolder):
-        place.path.mkdir()  # transformers makes it: what others have made counts as durable
+    # transformers makes the folder of the Trainer, and does not sync its name.
+    root = place.path if isinstance(place, TrainerFolder) else place.path.parent
+    root.mkdir(parents=True)
     is_new = isinstance(place, Conversion)
-    history = record(place, ["one"] if is_new else ["one", "one"])
+    history = record(place, root, ["one"] if is_new else ["one", "one"])
     for state in sample_states(history, examples(300, 15), seed=0):
-        shutil.rmtree(disk)
-        write_tree(state.tree, disk)
+        shutil.rmtree(root)
+        write_tree(state.tree, root)
         has_returned = state.moment >= history.acknowledged[-1]
         try:
             value = place.load("one")
