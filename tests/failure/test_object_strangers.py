@@ -11,9 +11,11 @@ import pytest
 
 from rankless.cli.prune import prune
 from rankless.run.catalog import list_stale_directories
+from rankless.run.ownership import SAVED_FOLDER
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_stores import FAKES, age
+from tests.helpers.interruptions import change_at_call
 from tests.helpers.object_histories import (
     OLD,
     Crash,
@@ -96,6 +98,23 @@ def test_an_object_in_a_replaced_checkpoint_stays_for_good(fake: FakeStore) -> N
     clean_up()
     assert is_there(mine)
     assert [key for key in fake.objects if key.startswith(mine.parent.key)] == [mine.key]
+
+
+@pytest.mark.parametrize("kept", ["", "notes.txt"])
+def test_objects_that_another_job_removes_meanwhile_are_not_called_somebody_elses(fake: FakeStore, kept: str) -> None:
+    """They were listed, and their manifest was removed before it was read."""
+    folder = folder_of("s2")
+    mine = put(folder / kept) if kept else None
+
+    def remove_all() -> None:
+        for info in folder.store.list_objects(folder):
+            if info.path != mine:
+                folder.store.remove_file(info.path)
+
+    with change_at_call("rankless.run.ownership.is_native", remove_all):
+        found = SAVED_FOLDER.sort_objects(folder)
+    assert not found.owned
+    assert found.foreign == ({kept} if kept else set())
 
 
 def test_an_object_in_the_folder_of_a_dead_save_stays(fake: FakeStore) -> None:

@@ -33,6 +33,14 @@ def flip(data: bytes) -> bytes:
     return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
 
 
+def save_with_a_corrupt_one(place: Place) -> None:
+    """Save two steps. The newer one is then corrupt, and no tier of this host has it."""
+    for step in (1, 2):
+        place.save(f"step_{step}", float(step))
+    spoil(place.locate("step_2"))
+    move_to_another_host(place)
+
+
 @promise("a job goes on from the newest checkpoint, by any job", exempt=NO_RUN)
 def test_the_next_job_goes_on(place: Place) -> None:
     place.save("step_1", 1.0)
@@ -44,10 +52,7 @@ def test_the_next_job_goes_on(place: Place) -> None:
 
 @promise("after a fall-back over a corrupt checkpoint its name can be saved again, at every restart", exempt=NO_RUN)
 def test_the_name_of_a_corrupt_checkpoint_is_free_after_a_fall_back(place: Place) -> None:
-    for step in (1, 2):
-        place.save(f"step_{step}", float(step))
-    spoil(place.locate("step_2"))
-    move_to_another_host(place)
+    save_with_a_corrupt_one(place)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert train(place, 2) == 1
@@ -59,10 +64,7 @@ def test_the_name_of_a_corrupt_checkpoint_is_free_after_a_fall_back(place: Place
 @promise("what a load found corrupt is hidden, and kept", exempt=NO_RUN)
 def test_a_corrupt_checkpoint_is_kept(place: Place) -> None:
     """It may be intact: the memory of a host may be faulty, or a proxy may change what it passes on."""
-    for step in (1, 2):
-        place.save(f"step_{step}", float(step))
-    spoil(place.locate("step_2"))
-    move_to_another_host(place)
+    save_with_a_corrupt_one(place)
     with warnings.catch_warnings(), job(place) as directory:
         warnings.simplefilter("ignore")
         directory.restore(None, state_of(0.0), resume=True)

@@ -87,7 +87,7 @@ def storage_that_fails(number: int) -> Iterator[list[str]]:
 
 @promise(
     "if storage fails at any moment, the old output or the new one is there, whole, and later saves go on",
-    exempt=because("the failing process is another one: crash and fault campaigns do that", "drain of an earlier job")
+    exempt=because("the failing process is another one: `rankless drain` runs the same code", "drain of an earlier job")
     | because("only new paths are written", *_CONVERSIONS),
     in_one_process=True,
 )

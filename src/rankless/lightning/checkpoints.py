@@ -93,33 +93,21 @@ class LightningCheckpoints:
         failures = DeferredErrors()
         failures.run(self.finish_pending)
         with failures.raised_after(f"the save of {path} has begun all the same"):
-            self._begin_save(path, model, optimizer, content, step=step, metrics=metrics)
-
-    def _begin_save(
-        self,
-        path: Path,
-        model: Any,
-        optimizer: Any,
-        content: Mapping[str, Any],
-        *,
-        step: int | None,
-        metrics: Mapping[str, Any] | None,
-    ) -> None:
-        displaced = _displace_lightning_checkpoint(path, self.replaceable_at(path))
-        self._handle = save_checkpoint(
-            path.parent,
-            path.name,
-            model,
-            optimizer,
-            user_content=content,
-            step=step,
-            metrics=metrics,
-            overwrite=True,
-            async_save=self.async_save,
-            frozen=self.frozen,
-        )
-        if displaced is not None:
-            self.remove_when_durable(lambda: remove_checkpoint(displaced, self.replaceable_at(displaced)))
+            displaced = _displace_lightning_checkpoint(path, self.replaceable_at(path))
+            self._handle = save_checkpoint(
+                path.parent,
+                path.name,
+                model,
+                optimizer,
+                user_content=content,
+                step=step,
+                metrics=metrics,
+                overwrite=True,
+                async_save=self.async_save,
+                frozen=self.frozen,
+            )
+            if displaced is not None:
+                self.remove_when_durable(lambda: remove_checkpoint(displaced, self.replaceable_at(displaced)))
 
     def restore(self, path: Path, model: Any, optimizer: Any, *, strict: bool) -> RestoreResult:
         """Load from a path, after the save in progress is complete."""

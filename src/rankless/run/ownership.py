@@ -7,6 +7,7 @@ drains, retention, components, DCP, Lightning and exports all ask here, so that 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -46,13 +47,18 @@ def _unfinished_files(path: Path, tag: str) -> frozenset[str] | None:
     del tag
     if not isinstance(path, ObjectPath) or is_native(path):
         return None
-    names, marks = _list_object_names(path), frozenset({STATISTICS, REMOVED})
+    names, marks = _list_versions(path).keys(), frozenset({STATISTICS, REMOVED})
     tensors = {name for name in names if name.endswith(".safetensors") and has_our_checksums(path / name)}
     return marks.union(tensors, (name for name in names if name.endswith(".json"))) if tensors else marks
 
 
-def _list_object_names(path: ObjectPath) -> frozenset[str]:
-    return frozenset(str(info.path.relative_to(path)) for info in path.store.list_objects(path))
+def _list_versions(path: ObjectPath) -> dict[str, str]:
+    """Return the versions of the objects below a path, by their names."""
+    return {str(info.path.relative_to(path)): info.etag for info in path.store.list_objects(path)}
+
+
+def _busy_error(path: Path) -> StorageError:
+    return StorageError(errno.EBUSY, f"other jobs replace {path} all the time: choose another path")
 
 
 def _export_files(path: Path, tag: str) -> frozenset[str] | None:
@@ -138,7 +144,7 @@ class Replaceable(msgspec.Struct, frozen=True):
                 # Another job may have put its output there after the files of the previous one were listed.
                 if foreign is None or posix.identify(path) == identity:
                     return foreign
-        raise StorageError(f"other jobs replace {path} all the time: choose another path")
+        raise _busy_error(path)
 
     def _find_foreign_file(self, path: Path) -> str | None:
         if not posix.path_exists(path):
@@ -152,10 +158,18 @@ class Replaceable(msgspec.Struct, frozen=True):
         return min(names if owned is None else names - owned, default=None)
 
     def sort_objects(self, path: ObjectPath) -> SortedObjects:
-        """Return the names of the objects below a path: the files of such an output, and all others."""
-        names = _list_object_names(path)
-        owned = (self._prove(path, self.tag) if names else None) or frozenset()
-        return SortedObjects(names & owned, names - owned)
+        """Return the names of the objects below a path: the files of such an output, and all others.
+
+        Raises ``StorageError`` if other jobs change them all the time.
+        """
+        versions = _list_versions(path)
+        for _ in range(_LOOKS):
+            names = frozenset(versions)
+            owned = (self._prove(path, self.tag) if names else None) or frozenset()
+            # Another job may have removed or replaced its output after the objects were listed.
+            if names <= owned or versions == (versions := _list_versions(path)):
+                return SortedObjects(names & owned, names - owned)
+        raise _busy_error(path)
 
     def _prove(self, path: Path, tag: str) -> frozenset[str] | None:
         for kind in self.kinds:

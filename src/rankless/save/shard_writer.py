@@ -26,9 +26,10 @@ from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import Fragment
 from rankless.storage.posix import is_directory
 
-#: The most bytes of a save by one rank that are not synced before their headers are written: rank 0 syncs each file
-#: then. One sync less saves a commit of the journal. Of so few bytes the kernel writes none back before a sync, so
-#: there is no error that it could forget when the file is closed.
+#: The most bytes of a save by one rank that are not synced before their headers are written: the save then waits for
+#: one commit of the journal less, because rank 0 syncs each file after its header. Linux reports an error of writing
+#: back to the next process that syncs the file, also if it was closed meanwhile, until it drops the file from memory.
+#: For a few bytes and milliseconds it does not; a large save gains nothing.
 _UNSYNCED_BYTES = 16 * 2**20
 
 
