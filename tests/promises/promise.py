@@ -10,11 +10,11 @@ import pytest
 
 from tests.promises.places import ON_RANKS, PLACES, PLAIN, SLOW, WAYS
 
-#: The module whose promises are tested by day in the slow places as well.
-_WITH_SLOW = "tests.promises.test_whole_or_old"
+#: The module whose promises are tested by day in all places.
+_ALL_BY_DAY = "tests.promises.test_whole_or_old"
 
 #: The modules whose promises need many processes. Each is tested in one way in each place, another one for each
-#: promise; by day in every other place, the next one in the rest.
+#: promise.
 _COSTLY = {f"tests.promises.test_{name}" for name in ("jobs", "crashes", "costs", "storage")}
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,8 +48,8 @@ def promise(
 ) -> Callable[[F], F]:
     """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
-    By day each place has one way, or none, and another one for each promise; with ``--full`` it has all, but for costly
-    promises. ``exempt``: places where the promise has no meaning, with the reason. ``broken``: places where it is not
+    By day every other place has one way, and the rest with the next promise; of :data:`_ALL_BY_DAY` all places have
+    one, also the slow ones. With ``--full`` each place has all ways, but for costly promises. ``exempt``: places where the promise has no meaning, with the reason. ``broken``: places where it is not
     kept yet: the test must fail there, so an entry goes when the promise is kept. ``in_one_process``: the test changes
     something in this process that ranks would not see.
     """
@@ -80,6 +80,5 @@ def _choose_ways(module: str, place: str, number: int, earlier: int, *, in_one_p
     """
     ways = [way for way in WAYS if place in WAYS[way] and not (way == ON_RANKS and in_one_process)] or [PLAIN]
     chosen = ways[(number + earlier) % len(ways)]
-    if module in _COSTLY:
-        return {chosen: place not in SLOW and (number + earlier // 2) % 2 == 0}
-    return {way: way == chosen and (place not in SLOW or module == _WITH_SLOW) for way in ways}
+    is_by_day = module == _ALL_BY_DAY or (place not in SLOW and (number + earlier // 2) % 2 == 0)
+    return {way: is_by_day and way == chosen for way in ([chosen] if module in _COSTLY else ways)}
