@@ -18,6 +18,9 @@ FOLDERS = ("tests", "campaigns", "benchmarks", "examples")
 #: Functions of other packages that return a port which was free.
 FINDERS = {"find_free_network_port", "find_free_port", "find_port", "get_free_port"}
 
+#: What chooses a port has one of these words: to parse the strings of all files takes seconds.
+WORDS = {"TCPStore", "socket", "tcp://", *FINDERS}
+
 #: Methods of a socket with which a port is found.
 FINDING = {"bind", "getsockname", "setsockopt"}
 
@@ -73,6 +76,8 @@ def is_risky_block(block: ast.With) -> bool:
 
 def find_chosen_ports(code: str) -> list[str]:
     """Return the expressions and blocks that choose a port and do not hold it."""
+    if not any(word in code for word in WORDS):
+        return []
     found = []
     for tree in parse(code):
         for node in ast.walk(tree):
