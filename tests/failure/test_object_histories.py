@@ -1,7 +1,7 @@
 """Saves into an object store that die at each request, or are stopped there while another process goes on.
 
 Whatever happens, a reader sees the old or the new checkpoint, and never a mixture; what was committed stays; and a
-clean-up leaves nothing. Each case goes through a third of the moments. ``python -m campaigns.object_histories`` does
+clean-up leaves nothing. Each case goes through some of the moments. ``python -m campaigns.object_histories`` does
 it with all stores and operations.
 """
 
@@ -14,16 +14,17 @@ from tests.helpers.fake_s3 import AWS, GOOGLE, RGW_16, FakeS3
 from tests.helpers.object_histories import (
     OPERATIONS,
     OUTCOMES,
+    SHARES,
     Start,
     check_crash,
     check_lost_reply,
     check_stop,
+    choose_moments,
     every_moment,
     every_reply,
     store_with_two_checkpoints,
-    third_of,
 )
-from tests.helpers.pairwise import each_value
+from tests.helpers.pairwise import each_value, first_of
 
 FAKES = {
     "aws": lambda: FakeS3(AWS),
@@ -33,24 +34,27 @@ FAKES = {
 }
 
 
+@first_of(1, "share", SHARES)
 @each_value({"cloud": FAKES, "operation": OUTCOMES, "third": range(3)})
 def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(
-    cloud: str, operation: str, third: int
+    cloud: str, operation: str, third: int, share: str
 ) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in third_of(every_moment(start.count_requests(operation)), third):
+        for moment in choose_moments(every_moment(start.count_requests(operation)), third, share):
             check_crash(start, operation, moment)
 
 
+@first_of(1, "share", SHARES)
 @each_value({"cloud": FAKES, "operation": OUTCOMES, "third": range(3)})
-def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str, third: int) -> None:
+def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str, third: int, share: str) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in third_of(every_reply(start.count_requests(operation)), third):
+        for moment in choose_moments(every_reply(start.count_requests(operation)), third, share):
             check_lost_reply(start, operation, moment)
 
 
+@first_of(1, "share", SHARES)
 @each_value(
     {
         "cloud, first": [*itertools.product(["aws"], OUTCOMES), ("azure", "save"), ("azure", "overwrite")],
@@ -59,11 +63,11 @@ def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str,
     }
 )
 def test_a_save_that_is_stopped_anywhere_while_another_process_goes_on(
-    cloud: str, first: str, second: str, third: int
+    cloud: str, first: str, second: str, third: int, share: str
 ) -> None:
     """Among these: a writer that stops between its last upload and the pointer; two overwriters; a load during a
     retention; the clean-up of a save that wakes up afterwards."""
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in third_of(every_moment(start.count_requests(first)), third):
+        for moment in choose_moments(every_moment(start.count_requests(first)), third, share):
             check_stop(start, first, second, moment)

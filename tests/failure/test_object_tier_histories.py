@@ -23,21 +23,22 @@ from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3
 from tests.helpers.object_histories import (
+    SHARES,
     Crash,
     CutAt,
     Moment,
     Start,
     StopAt,
     check_all,
+    choose_moments,
     clean_up,
     do_nothing,
     every_moment,
     run_path,
     state,
     store_with_two_checkpoints,
-    third_of,
 )
-from tests.helpers.pairwise import each_value
+from tests.helpers.pairwise import each_value, first_of
 
 #: Of how many moments one is tried: all of them take minutes.
 STEPS = {"aws": 3, "google": 9, "azure": 7}
@@ -123,14 +124,17 @@ def prepare(start: Start, base: Path) -> tuple[FakeStore, Path]:
     return fake, folder
 
 
+@first_of(1, "share", SHARES)
 @each_value({"cloud": FAKES, "operation": OPERATIONS, "third": range(3)})
-def test_a_job_that_dies_at_any_request_loses_nothing(cloud: str, operation: str, third: int, tmp_path: Path) -> None:
+def test_a_job_that_dies_at_any_request_loses_nothing(
+    cloud: str, operation: str, third: int, share: str, tmp_path: Path
+) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
         _, folder = prepare(start, tmp_path)
         OPERATIONS[operation](folder)
         end_jobs()
-        for moment in third_of(every_moment(len(fake.requests))[:: STEPS[cloud]], third):
+        for moment in choose_moments(every_moment(len(fake.requests))[:: STEPS[cloud]], third, share):
             check_crash(start, tmp_path, operation, moment)
 
 
@@ -154,9 +158,10 @@ def check_crash(start: Start, base: Path, operation: str, moment: Moment) -> Non
     end_jobs()
 
 
+@first_of(1, "share", SHARES)
 @each_value({"cloud": ["aws", "azure"], "operation": ["save", "load"], "third": range(3)})
 def test_a_job_that_is_stopped_while_another_one_goes_on_publishes_no_abandoned_branch(
-    cloud: str, operation: str, third: int, tmp_path: Path
+    cloud: str, operation: str, third: int, share: str, tmp_path: Path
 ) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
@@ -165,7 +170,7 @@ def test_a_job_that_is_stopped_while_another_one_goes_on_publishes_no_abandoned_
         end_jobs()
         claims = [number for number, request in enumerate(fake.requests) if is_claim(request)]
         # Before it has claimed its epoch, the job that wakes up is the later one.
-        for moment in third_of(every_moment(len(fake.requests))[claims[0] + 1 :: STEPS[cloud]], third):
+        for moment in choose_moments(every_moment(len(fake.requests))[claims[0] + 1 :: STEPS[cloud]], third, share):
             check_stop(start, tmp_path, operation, moment)
 
 

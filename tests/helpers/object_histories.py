@@ -142,9 +142,17 @@ def brief_retries() -> Iterator[None]:
         yield
 
 
-def third_of(moments: Sequence[Moment], number: int) -> Sequence[Moment]:
-    """Return each third moment from the one with this number on: ``make test`` takes other moments in each case."""
-    return moments[number::3]
+#: The part of its moments that a case has: the first is in ``make test``.
+SHARES = ("a third of them", "the others")
+
+
+def choose_moments(moments: Sequence[Moment], third: int, share: str) -> Sequence[Moment]:
+    """Return the moments of a case: one of the :data:`SHARES` of each third moment from the one with this number on.
+
+    So ``make test`` takes other moments in each of its cases, and ``make test-all`` goes through all.
+    """
+    chosen = moments[third::3]
+    return chosen[::3] if share == SHARES[0] else [moment for at, moment in enumerate(chosen) if at % 3]
 
 
 def every_moment(requests: int) -> list[Moment]:
