@@ -17,7 +17,7 @@ from rankless.errors import CorruptCheckpointError
 from tests.helpers.pairwise import first_of
 
 
-@first_of(1, ("first", "number"), [(0, 100), *((first, 300) for first in range(0, 1500, 300))])
+@first_of(1, ("first", "number"), [(0, 60), *((first, 300) for first in range(0, 900, 300))])
 def test_changed_checkpoints_are_read_or_refused(tmp_path: Path, first: int, number: int) -> None:
     fuzzer = Fuzzer(tmp_path, seed=1)
     cases = [violation for _, violation in islice(fuzzer.run_cases(first=first), number)]
