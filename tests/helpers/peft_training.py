@@ -11,12 +11,17 @@ from tests.helpers.peft_models import make_peft
 from tests.helpers.trainer_runs import Numbers, make_arguments
 
 
-def main(run: str, steps: str, content: str) -> None:
-    arguments = make_arguments(Path(run), int(os.environ["WORLD_SIZE"]), int(steps), save_steps=2)
+def train(run: Path, steps: int, content: str) -> list[float]:
+    """Train on the ranks of torchrun, or of ``launch``, from the newest checkpoint on; return the losses so far."""
+    arguments = make_arguments(run, int(os.environ["WORLD_SIZE"]), steps, save_steps=2)
     trainer = Trainer(make_peft("lora"), arguments, train_dataset=Numbers(), adapter_only=content == "adapter")
     trainer.train(resume_from_checkpoint=rankless.has_checkpoint(run))
-    if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main(run: str, steps: str, content: str) -> None:
+    losses = train(Path(run), int(steps), content)
+    if os.environ["RANK"] == "0":
         print(json.dumps(losses), flush=True)
 
 
