@@ -20,7 +20,7 @@ from rankless.save.background import background_saves
 from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.shard_writer import ShardWriter
 from tests.helpers.file_contents import read_state_files
-from tests.helpers.layouts import CASES, LAYOUTS, fill_run, local_tensor, named_tensors
+from tests.helpers.layouts import LAYOUTS, fill_run, local_tensor, named_tensors
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import run_code, start_code
 from tests.helpers.slow_writes import slow_down_writes
@@ -136,7 +136,15 @@ def save_then_change(path: str, layout: str) -> None:
     rankless.finalize()
 
 
-@pytest.mark.parametrize(("layout", "n"), [case for case in CASES if not case[0].startswith("pp")])
+@pytest.mark.parametrize(
+    ("layout", "n"),
+    [
+        pytest.param(layout, n, marks=() if n == max(size for size in sizes if size <= 4) else pytest.mark.full)
+        for layout, (_, sizes) in LAYOUTS.items()
+        if not layout.startswith("pp")
+        for n in sizes
+    ],
+)
 def test_the_files_are_those_of_a_synchronous_save_in_every_layout(
     ranks: Ranks, tmp_path: Path, layout: str, n: int
 ) -> None:

@@ -49,6 +49,7 @@ from tests.helpers.layouts import (
     named_tensors,
     shard_fsdp2,
 )
+from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.stateful import Counter
 from tests.helpers.sub_layouts import SUB_LAYOUTS, make_sub_run
@@ -78,18 +79,19 @@ def rejoin(layout: str, newcomers: Sequence[int]) -> CopyResult:
     return result
 
 
-@pytest.mark.parametrize(
+@first_of(
+    5,
     ("layout", "size", "newcomers"),
     [
         ("plain", 2, [0]),
-        ("ddp", 4, [2]),
         ("ddp", 4, [0, 3]),
         ("hsdp", 4, [2]),
+        ("pp_ddp", 4, [0, 2]),
+        ("compiled", 2, [1]),
+        ("ddp", 4, [2]),
         ("hsdp", 4, [0, 3]),
         ("hsdp_tp", 8, [1, 2, 4]),
         ("pp_ddp", 4, [3]),
-        ("pp_ddp", 4, [0, 2]),
-        ("compiled", 2, [1]),
     ],
 )
 def test_a_rank_that_comes_back_gets_the_state_of_the_others(
@@ -158,14 +160,14 @@ def held_elements(tensor: torch.Tensor) -> set[int]:
 
 
 CHANGES = [
-    ("fsdp", [0, 1, 2, 3], "fsdp", [0, 1, 2]),
-    ("fsdp", [0, 1], "fsdp", [0, 1, 2, 3]),
     ("fsdp", [2, 3], "tp", [0, 1]),
+    ("fsdp_tp", [0, 1, 2, 3], "fsdp", [0, 1, 3]),
+    ("plain", [1], "hsdp", [0, 1, 2, 3]),
+    ("fsdp", [0, 1], "fsdp", [0, 1, 2, 3]),
+    ("fsdp", [0, 1, 2, 3], "fsdp", [0, 1, 2]),
     ("tp", [0, 1, 2, 3], "tp", [1, 2, 3]),
     ("tp", [0, 1], "fsdp_tp", [0, 1, 2, 3]),
-    ("fsdp_tp", [0, 1, 2, 3], "fsdp", [0, 1, 3]),
     ("fsdp_tp", [0, 1, 2, 3], "plain", [2]),
-    ("plain", [1], "hsdp", [0, 1, 2, 3]),
     ("hsdp", [0, 1, 2, 3], "fsdp_tp", [0, 1, 2, 3]),
 ]
 
@@ -177,7 +179,7 @@ def check_moved(results: Sequence[tuple[CopyResult, int]]) -> None:
     assert sent <= 1.2 * sum(lacking for _, lacking in results) + 8 * len(results)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=str)
+@first_of(4, "change", CHANGES, ids=str)
 def test_the_state_moves_to_another_number_of_ranks_in_another_layout(ranks: Ranks, change: tuple[Any, ...]) -> None:
     check_moved(ranks(4, reshard, *change))
 

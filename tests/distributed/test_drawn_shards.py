@@ -79,7 +79,7 @@ def _is_contradiction(case: Case) -> bool:
 
 
 @settings(
-    max_examples=examples(180, 12),
+    max_examples=examples(180, 6),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

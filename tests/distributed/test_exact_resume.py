@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 import rankless
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.training import Run, assert_equal, gather_run, start_run
 
@@ -30,8 +30,7 @@ def interrupt(run: Run, path: str, layout: str, optimizer: str) -> Run:
     return other
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-@pytest.mark.parametrize(("layout", "n"), [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@each_value({"layout, n": [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)], "optimizer": ["adamw", "momentum"]})
 def test_a_resumed_run_is_bitwise_the_run_without_a_break(
     ranks: Ranks, tmp_path: Path, layout: str, n: int, optimizer: str
 ) -> None:

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import rankless
 from rankless.errors import MismatchError, StateError
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 
 
@@ -113,8 +114,7 @@ def load(path: str, kind: type[Derived], make: Callable[[nn.Module], Any]) -> to
     return derived(model).sum
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [plain, compiled, ddp, fsdp2])
+@each_value({"kind": KINDS, "make": [plain, compiled, ddp, fsdp2]})
 def test_what_is_derived_of_tensors_is_made_anew(
     ranks: Ranks, tmp_path: Path, kind: type[Derived], make: Callable[[nn.Module], Any]
 ) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import rankless
 from rankless.errors import UnsupportedTensorError
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.shard_bytes import cut, dtensor, numbered
 
@@ -54,8 +55,7 @@ def _fsdp_round_trip(folder: Path, ranks: list[Any], rows: int) -> bool:
     return saved and torch.equal(target.weight.full_tensor(), weight)
 
 
-@pytest.mark.parametrize("mesh", [*ROWS, *GRIDS])
-@pytest.mark.parametrize("rows", [8, 7])
+@each_value({"mesh": [*ROWS, *GRIDS], "rows": [8, 7]})
 def test_fsdp2_and_hsdp(ranks: Ranks, tmp_path: Path, mesh: list[Any], rows: int) -> None:
     assert all(ranks(4, _fsdp_round_trip, tmp_path, mesh, rows))
 

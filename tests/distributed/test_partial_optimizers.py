@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankless
 from rankless.errors import MismatchError, OptimizerMismatchError
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.torch_limits import AVERAGES_GRADIENTS
 
@@ -109,9 +110,11 @@ def expected(before: list[str], after: list[str], grouped: bool) -> list[float]:
     return train(model, new, 2)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(
-    ("writer", "reader"), [*((item, item) for item in LAYOUTS), ("fsdp2", "zero"), ("zero", "fsdp1")]
+@each_value(
+    {
+        "writer, reader": [*((item, item) for item in LAYOUTS), ("fsdp2", "zero"), ("zero", "fsdp1")],
+        "grouped": [False, True],
+    }
 )
 def test_a_parameter_that_is_unfrozen_costs_the_others_nothing(
     ranks: Ranks, tmp_path: Path, writer: str, reader: str, grouped: bool

@@ -23,6 +23,7 @@ from rankless.errors import RankFailedError
 from rankless.tier.copies_on_hosts import PartCopies
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.parity import PartParity
+from tests.helpers.examples import examples
 from tests.helpers.pool import Ranks
 
 NEVER = 10**6
@@ -176,7 +177,7 @@ def is_computable(case: Case, rank: int, order: list[str], there: set[str]) -> b
     return is_in_group and all(host in there for host in group if host != case.hosts[rank])
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15, least=6))
 @given(cases())
 def test_the_newest_checkpoint_that_is_complete_somewhere_is_loaded(ranks: Ranks, case: Case) -> None:
     with tempfile.TemporaryDirectory() as base:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import rankless
 from rankless.errors import UnsupportedTensorError
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 from tests.helpers.shard_bytes import checkpointable, cut, dtensor, numbered
 
@@ -63,8 +64,7 @@ def _round_trip(folder: Path, mesh_ranks: list[Any], dim: int, sizes: list[int],
     ]
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("sizes", SIZES)
+@each_value({"sizes": SIZES, "dim": [0, 1]})
 def test_an_uneven_dtensor_and_its_optimizer_states(ranks: Ranks, tmp_path: Path, dim: int, sizes: list[int]) -> None:
     results = ranks(4, _round_trip, tmp_path, [0, 1, 2, 3], dim, sizes, 3)
     assert results == [[True] * 4] * 4

@@ -42,7 +42,7 @@ def found(root: Path) -> Tree:
 
 
 @first_of(
-    5,
+    3,
     ("scenario", "n"),
     list(zip(SCENARIOS, itertools.cycle((2, 4 if SHARDS_UNEVENLY else 2, 1)), strict=False)),
     ids=lambda value: value.name if isinstance(value, Scenario) else str(value),

@@ -20,18 +20,18 @@ from tests.helpers.pool import Ranks
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
     "rankless.save.save_negotiation.capture_training",
-    "rankless.save.save_negotiation.encode_merged_values",
     "rankless.save.checkpoint_save.plan_save",
     "rankless.engine.integrity.replica_comparison.digest_replicas",
+    "rankless.engine.io.p2p.P2PExchange.receive",
+    "rankless.storage.direct_io.DirectWriter.write",
+    "rankless.engine.integrity.crc_gather.encode_fragments",
+    "rankless.save.save_negotiation.encode_merged_values",
     "rankless.save.shard_writer.write_stripes",
     "rankless.engine.io.p2p.P2PExchange.send",
-    "rankless.engine.io.p2p.P2PExchange.receive",
     "rankless.engine.io.p2p.P2PExchange.wait",
     "rankless.engine.plan.stripes.StripeSlice.copy_in",
-    "rankless.storage.direct_io.DirectWriter.write",
     "rankless.storage.direct_io.DirectWriter.sync",
     "rankless.save.shard_writer.write_file_ranges",
-    "rankless.engine.integrity.crc_gather.encode_fragments",
 ]
 LEADING = [
     "rankless.save.training_save.next_identity",
@@ -40,17 +40,17 @@ LEADING = [
 ]
 LOADING = [
     "rankless.load.load_operation.NativeReader",
-    "rankless.state.restore.LoadTargets.match_targets",
-    "rankless.state.restore.LoadTargets.check_matches",
     "rankless.load.rank_reads.plan_load",
-    "rankless.load.rank_reads.read_shared",
     "rankless.engine.io.p2p.P2PExchange.send",
-    "rankless.engine.io.p2p.P2PExchange.receive",
-    "rankless.engine.io.p2p.P2PExchange.wait",
-    "rankless.engine.plan.stripes.StripeSlice.copy_out",
     "rankless.engine.io.source_reader.SourceReader.read",
     "rankless.engine.integrity.block_verification.ChecksumVerifier.verify_local",
     "rankless.state.restore.LoadTargets.apply",
+    "rankless.state.restore.LoadTargets.match_targets",
+    "rankless.state.restore.LoadTargets.check_matches",
+    "rankless.load.rank_reads.read_shared",
+    "rankless.engine.io.p2p.P2PExchange.receive",
+    "rankless.engine.io.p2p.P2PExchange.wait",
+    "rankless.engine.plan.stripes.StripeSlice.copy_out",
 ]
 
 
@@ -100,7 +100,7 @@ def assert_together(outcomes: list[Any], who: int) -> None:
     assert max(error.seconds for error in outcomes) < 10
 
 
-@pytest.mark.parametrize("where", SAVING)
+@first_of(6, "where", SAVING)
 def test_a_fault_in_a_save_is_raised_by_all(ranks: Ranks, tmp_path: Path, where: str) -> None:
     assert_together(ranks.outcomes(3, run, str(tmp_path), "save", where, 1), 1)
     assert not list(tmp_path.iterdir())
@@ -139,7 +139,7 @@ def test_a_fault_of_the_leader_is_raised_by_all(ranks: Ranks, tmp_path: Path, wh
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("where", LOADING)
+@first_of(6, "where", LOADING)
 def test_a_fault_in_a_load_is_raised_by_all(ranks: Ranks, saved: Path, where: str) -> None:
     assert_together(ranks.outcomes(3, run, str(saved), "load", where, 2), 2)
 

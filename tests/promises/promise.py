@@ -49,9 +49,10 @@ def promise(
     """Run a test over all places, and over the ways in which each can save. The fixture ``place`` opens the place.
 
     By day every other place has one way, and the rest with the next promise; of :data:`_ALL_BY_DAY` all places have
-    one, also the slow ones. With ``--full`` each place has all ways, but for costly promises. ``exempt``: places where the promise has no meaning, with the reason. ``broken``: places where it is not
-    kept yet: the test must fail there, so an entry goes when the promise is kept. ``in_one_process``: the test changes
-    something in this process that ranks would not see.
+    one, also the slow ones. With ``--full`` each place has all ways, but for costly promises. ``exempt``: places where
+    the promise has no meaning, with the reason. ``broken``: places where it is not kept yet: the test must fail there,
+    so an entry goes when the promise is kept. ``in_one_process``: the test changes something in this process that ranks
+    would not see.
     """
     unknown = {*(exempt or {}), *(broken or {})} - PLACES.keys()
     assert not unknown, f"no such place: {sorted(unknown)}"

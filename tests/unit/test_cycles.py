@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-import pytest
 import torch
 
 import rankless
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
+from tests.helpers.pairwise import each_value
 
 
 class Training:
@@ -66,8 +66,7 @@ ACTIONS: dict[str, Callable[[Training], None]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["folder", "tier", "bucket", "bucket and tier"])
-@pytest.mark.parametrize("action", ACTIONS)
+@each_value({"action": ACTIONS, "place": ["folder", "tier", "bucket", "bucket and tier"]})
 def test_nothing_of_a_save_or_load_waits_for_the_garbage_collector(tmp_path: Path, action: str, place: str) -> None:
     local = str(tmp_path / "tier") if "tier" in place else None
     with FakeS3().served() if "bucket" in place else nullcontext() as url:

@@ -21,6 +21,7 @@ from rankless.inspection.tensor_statistics import BUCKETS, ZERO_BUCKET, bucket_b
 from rankless.ondisk.dtypes import WIDTHS
 from rankless.state.tensor_views import DTYPES
 from tests.helpers.corruption import flip_tensor_bit
+from tests.helpers.pairwise import first_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -37,7 +38,8 @@ ML_DTYPES = {
 }
 
 #: Numbers of elements around the borders of parts and slices, and those of what is counted by value.
-SIZES = (1, 2, 255, 256, 1000, 2**16 - 1, 2**16, 2**17 - 1, 2**17 + 1, 2**19, 2**19 + 2**17 + 3)
+SMALL_SIZES = (1, 2, 255, 256, 1000, 2**16 - 1, 2**16, 2**17 + 1)
+LARGE_SIZES = (2**17 - 1, 2**19, 2**19 + 2**17 + 3)
 
 
 def random_bytes(nbytes: int) -> bytes:
@@ -95,9 +97,10 @@ def check(actual: TensorStatistics, values: Floats, *, tolerance: float = 1e-12,
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 class TestEveryDtype:
-    def test_random_bits_of_any_number(self, tmp_path: Path, dtype: str) -> None:
+    @first_of(1, "sizes", [SMALL_SIZES, LARGE_SIZES], ids=["small", "large"])
+    def test_random_bits_of_any_number(self, tmp_path: Path, dtype: str, sizes: tuple[int, ...]) -> None:
         width = WIDTHS[dtype]
-        data = {f"n{size}": random_bytes(size * width) for size in SIZES}
+        data = {f"n{size}": random_bytes(size * width) for size in sizes}
         if dtype == "BOOL":
             data = {name: (np.frombuffer(raw, np.uint8) & 1).tobytes() for name, raw in data.items()}
         tensors = {

@@ -88,12 +88,12 @@ class TestCalls:
             assert done.stderr == ""
 
     @first_of(
-        5,
+        3,
         ("args", "closed"),
         [
-            *itertools.product(["ls RUN"], CLOSED),
-            *(("--help", CLOSED[-1]), ("convert RUN OUT --to dcp", CLOSED[-1])),
-            *itertools.product(["convert RUN OUT --to dcp", "--help"], CLOSED[:-1]),
+            *(("--help", CLOSED[0]), ("ls RUN", CLOSED[1]), ("convert RUN OUT --to dcp", CLOSED[-1])),
+            *(("--help", CLOSED[1]), ("ls RUN", CLOSED[0]), ("convert RUN OUT --to dcp", CLOSED[0])),
+            *(("--help", CLOSED[-1]), ("ls RUN", CLOSED[-1]), ("convert RUN OUT --to dcp", CLOSED[1])),
             *itertools.product(["ls RUN --json", "verify RUN"], CLOSED),
         ],
     )
