@@ -17,17 +17,27 @@ from rankless.errors import CorruptCheckpointError
 from tests.helpers.pairwise import first_of
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
+    """Checkpoints of all formats: it takes seconds to write them."""
+    return Fuzzer(tmp_path_factory.mktemp("fuzz"), seed=1)
+
+
+@pytest.fixture
+def fuzzer(checkpoints: Fuzzer) -> Fuzzer:
+    checkpoints.checker = ReadChecker()
+    return checkpoints
+
+
 @first_of(1, ("first", "number"), [(0, 60), *((first, 300) for first in range(0, 900, 300))])
-def test_changed_checkpoints_are_read_or_refused(tmp_path: Path, first: int, number: int) -> None:
-    fuzzer = Fuzzer(tmp_path, seed=1)
+def test_changed_checkpoints_are_read_or_refused(fuzzer: Fuzzer, first: int, number: int) -> None:
     cases = [violation for _, violation in islice(fuzzer.run_cases(first=first), number)]
     assert [violation for violation in cases if violation] == []
     assert min(fuzzer.checker.read, fuzzer.checker.refused) > number // 15
 
 
-def test_what_is_changed_is_sound_before(tmp_path: Path) -> None:
+def test_what_is_changed_is_sound_before(fuzzer: Fuzzer) -> None:
     """But for what would run code."""
-    fuzzer = Fuzzer(tmp_path, seed=1)
     assert [fuzzer.checker.find_problem(path) for path in fuzzer.seeds.values()] == [None] * len(fuzzer.seeds)
     assert (fuzzer.checker.read, fuzzer.checker.refused) == (len(fuzzer.seeds) - 1, 1)
 
