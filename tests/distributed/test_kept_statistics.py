@@ -19,6 +19,7 @@ from rankless.storage.object_path import ObjectPath
 from tests.helpers import layouts
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3, store_at
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 
 
@@ -123,8 +124,7 @@ def save_into_tier(base: str, layout: str, asynchronous: bool) -> list[str]:
 
 
 class TestLocalTier:
-    @pytest.mark.parametrize("asynchronous", [False, True])
-    @pytest.mark.parametrize(("layout", "world_size"), [("plain", 1), ("fsdp", 2)])
+    @each_value({"layout, world_size": [("plain", 1), ("fsdp", 2)], "asynchronous": [False, True]})
     def test_checkpoints_that_are_drained_have_them(
         self, ranks: Ranks, tmp_path: Path, layout: str, world_size: int, asynchronous: bool
     ) -> None:

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import rankless
 from rankless.errors import InvalidArgumentError, MismatchError, RankMismatchError, StateError
-from tests.helpers.pairwise import first_of
+from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 
 
@@ -68,8 +68,7 @@ def interrupted(path: Path, first: Any, make: Any, *, after: int) -> list[Any]:
     return before + list(second)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("after", [0, 1, 5, 7])
+@each_value({"after": [0, 1, 5, 7], "workers": [0, 2]})
 def test_the_rest_of_an_epoch_is_the_same_after_a_resume_random_transforms_included(
     tmp_path: Path, workers: int, after: int
 ) -> None:
@@ -282,8 +281,7 @@ def stateful(workers: int) -> StatefulDataLoader[Any]:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("after", [1, 5, 8])
+@each_value({"after": [1, 5, 8], "workers": [0, 2]})
 def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, workers: int, after: int) -> None:
     expected = numbers(stateful(workers))
     actual = numbers(interrupted(tmp_path, stateful(workers), lambda: stateful(workers), after=after))

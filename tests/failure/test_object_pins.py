@@ -22,17 +22,18 @@ from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
 from tests.helpers.object_histories import (
     OPERATIONS,
+    SHARES,
     Start,
     StopAt,
     check_all,
     check_nothing_is_left,
+    choose_moments,
     do_nothing,
     every_moment,
     run_path,
     save,
     state,
     store_with_two_checkpoints,
-    third_of,
 )
 from tests.helpers.pairwise import first_of
 
@@ -225,19 +226,20 @@ def attempt(operation: str, results: dict[str, BaseException | None]) -> None:
         results[operation] = error
 
 
+@first_of(1, "share", SHARES)
 @first_of(
     1,
     ("first", "second", "third"),
     [(*order, third) for order in [("pin", "retention"), ("retention", "pin")] for third in range(3)],
 )
 def test_a_pin_and_a_removal_that_meet_anywhere_leave_a_whole_checkpoint_or_none(
-    fake: FakeStore, first: str, second: str, third: int
+    fake: FakeStore, first: str, second: str, third: int, share: str
 ) -> None:
     start = Start(fake)
     with mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001):
         start.restore()
         attempt(first, {})
-        for moment in third_of(every_moment(len(fake.requests)), third):
+        for moment in choose_moments(every_moment(len(fake.requests)), third, share):
             start.restore()
             stop = fake.on_request = StopAt(*moment)
             results: dict[str, BaseException | None] = {}

@@ -12,7 +12,7 @@ from campaigns.torn.training import ChangingTraining
 from rankless.engine.io.device_staging import DeviceStaging
 from rankless.engine.io.staging import LaterCopies, StagedTensors
 from rankless.engine.io.tensor_bytes import TensorBytes
-from tests.helpers.pairwise import first_of
+from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 
 ALONE = [layout for layout, made in LAYOUTS.items() if made.ranks == 1]
@@ -30,8 +30,7 @@ def test_everything_may_change_when_the_call_returns(tmp_path: Path, layout: str
     assert torn(str(tmp_path), layout, staging, number) == []
 
 
-@pytest.mark.parametrize("staging", ["eager", "overlapped"])
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ALONE])
+@each_value({"layout": [layout for layout in LAYOUTS if layout not in ALONE], "staging": ["eager", "overlapped"]})
 @first_of(1, "number", [3, 8])
 def test_on_ranks_too(ranks: Ranks, tmp_path: Path, layout: str, staging: str, number: int) -> None:
     size = LAYOUTS[layout].ranks

@@ -27,6 +27,7 @@ from rankless.engine.plan.stripes import Bytes, count_stripes, is_narrow, split_
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import WIDTHS, dtype_width
 from tests.helpers.examples import examples
+from tests.helpers.pairwise import each_value
 from tests.helpers.placements import tensor_layouts
 
 #: Whole elements of any dtype, as the real one.
@@ -144,8 +145,7 @@ def test_putting_a_share_in_leaves_the_rest_of_the_stripe_alone(
             assert [*np.flatnonzero(built)] == [byte for run in mine.iter_ranges() for byte in range(*run)]
 
 
-@pytest.mark.parametrize("lead", range(9))
-@pytest.mark.parametrize("dtype", WIDTHS)
+@each_value({"dtype": WIDTHS, "lead": range(9)})
 def test_every_dtype_is_moved_to_and_from_any_address(dtype: str, lead: int) -> None:
     info = TensorInfo(dtype, (3, 5, 7))
     layout = PlacementLayout(MeshShape((2, 2), (0, 1, 2, 3)), (Sharded(2, 2), Sharded(2)))
