@@ -362,8 +362,15 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
-@pytest.mark.parametrize("to", ["native", "dcp", "lightning", "nxd"])
+@pytest.mark.parametrize(
+    ("to", "number"),
+    [
+        *(("native", number) for number in (SIGINT, SIGTERM, SIGHUP)),
+        ("dcp", SIGINT),
+        ("lightning", SIGTERM),
+        ("nxd", SIGHUP),
+    ],
+)
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, to: str, number: Signals) -> None:
     model = {f"w{n}": torch.zeros(2**20) for n in range(24)}
     rankless.save_checkpoint(tmp_path, "a", model, rng=False)
