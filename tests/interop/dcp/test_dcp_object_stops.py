@@ -154,14 +154,14 @@ def test_a_save_that_stops_while_another_one_saves(fake: FakeStore, hours: float
 
 
 def test_a_save_that_stops_at_its_commit_while_another_one_dies(fake: FakeStore) -> None:
-    """The other one may have removed files before it dies."""
+    """The other one may have removed files before it dies: for each number of hours at other moments."""
     start = Start(fake)
-    for hours in HOURS:
+    for number, hours in enumerate(HOURS):
         start.restore()
         with hours_later(fake, hours):
             save(fake, 3)
         requests = len(fake.requests)
-        for moment in every_moment(requests):
+        for moment in every_moment(requests)[number :: len(HOURS)]:
 
             def die(cut: Moment = moment) -> None:
                 fake.on_request = CutAt(*cut)
