@@ -44,7 +44,9 @@ near: .venv/installed
 
 ## durations: measure how long each file of tests takes, for the order in which they run
 durations: .venv/installed
-	$(BIN)/python $(PYTEST) --write-durations $(CORE) tests/interop
+	$(BIN)/python $(PYTEST) --write-durations $(CORE)
+	$(BIN)/python $(PYTEST) --write-durations --left-out $(CORE)
+	$(BIN)/python $(PYTEST) --write-durations --full tests/interop
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed

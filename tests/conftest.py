@@ -34,11 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(ALL if config.option.full or config.option.left_out else DAY)
     if config.option.write_durations and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(suite.DurationsFile())
+        config.pluginmanager.register(suite.DurationsFile(suite.durations_file(config)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    selected = suite.order(suite.select(items, config), suite.read_durations())
+    selected = suite.order(suite.select(items, config), suite.read_durations(suite.durations_file(config)))
     chosen = set(selected)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = selected

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import is_hypothesis_test
 
-#: Seconds of each file of tests, as the last run with ``--write-durations`` measured them.
-DURATIONS = Path(__file__).parents[1] / "durations.json"
+_TESTS = Path(__file__).parents[1]
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -23,7 +22,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="run every case, and property tests with all their examples")
     group.addoption("--left-out", action="store_true", help="run only what a run without --full leaves out")
     group.addoption(
-        "--write-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
+        "--write-durations", action="store_true", help="write the seconds of each file, for the order of later runs"
     )
 
 
@@ -40,8 +39,16 @@ def select(items: Iterable[pytest.Item], config: pytest.Config) -> list[pytest.I
     return [item for item in items if item.get_closest_marker("full") is None]
 
 
-def read_durations() -> dict[str, float]:
-    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+def durations_file(config: pytest.Config) -> Path:
+    """Return where the seconds of each file of tests are, as the last run with ``--write-durations`` measured them.
+
+    A file that takes long in ``make test-all`` may be done soon in ``make test``.
+    """
+    return _TESTS / ("durations_all.json" if config.option.full or config.option.left_out else "durations.json")
+
+
+def read_durations(file: Path) -> dict[str, float]:
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def order(items: Iterable[pytest.Item], durations: Mapping[str, float]) -> list[pytest.Item]:
@@ -55,13 +62,14 @@ def order(items: Iterable[pytest.Item], durations: Mapping[str, float]) -> list[
 class DurationsFile:
     """Plugin of the process that collects the reports of all workers: writes the durations when all tests are done."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
+        self._file = file
         self._seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        known = read_durations() | {file: round(seconds, 1) for file, seconds in self._seconds.items()}
-        present = {file: known[file] for file in sorted(known) if (DURATIONS.parents[1] / file).exists()}
-        DURATIONS.write_text(json.dumps(present, indent=0) + "\n")
+        known = read_durations(self._file) | {file: round(seconds, 1) for file, seconds in self._seconds.items()}
+        present = {file: known[file] for file in sorted(known) if (_TESTS.parent / file).exists()}
+        self._file.write_text(json.dumps(present, indent=0) + "\n")
