@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from hypothesis import settings
 from rankless.storage import atomic_rename
 from rankless.storage.http.client import ObjectClient, ObjectRequest
 from tests.helpers.examples import ALL
-from tests.promises.places import FORK, Place, in_new_job
+from tests.promises.places import FORK, ON_RANKS, Place, Run, in_new_job
 
 #: The system calls that change the names and the durability of files.
 _CALLS = ("fsync", "link", "mkdir", "rename", "rmdir", "unlink")
@@ -80,8 +81,9 @@ def count_changes(action: Callable[[], None]) -> int:
 
 
 def draw_moments(count: int, few: int, place: Place) -> list[int]:
-    """Return numbers of changes, all of them in ``make test-all``, and by day a few."""
-    chosen = count if settings.get_current_profile_name() == ALL else min(count, few)
+    """Return numbers of changes: by day a few, in ``make test-all`` all of them, or of four ranks a third."""
+    many = math.ceil(count / 3) if isinstance(place, Run) and place.way == ON_RANKS else count
+    chosen = many if settings.get_current_profile_name() == ALL else min(count, few)
     return sorted(random.Random(type(place).__name__).sample(range(count), chosen))
 
 
