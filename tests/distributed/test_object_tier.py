@@ -29,7 +29,7 @@ from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, FakeStore
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure, gcs_at, store_at
 from tests.helpers.file_contents import read_state_files
-from tests.helpers.pairwise import each_value
+from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.tier_runs import claim_epoch
@@ -43,6 +43,10 @@ NEVER = 10**6
 
 WRITERS = [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)]
 READERS = [("plain", 1), ("ddp", 3), ("fsdp", 2), ("fsdp", 4)]
+
+#: By day one of each number of ranks of a host: test_local_tier.py has each layout.
+BY_DAY = [(("fsdp", 3), ("ddp", 3), 1), (("ddp", 2), ("fsdp", 4), 4)]
+GENERATIONS = [*BY_DAY, *(case for case in itertools.product(WRITERS, READERS, [1, 4]) if case not in BY_DAY)]
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def tags(run: Path) -> list[str]:
 
 
 class TestLoads:
-    @each_value({"writer": WRITERS, "reader": READERS, "ranks_per_host": [1, 4]})
+    @first_of(2, ("writer", "reader", "ranks_per_host"), GENERATIONS)
     def test_any_layout_loads_a_generation_of_any_other_and_makes_it_durable(
         self,
         ranks: Ranks,
