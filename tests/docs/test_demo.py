@@ -1,16 +1,16 @@
-"""Tests the example training script: it resumes on other numbers of ranks, and transformers opens its checkpoints."""
+"""Tests that the example training script saves when it is told to end.
+
+``make demo`` resumes it on other numbers of ranks, compares the losses, and opens its checkpoints in transformers.
+"""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import rankless
 
@@ -26,29 +26,6 @@ def start(run: Path, ranks: int, steps: int) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def train(run: Path, ranks: int) -> dict[int, float]:
-    """The losses of a job, by step."""
-    with start(run, ranks, 4) as job:
-        out, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    lines = [json.loads(line) for line in out.splitlines()]
-    assert {line["ranks"] for line in lines} <= {ranks}
-    return {line["step"]: line["loss"] for line in lines}
-
-
-@pytest.mark.full
-def test_the_example_goes_on_where_its_last_checkpoint_is(tmp_path: Path) -> None:
-    losses = train(tmp_path, 2)
-    assert list(losses) == [1, 2, 3, 4]
-    shutil.rmtree(tmp_path / "step_4")
-
-    again = train(tmp_path, 3)
-
-    assert again == {step: pytest.approx(losses[step], abs=1e-5) for step in (3, 4)}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_4" / "model")
-    assert model.generate(torch.tensor([[100, 101]]), max_new_tokens=3, do_sample=False).shape[0] == 1
 
 
 @pytest.mark.full
