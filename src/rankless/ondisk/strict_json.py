@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -18,7 +19,11 @@ from rankless.errors import CorruptCheckpointError, MismatchError
 #: An escape of a surrogate: half a character. Two of them may form a character.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_TEXT, _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL), re.compile(rb"[\[{}\]]")
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+#: By how many levels each bracket leads deeper, and all bytes that are no brackets.
+_STEPS = dict(zip(b"[{]}", (1, 1, -1, -1), strict=True))
+_OTHERS = bytes(set(range(256)) - _STEPS.keys())
 
 #: More levels of brackets than any file of rankless has.
 _MAX_LEVELS = 450
@@ -74,11 +79,8 @@ def recursion_error(subject: str) -> MismatchError:
 
 def _count_levels(raw: bytes) -> int:
     """Return how deep brackets are nested outside of texts."""
-    level = deepest = 0
-    for bracket in _BRACKET.findall(_TEXT.sub(b"", raw)):
-        level += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, level)
-    return deepest
+    brackets = _TEXT.sub(b"", raw).translate(None, _OTHERS)
+    return max(accumulate(map(_STEPS.__getitem__, brackets), initial=0))
 
 
 def _parse_integer(text: str) -> int:
