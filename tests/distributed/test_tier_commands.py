@@ -383,8 +383,8 @@ def run_here(*command: str) -> Any:
 ALL = ["ls", "show", "verify", "prune", "drain"]
 
 
-@pytest.mark.parametrize("command", ALL)
 class TestHostileFolders:
+    @pytest.mark.parametrize("command", ALL)
     def test_a_folder_of_another_run_is_refused(self, tmp_path: Path, command: str) -> None:
         _end_job(tmp_path)
         (tmp_path / "other").mkdir()
@@ -392,6 +392,7 @@ class TestHostileFolders:
         assert done.exit_code == 2
         assert "is the local tier of" in done.stderr
 
+    @pytest.mark.parametrize("command", ALL)
     def test_a_folder_that_others_may_enter_is_refused(self, tmp_path: Path, command: str) -> None:
         _end_job(tmp_path)
         (tmp_path / "host0").chmod(0o755)
@@ -399,6 +400,7 @@ class TestHostileFolders:
         assert done.exit_code == 1
         assert "only this user may enter" in done.stderr
 
+    @pytest.mark.parametrize("command", ALL)
     @pytest.mark.parametrize("is_there", [True, False])
     def test_a_folder_that_is_no_tier_is_refused_and_not_created(
         self, tmp_path: Path, command: str, is_there: bool
@@ -411,7 +413,13 @@ class TestHostileFolders:
         assert "Traceback" not in done.output
         assert list(tmp_path.rglob("*/*")) == []
 
-    @each_value({"suffix": [".part", ".common", ".data"], "kind": ["empty", "random", "cut", "fifo", "link", "folder"]})
+    @each_value(
+        {
+            "command": ALL,
+            "suffix": [".part", ".common", ".data"],
+            "kind": ["empty", "random", "cut", "fifo", "link", "folder"],
+        }
+    )
     def test_a_broken_file_gives_no_traceback(self, tmp_path: Path, command: str, suffix: str, kind: str) -> None:
         _end_job(tmp_path)
         (path,) = [path for path in (tmp_path / "host0").glob(f"*{suffix}") if "-00.data" not in path.name]
@@ -428,7 +436,7 @@ class TestHostileFolders:
             assert done.exit_code == 3
             assert path.name in done.stderr
 
-    @pytest.mark.parametrize("tag", ["../outside", "/outside", ".hidden"])
+    @each_value({"command": ALL, "tag": ["../outside", "/outside", ".hidden"]})
     def test_a_forged_tag_is_refused(self, tmp_path: Path, command: str, tag: str) -> None:
         _end_job(tmp_path)
         folder = TierFolder.find(tmp_path / "host0", tmp_path / "run")
@@ -444,7 +452,7 @@ class TestHostileFolders:
         assert not (tmp_path / "outside").exists()
         assert {path.name for path in (tmp_path / "run").iterdir()} <= {".epochs", ".parts"}
 
-    @pytest.mark.parametrize("column", ["tensor", "file", "offset", "stop"])
+    @each_value({"command": ALL, "column": ["tensor", "file", "offset", "stop"]})
     def test_forged_ranges_are_refused(self, tmp_path: Path, command: str, column: str) -> None:
         _end_job(tmp_path)
         folder = TierFolder.find(tmp_path / "host0", tmp_path / "run")
