@@ -33,7 +33,7 @@ from rankless.storage import links_and_clones
 from tests.golden import reader
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.file_contents import read_state_files
-from tests.helpers.pairwise import first_of
+from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.run_directories import list_names
 
@@ -145,26 +145,24 @@ def replace_with_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-CHANGES: list[Callable[[Path], object]] = [
-    flip_byte,
-    replace_with_equal_size,
-    truncate,
-    replace_with_link,
-    replace_with_pipe,
-    Path.unlink,
-    lambda file: shutil.rmtree(file.parents[1]),
-    lambda file: file.parents[1].rename(file.parents[2] / "renamed"),
-]
-NAMES = ["flipped", "replaced", "truncated", "link", "pipe", "removed", "removed checkpoint", "renamed checkpoint"]
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip_byte,
+    "replaced": replace_with_equal_size,
+    "truncated": truncate,
+    "link": replace_with_link,
+    "pipe": replace_with_pipe,
+    "removed": Path.unlink,
+    "removed checkpoint": lambda file: shutil.rmtree(file.parents[1]),
+    "renamed checkpoint": lambda file: file.parents[1].rename(file.parents[2] / "renamed"),
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=NAMES)
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@each_value({"change": CHANGES, "asynchronous": [False, True]})
 def test_a_file_that_another_program_has_changed_is_written_anew(
-    tmp_path: Path, change: Callable[[Path], object], *, asynchronous: bool
+    tmp_path: Path, change: str, *, asynchronous: bool
 ) -> None:
     checkpointer, model = save_twice(tmp_path)
-    change(base_file(tmp_path, "s1"))
+    CHANGES[change](base_file(tmp_path, "s1"))
     train(model)
     checkpointer.save("s2", model, async_save=asynchronous).wait()
     assert_holds(tmp_path, "s2", model)
