@@ -53,8 +53,18 @@ def jobs_on_hosts(draw: st.DrawFn) -> tuple[Job, list[int]]:
     return job, draw(st.lists(st.integers(0, 3), min_size=len(job.ranks), max_size=len(job.ranks)))
 
 
-#: Eight shards of four bytes on two hosts: more groups of ranks than are placed one by one in a cell.
-CROWDED = (sharded(3, 8, 8, 1), [0, 0, 1, 1, 0, 0, 1, 1])
+def reported_by_halves() -> Job:
+    """Two tensors with equal layouts, each named by one of the two groups of ranks that hold its shards."""
+    job = sharded(2, 16, 10, 1)  # a cell has bytes of both
+    layout = PlacementLayout(MeshShape((2, 8), tuple(range(16))), (Replicated(), Sharded(0)))
+    for key, ranks in zip(job.held, (range(8), range(8, 16)), strict=True):
+        job.held[key] = dict.fromkeys(ranks, layout)
+    return job
+
+
+#: Small shards on two hosts: more groups of ranks than are placed one by one in a cell.
+CROWDED = (sharded(3, 8, 8, 1), [0, 0, 1, 1] * 2)
+CROWDED_IN_PART = (reported_by_halves(), [0, 0, 1, 1] * 4)
 
 
 def plan_all(job: Job, host_of: Sequence[int]) -> list[SavePlan]:
@@ -91,6 +101,7 @@ def planned_bytes(plan: SavePlan) -> dict[int, set[int]]:
 
 
 @example(CROWDED)
+@example(CROWDED_IN_PART)
 @given(jobs_on_hosts())
 @settings(max_examples=examples(200), deadline=None)
 def test_each_byte_is_written_once_and_each_cell_by_one_host(
@@ -125,6 +136,7 @@ def merge_adjacent(transfers: Sequence[CellTransfer]) -> list[CellTransfer]:
 
 
 @example(CROWDED)
+@example(CROWDED_IN_PART)
 @given(jobs_on_hosts())
 @settings(max_examples=examples(100), deadline=None)
 def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
