@@ -133,10 +133,10 @@ def _build_bare_file(model: torch.nn.Module, optimizer: torch.optim.Optimizer, f
     return _repeat_writes(joined), _load_nothing
 
 
-def _repeat_writes(model: Path) -> Save:
-    """Return the least that writes the files in ``model`` anew such that they appear at once, and are durable then."""
-    folders = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_dir()]
-    files = {path.relative_to(model): path.read_bytes() for path in sorted(model.rglob("*")) if path.is_file()}
+def _repeat_writes(source: Path) -> Save:
+    """Return the least that writes the files in ``source`` anew such that they appear at once, and are durable then."""
+    folders = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_dir()]
+    files = {path.relative_to(source): path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
 
     def save(path: Path) -> None:
         pending = path.parent / f".{path.name}"
@@ -163,6 +163,7 @@ LIBRARIES: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer, Path], tu
     "PyTorch DCP": _import_dcp,
     "PyTorch DCP, its directories synced": _import_durable_dcp,
 }
+
 
 #: What no library that makes the same promise can beat: as many files, and as few as possible.
 LIMITS: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer, Path], tuple[Save, Load]]] = {

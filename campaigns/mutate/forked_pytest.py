@@ -33,10 +33,11 @@ def run_pytest(root: Path, arguments: Sequence[str], log: Path, seconds: float) 
     gc.freeze()  # a collection in a fork would copy the memory of all these modules
     process = mp.get_context("fork").Process(target=_run_in_tree, args=(root, arguments, log))
     process.start()
-    process.join(seconds)
-    code = process.exitcode
-    _kill_group(process)
-    return code
+    try:
+        process.join(seconds)
+        return process.exitcode
+    finally:
+        _kill_group(process)
 
 
 def _run_in_tree(root: Path, arguments: Sequence[str], log: Path) -> None:
