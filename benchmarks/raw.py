@@ -95,9 +95,14 @@ def read_into_cache(folder: Path) -> None:
 def sync_tree(path: Path) -> None:
     """Make a file, or a directory and its contents, durable."""
     for entry in [path, *path.rglob("*")]:
-        fd = os.open(entry, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        sync_path(entry)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file durable, or the names in a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def copy_durably(source: Path, target: Path) -> None:

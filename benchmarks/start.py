@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks.first_save import LIBRARIES
+from benchmarks.first_save import LIBRARIES, LIMITS
 from benchmarks.measure import Contender, SelfTimed, Table, time_interleaved
 from benchmarks.setting import Setting
 
@@ -46,8 +46,9 @@ def measure_start(setting: Setting) -> Iterator[Table]:
     first = {library: _build_process(library, places["memory disk"], "first", 0) for library in LIBRARIES}
     yield time_interleaved(first, setting.rounds).build_table("import, first save and load of 33 kB, processor time")
     for name, folder in places.items():
-        later = {library: _build_process(library, folder, "later", _LATER_SAVES) for library in LIBRARIES}
-        yield time_interleaved(later, setting.rounds).build_table(f"later save of 33 kB, durable, {name}")
+        later = {library: _build_process(library, folder, "later", _LATER_SAVES) for library in LIBRARIES | LIMITS}
+        title = f"later save of 33 kB, durable, {name}"
+        yield time_interleaved(later, setting.rounds).build_table(title, tuple(LIMITS))
 
 
 def _build_process(library: str, root: Path, figure: str, saves: int) -> Contender:

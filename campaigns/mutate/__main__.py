@@ -24,7 +24,17 @@ from campaigns.mutate.mutants import Mutant, draw_mutants
 from campaigns.mutate.trial import CAUGHT, SURVIVED, UNDECIDED, Outcome, Tree
 
 #: The folders of ``make test``, and what is added to the distance of their tests from a module: slow tests come later.
-_PENALTIES = {"unit": 0, "distributed": 2, "failure": 3, "golden": 3, "hostile": 4, "docs": 6, "packaging": 6}
+_PENALTIES = {
+    "unit": 0,
+    "distributed": 2,
+    "simulated": 2,
+    "failure": 3,
+    "golden": 3,
+    "promises": 3,
+    "hostile": 4,
+    "docs": 6,
+    "packaging": 6,
+}
 
 
 def main() -> int:
@@ -77,8 +87,9 @@ def order_tests(path: str, imports: Imports, durations: Mapping[str, float]) -> 
 
 
 def _list_words(path: str) -> set[str]:
-    """Return the words of a path: ``tests/unit/tier/test_part.py`` probably tests ``tier/part.py``."""
-    return set(re.findall("[a-z]+", path)) - {"src", "rankless", "tests", "test", "unit", "py"}
+    """Return the words of a path, singular: ``tests/unit/tier/test_parts.py`` probably tests ``tier/part.py``."""
+    words = set(re.findall("[a-z]+", path)) - {"src", "rankless", "tests", "test", "unit", "py"}
+    return {word.removesuffix("s") for word in words}
 
 
 def _read_durations() -> dict[str, float]:

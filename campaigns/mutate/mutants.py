@@ -28,9 +28,9 @@ _OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
 }
 
-#: Calls that write logs and warnings, and calls whose arguments nobody can confuse.
+#: Calls that write logs and warnings, and calls whose arguments nobody can confuse, or have no order.
 _LOGS = frozenset({"log", "logger", "logging", "warnings", "warn", "print"})
-_PLAIN = frozenset({"isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast", "field"})
+_PLAIN = frozenset({"isinstance", "issubclass", "getattr", "setattr", "hasattr", "cast", "field", "max", "min"})
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from campaigns.mutate.forked_pytest import run_pytest
 from campaigns.mutate.mutants import Mutant
 
 #: A test that takes longer than these seconds fails, with this word in its message.
@@ -79,19 +77,8 @@ class Tree:
     def run(self, tests: Sequence[str], seconds: float) -> Outcome:
         """Run ``tests`` until the first one fails."""
         options = ["-x", "-vv", "-rfE", "--tb=line", "-p", "campaigns.mutate.order", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", "pytest", *options, f"--timeout={_TEST_SECONDS}", *tests]
-        environment = os.environ | {"PYTHONPATH": f"{self.root / 'src'}:{self.root}"}
         log = self.root / "mutant.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, cwd=self.root, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _kill_group(process)
+        code = run_pytest(self.root, [*options, f"--timeout={_TEST_SECONDS}", *tests], log, seconds)
         return read_outcome(code, log.read_text(encoding="utf-8", errors="replace"))
 
     @staticmethod
@@ -113,12 +100,3 @@ def read_outcome(code: int | None, output: str) -> Outcome:
     if failures:
         return Outcome(TIMED_OUT if _TIMEOUT in output else CAUGHT, failures[0], passed)
     return Outcome(CAUGHT, f"pytest ended with {code}", passed)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End pytest with the ranks that it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()

@@ -26,7 +26,7 @@ from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader, check_read, describe_doubts, detect_replacement, find_file_ranges
 from rankless.inspection.bits_to_floats import as_array
 from rankless.inspection.placeholders import PlaceholderCodec
-from rankless.load.verification import CheckpointVerification, VerificationResult
+from rankless.load.checkpoint_verification import CheckpointVerification, VerificationResult
 from rankless.observe.units import format_size
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import BLOCK_BYTES

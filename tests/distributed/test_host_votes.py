@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import rankless
-from rankless.engine.comm import polling
+from rankless.engine.comm import polling, session
 from rankless.engine.comm.host_vote_channel import HostVoteChannel
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.vote_channel import VoteChannel
@@ -75,6 +75,20 @@ def test_the_first_vote_finds_out_the_hosts_for_all_that_follow(on_hosts: OnHost
     expected = ["VoteChannel", *["HostVoteChannel"] * 4]
     assert on_hosts(hosts, count_channels) == [expected] * len(hosts)
     assert not list(boards.iterdir())
+
+
+def count_removals() -> int:
+    group = RankGroup()
+    vote_ranks(group.open_session(20.0))  # the ranks learn their hosts
+    current = group.open_session(20.0)
+    with mock.patch.object(session, "remove_stale_boards") as remove:
+        for _ in range(3):
+            vote_ranks(current)
+    return remove.call_count
+
+
+def test_boards_of_killed_jobs_are_looked_for_once_in_a_session(on_hosts: OnHosts) -> None:
+    assert on_hosts("aab", count_removals) == [1, 1, 1]
 
 
 def save_and_load(path: str) -> list[float]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from rankless.tier.part import PartTable, encode_checked
 from rankless.tier.parts_in_run import CollectedParts
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.file_contents import read_state_files
+from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import ForkedProcess, run_command, start_code, start_command
@@ -42,6 +45,18 @@ def save(base: str, ranks_per_host: int, steps: int = 3, copies: int = 0, **opti
     directory = rankless.RunDirectory(f"{base}/run", local=local)
     tag = options.pop("tag", f"step_{steps}")
     directory.save(tag, run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps, **options)
+
+
+def die_in_second_save(base: Path) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run = train_run("fsdp", steps=3)
+    directory = rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / "host0", drain_every=NEVER))
+    directory.save("older", run.model, run.optimizer, run.scheduler, {"n": 3}, step=3)
+    with mock.patch.object(TierFolder, "write_common", die):
+        directory.save("newer", run.model)
 
 
 def save_without_tier(base: str, steps: int = 3, tag: str = "") -> None:
@@ -128,6 +143,15 @@ class TestDrain:
         assert str(corrupt) in first.stderr
         assert invoke_json(*commands(tmp_path, "drain", 1))["status"] == "published"
         assert read_state_files(tmp_path / "run/step_3") == expected_files(ranks, tmp_path, 2)
+
+    def test_if_the_newest_checkpoint_was_not_completed_the_one_before_is_written(
+        self, ranks: Ranks, tmp_path: Path
+    ) -> None:
+        with pytest.raises(EOFError):
+            run_killed_job(die_in_second_save, tmp_path)
+        assert invoke_json(*commands(tmp_path, "drain"))["status"] == "published"
+        assert read_state_files(tmp_path / "run/older") == expected_files(ranks, tmp_path, 1)
+        assert not (tmp_path / "run/newer").exists()
 
     def test_a_part_that_is_corrupt_in_the_run_directory_is_put_again(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks(2, save, str(tmp_path), 1)

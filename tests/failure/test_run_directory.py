@@ -17,10 +17,32 @@ import rankless.errors
 from rankless import RunDirectory, api
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.run.catalog import is_run_directory
+from rankless.run.lookup import resolve_checkpoint_path
 from rankless.storage.filesystem_kind import Mount
 from tests.helpers.pending_locks import lock_pending
 from tests.helpers.processes import run_code, start_code
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
+
+
+def test_a_checkpoint_that_was_displaced_by_a_dead_save_is_found_by_its_tag(tmp_path: Path) -> None:
+    pending = {tag: HiddenName(tag, f"{1:016x}", f"{2:016x}", "partial") for tag in ("a", "b")}
+    for name in pending.values():
+        (tmp_path / name.name).mkdir()
+        (tmp_path / name.with_state("replaced").name).mkdir()
+    for tag, name in pending.items():
+        assert resolve_checkpoint_path(tmp_path / tag) == tmp_path / name.with_state("replaced").name
+    assert resolve_checkpoint_path(tmp_path / "c") == tmp_path / "c"
+
+
+def test_a_directory_with_a_corrupt_checkpoint_alone_is_a_run_and_one_of_another_program_is_not(tmp_path: Path) -> None:
+    save_step(tmp_path / "run", 1)
+    manifest = tmp_path / "run/step_1/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"crc64nvme": "', '"crc64nvme": "?'))
+    (tmp_path / "other/extension").mkdir(parents=True)
+    (tmp_path / "other/extension/manifest.json").write_text('{"name": "an extension", "version": "1"}')
+    assert is_run_directory(tmp_path / "run")
+    assert not is_run_directory(tmp_path / "other")
 
 
 def test_a_checkpoint_is_replaced_and_then_the_latest(tmp_path: Path, exchanging: None) -> None:

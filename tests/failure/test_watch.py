@@ -423,7 +423,7 @@ def test_a_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     from rankless.engine.comm.known_failures import known_failures
     from rankless.liveness.rank_loss import LossEvidence, RankLoss
     from rankless.liveness.rank_loss_reaction import Reaction
-    from rankless.process.main_thread import MainThread
+    from rankless.process.main_thread_errors import MainThread
 
     main = MainThread()
     try:

@@ -176,7 +176,7 @@ def test_a_save_imports_no_code_of_loads_and_no_reader_of_another_format(first_u
 def test_a_load_of_a_native_checkpoint_imports_no_reader_of_another_format(first_use: dict[str, Any]) -> None:
     names = modules_of_rankless(first_use["load"])
     assert {name for name in names if name.startswith("formats.")} == {
-        "formats.adapter_files",
+        "formats.adapter_configs",
         "formats.detect",
         "formats.native",
         "formats.reader",

@@ -94,7 +94,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
 
 def _find_corruption(path: Path, error: CorruptCheckpointError) -> list[str]:
     with leave_on_interrupt():
-        from rankless.load.verification import find_all_corruption  # noqa: PLC0415 - NumPy is slow to import
+        from rankless.load.checkpoint_verification import find_all_corruption  # noqa: PLC0415 - NumPy is slow to import
     return find_all_corruption(path, error)
 
 

@@ -18,7 +18,7 @@ from rankless.components.component_view import ComponentView
 from rankless.components.content import MODEL
 from rankless.engine.comm.process_group_argument import SELF
 from rankless.errors import InvalidArgumentError
-from rankless.formats.adapter_files import read_adapter_files
+from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import SHARD_SIZE, is_adapter_group
@@ -112,7 +112,7 @@ def _find_adapter(reader: Reader) -> tuple[NativeReader, str]:
 def _build_model(reader: NativeReader, group: str) -> tuple[Any, Any]:
     """Return the base model of a checkpoint, with values that are to be replaced, and the adapter's configuration."""
     with TemporaryDirectory() as folder:  # PEFT and transformers read files of a disk
-        for name, data in read_adapter_files(reader).items():
+        for name, data in read_adapter_configs(reader).items():
             posix.make_parents(Path(folder), name)
             posix.write_small(Path(folder) / name, data)
         try:

@@ -19,7 +19,7 @@ from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.session import RankGroup, require_equal
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import InvalidArgumentError
-from rankless.formats.adapter_files import read_adapter_files
+from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.native import MODEL, NativeReader
 from rankless.formats.reader import Reader
 from rankless.observe.events import OnEvent, ignore_event
@@ -187,7 +187,7 @@ def _describe_adapter(reader: Reader, given: CardMetadata) -> CardMetadata:
     """Return the metadata of an adapter, whose configuration may name the base model."""
     contents = (
         parse_json(data, f"{reader.path}: {name}")
-        for name, data in read_adapter_files(reader).items()
+        for name, data in read_adapter_configs(reader).items()
         if Path(name).name == ADAPTER_CONFIG
     )
     named = (content.get("base_model_name_or_path") for content in contents if isinstance(content, dict))

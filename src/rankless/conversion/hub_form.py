@@ -9,7 +9,7 @@ from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key, SelectedTensors
 from rankless.engine.plan.split_tensors import Splits
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
-from rankless.formats.hub_layout import join_tensors, read_layout
+from rankless.formats.hub_layout_file import join_tensors, read_layout
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import NamedRange, RemappedReader, TensorMapping, identity_mapping
 from rankless.ondisk.data_files import TensorInfo

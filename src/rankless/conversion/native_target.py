@@ -16,9 +16,9 @@ from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.engine.io.requests import Fragments
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
-from rankless.formats.adapter_files import read_adapter_files
+from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.contained_paths import check_contained
-from rankless.formats.hub_layout import NAME, layout_file
+from rankless.formats.hub_layout_file import NAME, layout_file
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
 from rankless.formats.reader import Reader
@@ -95,7 +95,7 @@ class NativeTarget:
     def adapter_files(self) -> dict[str, bytes]:
         """Return the small files of the adapters that are converted, by their paths in a checkpoint."""
         selects_adapters = any(map(is_adapter_group, self._source.selected.group_names()))
-        return read_adapter_files(self._source.reader) if selects_adapters else {}
+        return read_adapter_configs(self._source.reader) if selects_adapters else {}
 
     def _hub_layout(self) -> dict[str, bytes]:
         """Return the layout for the Hub, by its path in the checkpoint, if all tensors that it names are unchanged."""

@@ -11,10 +11,10 @@ import msgspec
 
 from rankless.conversion.carried_values import carry_values
 from rankless.conversion.changed_states import warn_of_changed_states
+from rankless.conversion.input_files import InputFiles
 from rankless.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from rankless.conversion.peft_target import PeftTarget
 from rankless.conversion.source_checksums import check_ranges, find_source_checksums
-from rankless.conversion.source_table import SourceTable
 from rankless.conversion.target import ConversionSource, ConversionTarget, FileLayout
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.session import Session, require_equal
@@ -296,7 +296,7 @@ class Conversion:
 
         def convert_share() -> HashedResult:
             fragments_read, crcs_read = ReadFragments(), ReadCrcs(work.checksums)
-            sources = SourceTable(source, fragments_read)
+            sources = InputFiles(source, fragments_read)
             with detect_replacement(source.reader):
                 with SourceReader(sources.files, HashingReaderPool(ExactReaderFactory(), crcs_read)) as opened:
                     # Through the page cache, because the files are soon read back.

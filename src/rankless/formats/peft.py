@@ -90,10 +90,10 @@ class PeftReader:
         return all(reader.is_current() for reader in self._readers.values())
 
 
-def read_foreign_adapter_files(reader: Reader) -> dict[str, bytes]:
-    """Return what ``read_adapter_files`` returns for a checkpoint of another system."""
+def read_foreign_adapter_configs(reader: Reader) -> dict[str, bytes]:
+    """Return what ``read_adapter_configs`` returns for a checkpoint of another system."""
     if isinstance(reader, CompositeReader):
-        return {name: data for part in reader.readers for name, data in read_foreign_adapter_files(part).items()}
+        return {name: data for part in reader.readers for name, data in read_foreign_adapter_configs(part).items()}
     if isinstance(reader, PeftReader):
         folders = {group: reader.path / group.removeprefix(ADAPTER).removeprefix("/") for group in reader.groups}
         for folder in folders.values():

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, _world
 from rankless.engine.comm.known_failures import known_failures
 from rankless.errors import RankFailedError
 from rankless.liveness.rank_loss import RankLoss
-from rankless.process.main_thread import MainThread, describe_position
+from rankless.process.main_thread_errors import MainThread, describe_position
 
 _log = logging.getLogger("rankless")
 

@@ -20,7 +20,7 @@ from rankless.liveness.watch_store import WatchStore
 from rankless.liveness.watcher import Member, Watcher, WatchTimes
 from rankless.process.exit_order import ExitStage, call_at_exit
 from rankless.process.local_processes import pid_namespace
-from rankless.process.main_thread import MainThread
+from rankless.process.main_thread_errors import MainThread
 from rankless.process.uncaught_error import find_uncaught_error, is_success
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.host_mailbox import reachable_id

@@ -33,7 +33,7 @@ from rankless.errors import (
     RankMismatchError,
     StorageError,
 )
-from rankless.formats.adapter_files import read_adapter_files
+from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.detect import open_reader
 from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
@@ -212,7 +212,7 @@ class LoadOperation:
             targets.fill_inventory(rank)
             if rank == COORDINATOR_RANK:
                 with suppress(RanklessError):  # a corrupt configuration prevents a load only if all is verified
-                    self._differences = list(targets.explain_adapters(read_adapter_files(underlying_reader(reader))))
+                    self._differences = list(targets.explain_adapters(read_adapter_configs(underlying_reader(reader))))
             return reader, targets
 
         def encode_contribution(matched: tuple[Reader, LoadTargets]) -> bytes:

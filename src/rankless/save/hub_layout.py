@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.formats.hub_layout import NAME, HubLayout, encode_layout, is_stored_as
+from rankless.formats.hub_layout_file import NAME, HubLayout, encode_layout, is_stored_as
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.torchao_form import flat_names, select_described
 from rankless.state.model.fused_layout import stored_layout

@@ -23,6 +23,7 @@ from rankless.state import rank_states, user_objects
 from rankless.state import scheduler as schedulers
 from rankless.state.array_encoder import INLINE_BYTES, ArrayEncoder
 from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
+from rankless.state.differing_values import DIFFERING, LAYOUT, digest_layout
 from rankless.state.model import model_traversal as models
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_view import ModelView, check_duplicate_tensors
@@ -41,7 +42,6 @@ from rankless.state.schedulers_by_params import merge_entries
 from rankless.state.split_parameters import split_group, split_refs, split_state
 from rankless.state.tensor_views import TensorView, check_present, view_of
 from rankless.state.training import TrainingObjects
-from rankless.state.values_by_rank import DIFFERING, LAYOUT, digest_layout
 
 #: Groups of tensors; their directories or files have the same names.
 MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"

@@ -16,8 +16,8 @@ from rankless.errors import CorruptCheckpointError, MismatchError
 from rankless.ondisk.values import decode_value
 from rankless.state import rng, user_objects
 from rankless.state.array_decoder import ArrayComparer, ArrayDecoder
+from rankless.state.differing_values import DIFFERING, LAYOUT, list_differing
 from rankless.state.user_objects import loading_code
-from rankless.state.values_by_rank import DIFFERING, LAYOUT, list_differing
 
 #: Keys of its components in files; the last one has another name in the API.
 RNG, LOADER, CONTENT = "rng", "dataloader", "content"

@@ -22,6 +22,7 @@ from rankless.state import scheduler as schedulers
 from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
+from rankless.state.differing_values import components_of, digest_layout, own_model_values, replace_shared
 from rankless.state.meta_models import MetaModels
 from rankless.state.mismatches import MismatchReport, RestorePolicy
 from rankless.state.model import fsdp1
@@ -47,7 +48,6 @@ from rankless.state.tensor_subclasses import explain_difference, is_alike, is_de
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 from rankless.state.user_objects import loading_code
-from rankless.state.values_by_rank import components_of, digest_layout, own_model_values, replace_shared
 
 #: ``{group: {name: dtype and shape}}``.
 Groups = Mapping[str, Mapping[str, TensorInfo]]

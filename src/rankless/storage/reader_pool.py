@@ -1,4 +1,4 @@
-"""A pool of readers of many files, which are open_reader at their first read and closed together."""
+"""A pool of readers of many files, which are opened at their first read and closed together."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import rankless
 from rankless.conversion import hub_form
 from rankless.engine.plan.split_tensors import SplitLayout
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
-from rankless.formats.hub_layout import NAME, join_tensors
+from rankless.formats.hub_layout_file import NAME, join_tensors
 from rankless.formats.native import NativeReader
 from rankless.ondisk.data_files import TensorInfo
 from tests.helpers.corruption import flip_tensor_bit

@@ -114,7 +114,7 @@ class TestOnATerminal:
             assert "Usage: rankless" in text
 
     @pytest.mark.parametrize(
-        "module", ["typer", "rankless.cli.verify", "rich.progress", "numpy", "rankless.load.verification"]
+        "module", ["typer", "rankless.cli.verify", "rich.progress", "numpy", "rankless.load.checkpoint_verification"]
     )
     @pytest.mark.parametrize("swallowed", [False, True])
     def test_ctrl_c_while_modules_are_imported(self, tmp_path: Path, module: str, swallowed: bool) -> None:

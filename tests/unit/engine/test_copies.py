@@ -146,6 +146,7 @@ def test_any_layout_is_copied_into_any_other_and_nothing_is_sent_twice(case: tup
         lacking, buffers = copy.bytes_to_move(rank)
         received = sum(run.nbytes for runs in plan.received.values() for run in runs)
         assert lacking <= received <= lacking + buffers
+        assert all(len(holders) > 1 and rank in holders for holders in plan.replicas)
         for sender, runs in plan.received.items():
             assert runs == plans[sender].sent[rank]
 

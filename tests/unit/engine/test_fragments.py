@@ -121,6 +121,14 @@ def anything(draw: st.DrawFn) -> list[Fragments]:
     return draw(st.lists(st.dictionaries(st.integers(0, 1), st.lists(some, min_size=1, max_size=8)), max_size=4))
 
 
+def test_a_block_in_which_fragments_overlap_is_left_as_it_is() -> None:
+    overlapping = [Fragment(0, 10, 1), Fragment(5, 10, 2), Fragment(10, 20, 3)]
+    adjacent = [Fragment(BLOCK, BLOCK + 10, 4), Fragment(BLOCK + 10, BLOCK + 20, 5)]
+    actual = decode_fragments([encode_fragments({0: [*overlapping, *adjacent]})])
+    joined = Fragment(BLOCK, BLOCK + 20, block_crcs.combine(4, 5, 10))
+    assert actual == {0: [*overlapping, joined]}
+
+
 @given(anything())
 def test_what_does_not_fit_together_assembles_folded_as_it_does_at_once(reports: list[Fragments]) -> None:
     sizes = {0: 3 * BLOCK, 1: 3 * BLOCK}

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rankless.engine.plan import equal_shares, stripes, writer_cells
@@ -38,10 +38,34 @@ def small_cells() -> Iterator[None]:
         yield
 
 
+def sharded(count: int, ranks: int, rows: int, columns: int) -> Job:
+    """``count`` float32 tensors, each sharded by rows."""
+    job = Job(list(range(ranks)))
+    layout = PlacementLayout(MeshShape((ranks,), tuple(range(ranks))), (Sharded(0),))
+    for number in range(count):
+        job.tensors["model", f"t{number:05}"] = torch.zeros(rows, columns)
+        job.held["model", f"t{number:05}"] = dict.fromkeys(range(ranks), layout)
+    return job
+
+
 @st.composite
 def jobs_on_hosts(draw: st.DrawFn) -> tuple[Job, list[int]]:
     job = draw(jobs())
     return job, draw(st.lists(st.integers(0, 3), min_size=len(job.ranks), max_size=len(job.ranks)))
+
+
+def reported_by_halves() -> Job:
+    """Two tensors with equal layouts, each named by one of the two groups of ranks that hold its shards."""
+    job = sharded(2, 16, 10, 1)  # a cell has bytes of both
+    layout = PlacementLayout(MeshShape((2, 8), tuple(range(16))), (Replicated(), Sharded(0)))
+    for key, ranks in zip(job.held, (range(8), range(8, 16)), strict=True):
+        job.held[key] = dict.fromkeys(ranks, layout)
+    return job
+
+
+#: Small shards on two hosts: more groups of ranks than are placed one by one in a cell.
+CROWDED = (sharded(3, 8, 8, 1), [0, 0, 1, 1] * 2)
+CROWDED_IN_PART = (reported_by_halves(), [0, 0, 1, 1] * 4)
 
 
 def plan_all(job: Job, host_of: Sequence[int]) -> list[SavePlan]:
@@ -77,6 +101,8 @@ def planned_bytes(plan: SavePlan) -> dict[int, set[int]]:
     }
 
 
+@example(CROWDED)
+@example(CROWDED_IN_PART)
 @given(jobs_on_hosts())
 @settings(max_examples=examples(200), deadline=None)
 def test_each_byte_is_written_once_and_each_cell_by_one_host(
@@ -110,6 +136,8 @@ def merge_adjacent(transfers: Sequence[CellTransfer]) -> list[CellTransfer]:
     return [transfer for message in merged.values() for transfer in message]
 
 
+@example(CROWDED)
+@example(CROWDED_IN_PART)
 @given(jobs_on_hosts())
 @settings(max_examples=examples(100), deadline=None)
 def test_each_transfer_is_sent_by_a_rank_that_has_its_bytes(
@@ -152,16 +180,6 @@ def test_the_files_do_not_depend_on_hosts(small_cells: None, job_on_hosts: tuple
         assert (on_hosts.files, on_hosts.tensors, on_hosts.groups) == (alone.files, alone.tensors, alone.groups)
         assert on_hosts.stripe_tasks == alone.stripe_tasks
         assert on_hosts.replicas == alone.replicas
-
-
-def sharded(count: int, ranks: int, rows: int, columns: int) -> Job:
-    """``count`` float32 tensors, each sharded by rows."""
-    job = Job(list(range(ranks)))
-    layout = PlacementLayout(MeshShape((ranks,), tuple(range(ranks))), (Sharded(0),))
-    for number in range(count):
-        job.tensors["model", f"t{number:05}"] = torch.zeros(rows, columns)
-        job.held["model", f"t{number:05}"] = dict.fromkeys(range(ranks), layout)
-    return job
 
 
 def written_bytes(plan: SavePlan) -> int:

@@ -281,7 +281,7 @@ def test_a_checkpoint_without_own_values_does_not_match(tmp_path: Path) -> None:
         tmp_path, "a", optimizer={"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     )
     resumed = Overrides(model.parameters())
-    with pytest.raises(MismatchError, match="Overrides keeps values in its state_dict"):
+    with pytest.raises(MismatchError, match="optimizer: own values: Overrides keeps values in its state_dict"):
         rankless.load_checkpoint(tmp_path, None, None, resumed)
     with pytest.warns(UserWarning, match="own values"):
         restored = rankless.restore(tmp_path, None, None, resumed, strict=False)

@@ -88,6 +88,11 @@ class Circle:
         self.again = [self]
 
 
+class Counter:
+    def __init__(self) -> None:
+        self.number = 3
+
+
 def endless() -> list[Any]:
     values: list[Any] = []
     values.append(values)
@@ -128,6 +133,20 @@ def test_a_tensor_of_a_class_that_a_load_could_not_give_back_is_refused(tmp_path
     optimizer = Keeps(model.parameters(), {"value": torch.zeros(2, 2).as_subclass(Marked)})
     with pytest.raises(UnsupportedTensorError, match="'value' of 'weight' is a tensor of the class Marked"):
         rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+
+
+def test_an_object_of_the_optimizers_package_is_loaded_however_deep_it_is(tmp_path: Path) -> None:
+    value: Any = Counter()
+    for _ in range(60):
+        value = [value]
+    model = nn.Linear(2, 2, bias=False)
+    rankless.save_checkpoint(tmp_path, "a", model, Keeps(model.parameters(), {"value": value}))
+    loaded = Keeps(model.parameters(), {})
+    rankless.restore(tmp_path, None, model, loaded)
+    value = loaded.state[model.weight]["value"]
+    for _ in range(60):
+        (value,) = value
+    assert (type(value), value.number) == (Counter, 3)
 
 
 def test_states_of_the_class_of_their_parameter_are_loaded_as_such(tmp_path: Path) -> None:

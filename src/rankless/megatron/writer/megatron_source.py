@@ -17,9 +17,9 @@ from rankless.errors import FormatError, InvalidArgumentError
 from rankless.formats.native import NativeReader
 from rankless.megatron.reader.hf_families import Family, choose_family
 from rankless.megatron.reader.model_args import ModelArgs
+from rankless.megatron.writer.args_from_config import ADVICE, missing_config, read_config
 from rankless.megatron.writer.hf_tensors import plan_from_hf, transposed_names
 from rankless.megatron.writer.megatron_options import MegatronOptions
-from rankless.megatron.writer.model_config import ADVICE, missing_config, read_config
 from rankless.megatron.writer.parts import MASTER, MODEL, OPTIMIZER, LayerTensor, StoredEntry
 from rankless.megatron.writer.sorted_optimizer import STATES, OptimizerStates, build_groups, collect_states
 from rankless.megatron.writer.source_values import decode_values, find_args

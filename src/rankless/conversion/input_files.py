@@ -1,4 +1,4 @@
-"""The sources of the bytes of a conversion: the tensors of a checkpoint, and arrays that came with its values."""
+"""The files that a conversion reads: those with the tensors of a checkpoint, and with arrays among its values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rankless.formats.reader import FileExtent
 from rankless.ondisk.data_files import TensorInfo
 
 
-class SourceTable:
-    """A table that numbers the sources of a conversion."""
+class InputFiles:
+    """The input files of a conversion, by number, and the places of tensors in them."""
 
     def __init__(self, source: ConversionSource, fragments_read: ReadFragments) -> None:
         self._source, self._fragments_read = source, fragments_read

@@ -1,4 +1,4 @@
-"""The small files of PEFT's adapters that a checkpoint has in addition to tensors."""
+"""The configurations of PEFT's adapters, which a checkpoint has in addition to tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import is_adapter_group
 
 
-def read_adapter_files(reader: Reader) -> dict[str, bytes]:
+def read_adapter_configs(reader: Reader) -> dict[str, bytes]:
     """Return the configurations of adapters and of their base models, by their paths in a checkpoint of rankless.
 
     Raises ``CorruptCheckpointError`` if one does not match its checksum. PEFT's own folders have no checksums.
@@ -15,6 +15,6 @@ def read_adapter_files(reader: Reader) -> dict[str, bytes]:
     if isinstance(reader, NativeReader):
         names = [name for name in reader.manifest.files if is_adapter_group(name) and name.endswith(".json")]
         return {name: reader.read_small_file(name) for name in names}
-    from rankless.formats.peft import read_foreign_adapter_files  # noqa: PLC0415 - imports the readers of torch files
+    from rankless.formats.peft import read_foreign_adapter_configs  # noqa: PLC0415 - imports the readers of torch files
 
-    return read_foreign_adapter_files(reader)
+    return read_foreign_adapter_configs(reader)
