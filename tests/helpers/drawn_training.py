@@ -1,7 +1,7 @@
 """Drawn training states: modules, optimizers, schedulers, loaders, layouts, and one value that one rank changes.
 
-What a rank holds is read with torch alone. A load that calls a component exact must give each rank what it held, or, on
-other ranks, what all of them held.
+What a rank holds is read with torch alone. A load that calls a component exact must give each rank what it held, or
+what all ranks held that had the name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from tests.helpers.drawn_cases import PIPELINES, Case
 from tests.helpers.drawn_modules import Part
 from tests.helpers.drawn_objects import BATCH, Averaging, Training, build, change, train
 from tests.helpers.pool import Ranks
-
-#: The components of which each rank has its own, also in another layout of as many ranks.
-BY_RANK = {"stateful", "user_content", "dataloader"}
 
 #: By component and name what a rank holds.
 Values = dict[str, dict[str, Any]]
@@ -189,44 +186,40 @@ def check_case(ranks: Ranks, folder: Path, case: Case) -> str:
 
 
 def _check_component(case: Case, component: str, rank: int, values: Any, held: list[Any]) -> None:
-    """Raise if a value of an exact component is another than that of a rank from which it may come."""
-    if component == "dataloader" and not case.is_same_world:
-        return  # samples are counted over all ranks
-    is_own = case.is_same_world and (component in BY_RANK or case.layout == case.loaded_layout)
+    """Raise if a value of an exact component is neither what this rank held nor what all ranks with the name held."""
     for name, value in values.items():
         if name.endswith("scratch") and name.startswith("unset"):
             continue  # it is neither saved nor initialized
-        origins = [rank] if is_own else [n for n, of_rank in enumerate(held) if name in of_rank]
-        origins = [0] if _is_broadcast(case, component, name) else origins
+        if case.is_same_world and name in held[rank] and _equal(value, held[rank][name]):
+            continue
+        origins = [n for n, of_rank in enumerate(held) if name in of_rank]
         assert origins, (case, component, name, "appeared")
-        for origin in origins:
-            assert name in held[origin], (case, component, name, "appeared")
+        for origin in [0] if _is_broadcast(case, component, name) else origins:
             assert _equal(value, held[origin][name]), (case, component, name, rank, origin)
 
 
 def _check_nothing_is_lost(case: Case, held: list[Values], loaded: list[Any]) -> None:
-    """Raise if ranks have no value of a name, or no rank has a sample, of a component that all call exact."""
+    """Raise if ranks have no value of a name of a component that all call exact, or no rank gets a sample."""
     for component in set.intersection(*({*exact} for _, _, exact in loaded)):
         expected = {name for values in held for name in values[component]}
         on_ranks = [{*values[component]} for _, values, _ in loaded]
         if case.loaded_layout in PIPELINES:
             on_ranks = [set.union(*on_ranks)]
         assert all(expected == names for names in on_ranks), (case, component, expected, on_ranks)
-        if component == "dataloader":
-            before, after = (
-                Counter(sample for values in all_ranks for sample in values[component]["rest"])
-                for all_ranks in (held, [values for _, values, _ in loaded])
-            )
-            assert not before - after, (case, component, "samples are left out")
-            # The last batch of an epoch is completed with samples of the next one.
-            assert (after - before).total() < case.loaded_world * BATCH, (case, component, "samples are repeated")
+    left, given = (
+        Counter(sample for values in all_ranks for sample in values["dataloader"]["rest"])
+        for all_ranks in (held, [values for _, values, _ in loaded])
+    )
+    assert not left - given, (case, "samples are left out")
+    # The last batch of an epoch is completed with samples of the next one.
+    assert (given - left).total() < case.loaded_world * BATCH, (case, "samples are repeated")
 
 
 def _saved_components(case: Case) -> set[str]:
-    """Return the components that a load asks for and that can be exact on its ranks."""
+    """Return the components that a load asks for and that can be exact on its ranks: loaders on as many as before."""
     components = {"model", "stateful", "user_content"}
     if not case.is_meta:
         components |= {"optimizer", "scheduler"} - ({"scheduler"} if case.scheduler == "none" else set())
-    if case.loader == "resumable" or (case.loader == "torchdata" and case.is_same_world):
+    if case.loader != "none" and case.is_same_world:
         components.add("dataloader")
     return components
