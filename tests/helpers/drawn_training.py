@@ -158,10 +158,8 @@ def _reasons_to_refuse(case: Case) -> Iterator[str]:
 
 def _is_broadcast(case: Case, component: str, name: str) -> bool:
     """Return whether DDP gives all ranks rank 0's value of a buffer."""
-    kinds = {f"{kind}{n}": kind for n, kind in enumerate(case.modules)}
-    is_buffer = kinds.get(name.partition(".")[0]) in {"buffer", "unset", "batchnorm"} and "_extra" not in name
-    is_parameter = name.endswith(("weight", "bias", "gain"))
-    return case.layout == "ddp" and component == "model" and is_buffer and not is_parameter
+    is_buffer = name.endswith(("counts", "mean", "var", "num_batches_tracked", "scratch"))
+    return case.layout == "ddp" and component == "model" and is_buffer
 
 
 def check_case(ranks: Ranks, folder: Path, case: Case) -> str:
