@@ -11,7 +11,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.helpers.drawn_training import check_case, draw_case
+from tests.helpers.drawn_cases import draw_case
+from tests.helpers.drawn_training import check_case
 from tests.helpers.pool import Ranks
 
 

@@ -62,9 +62,10 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 def _gather_wrapper(local: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the inner tensors of a sharded wrapper, joined by rows. torchao itself gathers those of 8 bits only."""
     for name in local.__tensor_flatten__()[0]:
+        inner = getattr(local, name)
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, getattr(local, name))
-        yield f"{path}.{name}", parts[0] if name == "qmap" else torch.cat(parts)
+        dist.all_gather_object(parts, inner.view(torch.uint8))  # torch cannot pickle float8
+        yield f"{path}.{name}", (parts[0] if name == "qmap" else torch.cat(parts)).view(inner.dtype)
 
 
 def _flatten_wrapper(tensor: torch.Tensor, path: str) -> Iterator[tuple[str, Any]]:

@@ -35,10 +35,14 @@ def start_run(recipe: Recipe, *, is_sharded: bool, seed: int) -> Run:
 
 
 def take_steps(recipe: Recipe, run: Run, first: int, end: int) -> None:
-    """Take the steps from ``first`` to ``end``. Their random numbers depend on the number of the step only."""
-    for number in range(first, end):
-        torch.manual_seed(100 + number)
-        _STEPPINGS[recipe.stepping](*run, number)
+    """Take the steps from ``first`` to ``end``, eagerly: torchao would compile each for a minute.
+
+    Their random numbers depend on the number of the step only.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        for number in range(first, end):
+            torch.manual_seed(100 + number)
+            _STEPPINGS[recipe.stepping](*run, number)
 
 
 def _loss_of(model: nn.Module, number: int) -> Any:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.drawn_training import check_case, draw_case
+from tests.helpers.drawn_cases import draw_case
+from tests.helpers.drawn_training import check_case
 from tests.helpers.pool import Ranks
 
 

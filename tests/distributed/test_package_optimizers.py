@@ -1,5 +1,6 @@
 """A short form of ``python -m campaigns.optimizers packages``, and its oracle: what differs between two runs."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 
 
-@first_of(1, ("package", "layout"), [("torch", "plain"), ("torch", "fsdp2"), ("torchao", "plain")])
+@first_of(1, ("package", "layout"), product(["torch", "torchao"], ["plain", "fsdp2"]))
 def test_the_optimizers_of_a_package_are_restored_as_the_table_says(
     ranks: Ranks, tmp_path: Path, package: str, layout: str
 ) -> None:

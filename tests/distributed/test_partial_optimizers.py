@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 
 import rankless
 from rankless.errors import MismatchError, OptimizerMismatchError
@@ -220,16 +221,26 @@ def test_by_their_places_alone_nobody_can_tell_which_parameters_are_new(tmp_path
     assert restored.missing == tuple(f"optimizer/{name}" for name in HEAD)
 
 
-def test_a_scheduler_of_other_groups_is_refused_before_it_fails_in_a_step(tmp_path: Path) -> None:
-    def make(*, grouped: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model, optimizer = build("plain", BODY if not grouped else [], grouped)
-        schedules = torch.optim.lr_scheduler
-        links = [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 2)]
-        return model, optimizer, schedules.SequentialLR(optimizer, links, milestones=[2])
+def start_sequence(optimizer: torch.optim.Optimizer) -> Any:
+    links = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)]
+    return lr_scheduler.SequentialLR(optimizer, links, milestones=[2])
 
-    rankless.save_checkpoint(tmp_path, "s", *make(grouped=False))
-    with pytest.raises(MismatchError, match="scheduler: of 1 parameter groups in the checkpoint, of 2 here"):
-        rankless.restore(tmp_path, None, *make(grouped=True), strict=False)
+
+@pytest.mark.parametrize("start", [start_sequence, lr_scheduler.ReduceLROnPlateau])
+@pytest.mark.parametrize("saved", [1, 2])
+def test_a_scheduler_of_other_groups_is_refused_before_it_fails_in_a_step(
+    tmp_path: Path, saved: int, start: Callable[[torch.optim.Optimizer], Any]
+) -> None:
+    def make(groups: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model, optimizer = build("plain", BODY if groups == 1 else [], groups == 2)
+        return model, optimizer, start(optimizer)
+
+    rankless.save_checkpoint(tmp_path, "s", *make(saved))
+    here = 3 - saved
+    with pytest.raises(
+        MismatchError, match=f"scheduler: of {saved} parameter groups in the checkpoint, of {here} here"
+    ):
+        rankless.restore(tmp_path, None, *make(here), strict=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,300 +1,32 @@
-"""Drawn training states: modules, optimizers, schedulers, objects, layouts, and one value that one rank changes.
+"""Drawn training states: modules, optimizers, schedulers, loaders, layouts, and one value that one rank changes.
 
-What a rank holds is read with torch alone. A load that calls a component exact must give each rank what it held, or, on
-other ranks, what all of them held.
+What a rank holds is read with torch alone. A load that calls a component exact must give each rank what it held, or
+what all ranks held that had the name.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 import warnings
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 import rankless
 from rankless.errors import RanklessError
+from tests.helpers.drawn_cases import PIPELINES, Case
+from tests.helpers.drawn_modules import Part
+from tests.helpers.drawn_objects import BATCH, Averaging, Training, build, change, train
 from tests.helpers.pool import Ranks
 
-#: More elements than a value may have that is stored inline: 64 KiB of float32.
-LARGE = 20_000
-
-LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "tensor", "reversed", "grid")
-OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "own")
-SCHEDULERS = ("none", "step", "lambda", "cosine", "plateau")
-MODULES = ("linear", "embedding", "norm", "batchnorm", "scalar", "frozen", "tied", "buffer", "extra", "named")
-CHANGES = (
-    "nothing",
-    "parameter",
-    "buffer",
-    "extra",
-    "stateful",
-    "user_content",
-    "moment",
-    "own",
-    "setting",
-    "scheduler",
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One draw. ``change`` is made on rank ``changed`` before the last of ``saves`` saves."""
-
-    seed: int
-    modules: tuple[str, ...]
-    optimizer: str
-    groups: int
-    scheduler: str
-    layout: str
-    world: int
-    loaded_layout: str
-    loaded_world: int
-    change: str
-    changed: int
-    is_large: bool
-    saves: int
-    background: bool
-
-
-def draw_case(seed: int) -> Case:
-    """Draw a case. The same seed gives the same case everywhere."""
-    drawn = random.Random(seed)
-    world = drawn.choice([2, 2, 2, 3, 4])
-    layout = drawn.choice(LAYOUTS)
-    is_same = drawn.random() < 0.5
-    loaded_world = world if is_same else drawn.choice([1, 2, 3])
-    return Case(
-        seed,
-        tuple(drawn.sample(MODULES, drawn.randint(1, 5))),
-        drawn.choice(OPTIMIZERS),
-        drawn.choice([1, 2]),
-        drawn.choice(SCHEDULERS),
-        layout,
-        world,
-        layout if is_same else drawn.choice(LAYOUTS),
-        loaded_world,
-        drawn.choice(CHANGES),
-        drawn.randrange(world),
-        drawn.random() < 0.5,
-        drawn.choice([1, 1, 2, 3]),
-        drawn.random() < 0.3,
-    )
-
-
-class Part(nn.Module):
-    """A module of one kind."""
-
-    def __init__(self, kind: str, size: int) -> None:
-        super().__init__()
-        self.kind = kind
-        if kind in {"linear", "tied"}:
-            self.inner: nn.Module = nn.Linear(5, 7)
-        if kind == "tied":
-            self.head = nn.Linear(5, 7)
-            self.head.weight = self.inner.weight
-        if kind == "embedding":
-            self.inner = nn.Embedding(11, 3)
-        if kind == "norm":
-            self.inner = nn.LayerNorm(6)
-        if kind == "batchnorm":
-            self.inner = nn.BatchNorm1d(6)
-        if kind == "named":
-            self._orig_mod = nn.Linear(3, 3)
-            self.module = nn.Linear(2, 3)
-        if kind == "scalar":
-            self.weight = nn.Parameter(torch.rand(()))
-        if kind == "frozen":
-            self.weight = nn.Parameter(torch.rand(5, 3), requires_grad=False)
-        self.scales = torch.rand(size)
-        if kind == "buffer":
-            self.register_buffer("counts", torch.arange(size))
-            self.register_buffer("mean", torch.rand(size))
-            self.register_buffer("scratch", torch.rand(3), persistent=False)
-
-    def get_extra_state(self) -> Any:
-        return {"scales": self.scales, "n": 3} if self.kind == "extra" else None
-
-    def set_extra_state(self, state: Any) -> None:
-        if self.kind == "extra":
-            self.scales = state["scales"]
-
-
-class Whole(nn.Module):
-    """All modules of a case, and a parameter that every layout divides."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(8, 4))
-        size = LARGE if case.is_large else 4
-        for number, kind in enumerate(case.modules):
-            setattr(self, f"{kind}{number}", Part(kind, size))
-
-
-class Averaging(torch.optim.SGD):
-    """An optimizer that keeps a value in its state dict besides its states."""
-
-    average = torch.zeros(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "average": self.average, "count": 2}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.average = state_dict["average"]
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in {"average", "count"}})
-
-
-class Holder:
-    """A stateful object."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, "n": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"]
-
-
-@dataclass
-class Training:
-    """The objects of a case on this rank."""
-
-    whole: Whole
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    holder: Holder
-    content: dict[str, Any]
-
-    def objects(self) -> dict[str, Any]:
-        given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {k: v for k, v in given.items() if v is not None} | {"stateful": {"holder": self.holder}}
-
-
-def build(case: Case, layout: str, seed: int) -> Training:
-    """Make the objects. Values depend on ``seed``, and are the same on all ranks."""
-    torch.manual_seed(seed)
-    whole = Whole(case)
-    model = _lay_out(whole, layout)
-    optimizer = _make_optimizer(case, model)
-    if isinstance(optimizer, Averaging):
-        optimizer.average = torch.rand(LARGE if case.is_large else 3)
-    size = LARGE if case.is_large else 3
-    content = {"a": [1, 2.5], "values": torch.rand(size)}
-    return Training(whole, model, optimizer, _make_scheduler(case, optimizer), Holder(torch.rand(size)), content)
-
-
-def _lay_out(whole: Whole, layout: str) -> nn.Module:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if layout == "plain":
-        return whole
-    if layout == "ddp":
-        return DistributedDataParallel(whole)
-    if layout in {"tensor", "reversed", "grid"}:
-        return _distribute(whole, layout, list(range(world)))
-    rows = 2 if layout == "hsdp" and world == 4 else 1
-    mesh = DeviceMesh("cpu", list(range(world)))
-    if rows > 1:
-        mesh = DeviceMesh("cpu", torch.arange(world).reshape(rows, -1), mesh_dim_names=("replicate", "shard"))
-    scalars = {p for p in whole.parameters() if p.ndim == 0}
-    return fully_shard(whole, mesh=mesh, ignored_params=scalars)
-
-
-def _distribute(whole: Whole, layout: str, ranks: list[int]) -> Whole:
-    """Divide parameters over a mesh of one dimension or two, as tensor parallelism may."""
-    mesh = DeviceMesh("cpu", ranks[:: -1 if layout == "reversed" else 1])
-    if layout == "grid":
-        mesh = DeviceMesh("cpu", torch.tensor(ranks).reshape(2 if len(ranks) == 4 else 1, -1))
-    for module in whole.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            places: list[Placement] = [Replicate()] * mesh.ndim
-            if parameter.ndim and name != "bias":
-                places = [Shard(min(dim, parameter.ndim - 1)) for dim in range(mesh.ndim)]
-            spread = distribute_tensor(parameter.detach(), mesh, places)
-            setattr(module, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-    for module in whole.modules():
-        if isinstance(module, Part) and module.kind == "tied":
-            module.head.weight = module.inner.weight
-    return whole
-
-
-def _make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained}]
-    if case.groups == 2 and len(trained) > 1:
-        groups = [{"params": trained[:1]}, {"params": trained[1:], "lr": 0.05}]
-    kinds: dict[str, Any] = {
-        "sgd": lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9),
-        "adam": lambda g: torch.optim.Adam(g, lr=0.1, amsgrad=True),
-        "adamw": lambda g: torch.optim.AdamW(g, lr=0.1),
-        "rmsprop": lambda g: torch.optim.RMSprop(g, lr=0.1, momentum=0.5),
-        "adagrad": lambda g: torch.optim.Adagrad(g, lr=0.1),
-        "nadam": lambda g: torch.optim.NAdam(g, lr=0.1),
-        "own": lambda g: Averaging(g, lr=0.1, momentum=0.9),
-    }
-    optimizer: torch.optim.Optimizer = kinds[case.optimizer](groups)
-    return optimizer
-
-
-def _make_scheduler(case: Case, optimizer: Any) -> Any:
-    schedulers = torch.optim.lr_scheduler
-    kinds: dict[str, Any] = {
-        "none": lambda: None,
-        "step": lambda: schedulers.StepLR(optimizer, 2, 0.5),
-        "lambda": lambda: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-        "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, 9),
-        "plateau": lambda: schedulers.ReduceLROnPlateau(optimizer, patience=0),
-    }
-    return kinds[case.scheduler]()
-
-
-def train(training: Training, case: Case, steps: int) -> None:
-    """Take steps with gradients that depend on nothing but the step."""
-    for step in range(steps):
-        for parameter in training.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.full_like(parameter, 0.25 + step)
-        training.optimizer.step()
-        if case.scheduler == "plateau":
-            training.scheduler.step(1.0)
-        elif training.scheduler is not None:
-            training.scheduler.step()
-
-
-def _last(tensor: Any) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().reshape(-1)[local.numel() * 2 // 3 :][:1]
-
-
-def change(training: Training, case: Case) -> None:
-    """Change one element of one value on this rank."""
-    whole, optimizer = training.whole, training.optimizer
-    targets: list[Any] = {
-        "parameter": [whole.weight],
-        "buffer": [buffer for _, buffer in whole.named_buffers()],
-        "extra": [part.scales for part in whole.children() if isinstance(part, Part)],
-        "stateful": [training.holder.values],
-        "user_content": [training.content["values"]],
-        "moment": [v for states in optimizer.state.values() for v in states.values() if isinstance(v, torch.Tensor)],
-        "own": [optimizer.average] if isinstance(optimizer, Averaging) else [],
-    }.get(case.change, [])
-    for target in targets[case.seed % max(1, len(targets)) :][:1]:
-        _last(target).add_(1)
-    if case.change == "setting":
-        training.optimizer.param_groups[-1]["weight_decay"] = 0.5
-    if case.change == "scheduler" and training.scheduler is not None:
-        training.scheduler.last_epoch = 7
+#: By component and name what a rank holds.
+Values = dict[str, dict[str, Any]]
 
 
 def _whole_value(value: Any) -> Any:
@@ -303,14 +35,30 @@ def _whole_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def read_values(training: Training, content: Any) -> dict[str, dict[str, Any]]:
+def read_values(training: Training, content: Any) -> Values:
     """Return what this rank holds, by component and name. Shards are gathered by torch. Every rank calls it."""
-    whole, optimizer = training.whole, training.optimizer
-    names = {id(p): name for name, p in whole.named_parameters()}
-    model = {name: _whole_value(p) for name, p in whole.named_parameters(remove_duplicate=False)}
-    persistent = {name for name in whole.state_dict() if "_extra_state" not in name}
-    model |= {name: _whole_value(b) for name, b in whole.named_buffers() if name in persistent}
-    model |= {f"{n}._extra": copy.deepcopy(m.get_extra_state()) for n, m in whole.named_children()}
+    values: Values = {"model": {}, "optimizer": {}, "scheduler": {}}
+    for module in training.modules:
+        values["model"] |= _read_module(module)
+    for number, (module, optimizer) in enumerate(zip(training.modules, training.optimizers, strict=False)):
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        values["optimizer"] |= _read_optimizer(optimizer, names)
+        for scheduler in training.schedulers[number : number + 1]:
+            values["scheduler"] |= _read_scheduler(scheduler, optimizer, names)
+    return values | {
+        "stateful": {"values": training.holder.values.clone()},
+        "user_content": copy.deepcopy(content),
+    }
+
+
+def _read_module(module: nn.Module) -> dict[str, Any]:
+    values = {name: _whole_value(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    values |= {name: _whole_value(b) for name, b in module.named_buffers()}
+    parts = {name: part for name, part in module.named_children() if isinstance(part, Part)}
+    return values | {f"{name}._extra": copy.deepcopy(part.get_extra_state()) for name, part in parts.items()}
+
+
+def _read_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for group in optimizer.param_groups:
         settings = {k: _whole_value(v) for k, v in group.items() if k not in {"params", "param_names"}}
@@ -320,15 +68,18 @@ def read_values(training: Training, content: Any) -> dict[str, dict[str, Any]]:
             states |= {f"{name}/{k}": _whole_value(v) for k, v in optimizer.state.get(parameter, {}).items()}
     if isinstance(optimizer, Averaging):
         states["average"] = optimizer.average.clone()
-    scheduler = {} if training.scheduler is None else copy.deepcopy(training.scheduler.state_dict())
-    scheduler.pop("lr_lambdas", None)
-    return {
-        "model": model,
-        "optimizer": states,
-        "scheduler": scheduler,
-        "stateful": {"values": training.holder.values.clone()},
-        "user_content": copy.deepcopy(content),
-    }
+    return states
+
+
+def _read_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Return all that a scheduler holds, for each parameter that it schedules."""
+    values: dict[str, Any] = {}
+    count = len(optimizer.param_groups)
+    for key, value in scheduler.state_dict().items():
+        by_group = value if isinstance(value, list) and len(value) == count else [value] * count
+        for group, of_group in zip(optimizer.param_groups, by_group, strict=True):
+            values |= {f"{names[id(parameter)]}/{key}": copy.deepcopy(of_group) for parameter in group["params"]}
+    return values
 
 
 def save_case(run: Path, case: Case) -> tuple[str, Any]:
@@ -346,7 +97,7 @@ def save_case(run: Path, case: Case) -> tuple[str, Any]:
                 saved = rankless.save_checkpoint(
                     run,
                     f"s{number}",
-                    **training.objects(),
+                    **training.objects(case.layout),
                     user_content=training.content,
                     rng=False,
                     async_save=case.background,
@@ -355,19 +106,22 @@ def save_case(run: Path, case: Case) -> tuple[str, Any]:
                     saved.wait()
             except RanklessError as error:
                 return f"{type(error).__name__}: {error}", None
-    return "", held
+    return "", held | {"dataloader": {"rest": training.read_rest()}}
 
 
 def load_case(run: Path, case: Case) -> tuple[str, Any, tuple[str, ...]]:
     """Load into new objects with other values. Return what this rank has then, and what is called exact."""
-    training = build(case, case.loaded_layout, case.seed + 1)
+    training = build(case, case.loaded_layout, case.seed + 1, is_meta=case.is_meta)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            restored = rankless.restore(run, f"s{case.saves - 1}", **training.objects(), rng=False)
+            objects = training.objects(case.loaded_layout)
+            restored = rankless.restore(run, f"s{case.saves - 1}", **objects, rng=False)
         except RanklessError as error:
             return f"{type(error).__name__}: {error}", None, ()
-    return "", read_values(training, restored.user_content), restored.exact
+    training.iterate_again()
+    values = read_values(training, restored.user_content)
+    return "", values | {"dataloader": {"rest": training.read_rest()}}, restored.exact
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -381,15 +135,30 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _may_refuse(case: Case, message: str) -> bool:
-    """Return whether a change is a reason to refuse, or uneven shards on a mesh whose order torch contradicts."""
-    is_reversed = "reversed" in {case.layout, case.loaded_layout}
-    return case.change != "nothing" or (is_reversed and "make the mesh with ascending ranks" in message)
+    """Return whether there is a reason to refuse: a change, or what is refused whatever the values are."""
+    return case.change != "nothing" or any(part in message for part in _reasons_to_refuse(case))
+
+
+def _reasons_to_refuse(case: Case) -> Iterator[str]:
+    """Yield a part of each message that the layouts and objects of a case may lead to."""
+    layouts = {case.layout, case.loaded_layout}
+    if "reversed" in layouts:
+        yield "make the mesh with ascending ranks"  # torch contradicts itself about uneven shards
+    if case.loader == "torchdata" and not case.is_same_world:
+        yield "StatefulDataLoader has no load_state_dicts"
+    if case.is_meta and "unset" in case.modules:
+        yield ".scratch: on the meta device here"
+    if case.layout in PIPELINES and case.is_large:
+        yield "such values must be on rank 0, too"
+    if not layouts.isdisjoint(PIPELINES) and not (case.is_same_world and len(layouts) == 1):
+        # Ranks hold other parameters than those that saved.
+        yield "parameter groups in the checkpoint"
+        yield "own values"
 
 
 def _is_broadcast(case: Case, component: str, name: str) -> bool:
     """Return whether DDP gives all ranks rank 0's value of a buffer."""
-    kinds = {f"{kind}{n}": kind for n, kind in enumerate(case.modules)}
-    is_buffer = kinds.get(name.partition(".")[0]) in {"buffer", "batchnorm"} and "_extra" not in name
+    is_buffer = name.endswith(("counts", "mean", "var", "num_batches_tracked", "scratch"))
     return case.layout == "ddp" and component == "model" and is_buffer
 
 
@@ -406,20 +175,49 @@ def check_case(ranks: Ranks, folder: Path, case: Case) -> str:
     held = [values for _, values in saved]
     for rank, (_, values, exact) in enumerate(loaded):
         for component in exact:
-            is_of_rank = component in {"stateful", "user_content"} or case.layout == case.loaded_layout
-            is_own = case.world == case.loaded_world and is_of_rank
-            for name, value in values[component].items():
-                origins = [rank] if is_own else range(case.world)
-                origins = [0] if _is_broadcast(case, component, name) else origins
-                for origin in origins:
-                    expected = held[origin][component]
-                    assert name in expected, (case, component, name, "appeared")
-                    assert _equal(value, expected[name]), (case, component, name, rank, origin, exact)
-            missing = held[rank % case.world][component].keys() - values[component].keys()
-            assert not missing, (case, component, missing)
-    components = {"model", "optimizer", "stateful", "user_content"}
-    if case.scheduler != "none":
-        components.add("scheduler")
+            _check_component(case, component, rank, values[component], [of_rank[component] for of_rank in held])
+    _check_nothing_is_lost(case, held, loaded)
+    components = _saved_components(case)
     if case.change == "nothing":
         assert components <= {*loaded[0][2]}, (case, loaded[0][2])
     return "exact" if components <= {*loaded[0][2]} else "inexact"
+
+
+def _check_component(case: Case, component: str, rank: int, values: Any, held: list[Any]) -> None:
+    """Raise if a value of an exact component is neither what this rank held nor what all ranks with the name held."""
+    for name, value in values.items():
+        if name.endswith("scratch") and name.startswith("unset"):
+            continue  # it is neither saved nor initialized
+        if case.is_same_world and name in held[rank] and _equal(value, held[rank][name]):
+            continue
+        origins = [n for n, of_rank in enumerate(held) if name in of_rank]
+        assert origins, (case, component, name, "appeared")
+        for origin in [0] if _is_broadcast(case, component, name) else origins:
+            assert _equal(value, held[origin][name]), (case, component, name, rank, origin)
+
+
+def _check_nothing_is_lost(case: Case, held: list[Values], loaded: list[Any]) -> None:
+    """Raise if ranks have no value of a name of a component that all call exact, or no rank gets a sample."""
+    for component in set.intersection(*({*exact} for _, _, exact in loaded)):
+        expected = {name for values in held for name in values[component]}
+        on_ranks = [{*values[component]} for _, values, _ in loaded]
+        if case.loaded_layout in PIPELINES:
+            on_ranks = [set.union(*on_ranks)]
+        assert all(expected == names for names in on_ranks), (case, component, expected, on_ranks)
+    left, given = (
+        Counter(sample for values in all_ranks for sample in values["dataloader"]["rest"])
+        for all_ranks in (held, [values for _, values, _ in loaded])
+    )
+    assert not left - given, (case, "samples are left out")
+    # The last batch of an epoch is completed with samples of the next one.
+    assert (given - left).total() < case.loaded_world * BATCH, (case, "samples are repeated")
+
+
+def _saved_components(case: Case) -> set[str]:
+    """Return the components that a load asks for and that can be exact on its ranks: loaders on as many as before."""
+    components = {"model", "stateful", "user_content"}
+    if not case.is_meta:
+        components |= {"optimizer", "scheduler"} - ({"scheduler"} if case.scheduler == "none" else set())
+    if case.loader != "none" and case.is_same_world:
+        components.add("dataloader")
+    return components

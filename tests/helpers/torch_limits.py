@@ -2,6 +2,7 @@
 
 import torch
 import torch.utils.backend_registration
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -32,6 +33,9 @@ TAKES_OVER_ON_ONE_RANK = TORCH >= (2, 9)
 
 #: torch 2.9 is the first with Muon.
 HAS_MUON = TORCH >= (2, 9)
+
+#: Newer versions of torch divide one dimension of a mesh into several.
+HAS_UNFLATTEN = hasattr(DeviceMesh, "_unflatten")
 
 #: Devices that are written in Python come with a later version than 2.9.
 HAS_PYTHON_DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")

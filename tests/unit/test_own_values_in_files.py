@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import rankless
-from tests.helpers.drawn_training import LARGE, Averaging
+from tests.helpers.drawn_modules import LARGE
+from tests.helpers.drawn_objects import Averaging
 
 
 def make(value: float, size: int = 3) -> tuple[torch.nn.Module, Averaging]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 
 from rankless.engine.io.device_streams import require_no_capture
 from rankless.errors import MismatchError
@@ -17,12 +16,6 @@ from rankless.errors import MismatchError
 #: The generators that every process has.
 PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
 EVERYWHERE = (PYTHON, NUMPY, TORCH)
-
-#: The kinds of NumPy's global generator, any of which ``mtrand.set_bit_generator`` may have chosen.
-_NUMPY_KINDS: Mapping[str, Any] = {
-    kind.__name__: kind
-    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
 
 
 def generator_names() -> list[str]:
@@ -58,9 +51,18 @@ def check_generators(state: Mapping[str, Any]) -> None:
             )
 
 
+def _numpy_kinds() -> dict[str, Any]:
+    """Return the kinds of NumPy's global generator, any of which ``mtrand.set_bit_generator`` may have chosen.
+
+    A load without generators does not import ``np.random``, which takes 2 MB.
+    """
+    kinds = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+    return {kind.__name__: kind for kind in kinds}
+
+
 def _get_state_like(name: str, saved: Any) -> Any:
     """Return a state of a generator; for NumPy's one of the same kind as a saved one, if NumPy has this kind."""
-    kind = _NUMPY_KINDS.get(str(saved.get("bit_generator"))) if name == NUMPY and isinstance(saved, dict) else None
+    kind = _numpy_kinds().get(str(saved.get("bit_generator"))) if name == NUMPY and isinstance(saved, dict) else None
     return _get_state(name) if kind is None else np.random.RandomState(kind(0)).get_state(legacy=False)
 
 
@@ -93,7 +95,7 @@ def _set_state(name: str, state: Any) -> None:
         random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
     elif name == NUMPY:
         if state["bit_generator"] != _numpy_generator().__class__.__name__:
-            mtrand.set_bit_generator(_NUMPY_KINDS[state["bit_generator"]](0))
+            np.random.mtrand.set_bit_generator(_numpy_kinds()[state["bit_generator"]](0))
         np.random.set_state(state)  # noqa: NPY002
     elif name == TORCH:
         torch.set_rng_state(state)
@@ -103,7 +105,7 @@ def _set_state(name: str, state: Any) -> None:
 
 def _numpy_generator() -> Any:
     """Return what NumPy's global generator draws its bits from."""
-    return mtrand.get_bit_generator()
+    return np.random.mtrand.get_bit_generator()
 
 
 def seed_generators(name: str, text: str) -> None:
@@ -116,7 +118,7 @@ def seed_generators(name: str, text: str) -> None:
         if isinstance(_numpy_generator(), np.random.MT19937):
             np.random.seed(words)  # noqa: NPY002
         else:  # which have no legacy seeding
-            mtrand.set_bit_generator(type(_numpy_generator())(words))
+            np.random.mtrand.set_bit_generator(type(_numpy_generator())(words))
     else:
         number = int.from_bytes(digest[:8]) >> 1
         generator = torch.default_generator if name == TORCH else torch.get_device_module(name)

@@ -10,7 +10,7 @@ import torch
 from rankless.errors import InvalidArgumentError
 from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
-from rankless.state.schedulers_by_params import scheduled_params
+from rankless.state.schedulers_by_params import BY_GROUP, scheduled_params
 from rankless.state.user_objects import loading_code, read_state
 
 
@@ -136,8 +136,9 @@ def _chain_length(state: Any) -> int:
 def _count_groups(state: Any) -> int | None:
     """Return the number of parameter groups of a scheduler, or of the first one of a chain; ``None`` if unknown."""
     links = state.get("_schedulers", [state]) if isinstance(state, Mapping) else [state]
-    rates = links[0].get("base_lrs") if links and isinstance(links[0], Mapping) else None
-    return len(rates) if isinstance(rates, list) else None
+    first = links[0] if links and isinstance(links[0], Mapping) else {}
+    lists = (first[key] for key in BY_GROUP if isinstance(first.get(key), list))
+    return next(map(len, lists), None)
 
 
 def _is_scheduler(candidate: Any) -> bool:

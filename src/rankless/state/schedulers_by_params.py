@@ -9,7 +9,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.values import are_same, to_json
 
 #: Keys of the states of torch's schedulers whose values are lists with an item for each parameter group.
-_BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
+BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 
 #: The mark of a state that differed between ranks which schedule the same parameters.
 _DIFFERED = "differed"
@@ -92,7 +92,7 @@ def _join_states(places: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, A
     first, joined = places[0][0], {}
     for key, value in first.items():
         values = [state.get(key) for state, _ in places]
-        if key in _BY_GROUP and all(isinstance(items, list) for items in values):
+        if key in BY_GROUP and all(isinstance(items, list) for items in values):
             joined[key] = [state[key][index] for state, index in places]
         elif key == "_schedulers":
             links = zip(*([(link, index) for link in state[key]] for state, index in places), strict=False)

@@ -122,6 +122,8 @@ class TensorBytes:
 
     def compute_crc(self, start: int, stop: int, before: int = 0) -> int:
         """Return the CRC of bytes ``[start, stop)``, at most a chunk, after bytes with the CRC ``before``."""
+        if self._in_place and 0 < stop - start <= _SMALL:
+            return crc64(self._memory()[start:stop], before)
         data = self.view(start, stop)
         if data is None:
             data = np.empty(stop - start, np.uint8)

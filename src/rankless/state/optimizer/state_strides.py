@@ -20,7 +20,10 @@ def describe_order(parameter: Any, state: torch.Tensor) -> dict[str, list[int]] 
 
     This is the parameter's order for a state of the parameter's shape, else that of a contiguous tensor.
     """
-    if not isinstance(parameter, torch.Tensor) or is_wrapper(state):
+    has_one_order = state.ndim <= 1
+    if has_one_order or not isinstance(parameter, torch.Tensor) or is_wrapper(state):
+        return None
+    if (state.shape, state.stride()) == (parameter.shape, parameter.stride()):  # as most states have
         return None
     order = order_dimensions(state.shape, state.stride())
     usual = parameter if state.shape == parameter.shape else torch.empty(state.shape, device="meta")

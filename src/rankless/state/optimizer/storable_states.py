@@ -17,6 +17,9 @@ from rankless.state.optimizer.state_strides import is_order
 from rankless.state.tensor_subclasses import is_description, is_wrapper
 from rankless.state.tensor_views import PLAIN_CLASSES, local_tensor
 
+#: Classes of values under a text that are stored as they are: most states.
+_SIMPLE = PLAIN_CLASSES | {int, float, bool, type(None)}
+
 #: What the keys of tables begin with that stand for objects, states and tensors.
 _RESERVED = "rankless."
 
@@ -28,6 +31,8 @@ def check_states(states: Mapping[Any, Any], parameter: object, parameter_name: s
     an optimizer that is saved.
     """
     for name, value in states.items():
+        if type(value) in _SIMPLE and type(name) is str:
+            continue
         subject = f"optimizer state {name!r} of {parameter_name!r}"
         if type(name) is not str:
             raise UnsupportedValueError(f"{subject}: states are stored by name, so that this key must be text")
