@@ -9,6 +9,7 @@ import rankless
 from campaigns.crash.scenarios import Listing, Save
 from campaigns.crash.training import Training
 from rankless.errors import NoCheckpointError, RanklessError
+from rankless.run.claims import FOLDER
 from rankless.run.cleanup import clean_up
 from rankless.storage.posix import list_hidden_directories
 
@@ -83,6 +84,7 @@ def _load_and_compare(run: Path, tag: str | None, training: Training) -> tuple[s
 
 def _check_next_save(run: Path, listing: Listing, resumed: Save, training: Training) -> None:
     """Resume the run and save: leftovers must not be taken for checkpoints, and all of them must be removable."""
+    _load_latest(run, training)  # else what was loaded by its tag last would be continued
     resumed.run(run, training)
     expected = resumed.list_after(listing)
     _require(_load_latest(run, training) == (resumed.tag, resumed.step), "the next save is not the latest")
@@ -91,7 +93,8 @@ def _check_next_save(run: Path, listing: Listing, resumed: Save, training: Train
     leftovers = [folder.name for folder in list_hidden_directories(run) if infos[resumed.tag].run in folder.name]
     _require(not leftovers, f"the next save left {leftovers}")
     clean_up(run, None)
-    _require(not list_hidden_directories(run), f"{list_hidden_directories(run)} cannot be removed")
+    left = [folder for folder in list_hidden_directories(run) if folder.name != FOLDER]
+    _require(not left, f"{left} cannot be removed")
     _require(
         [info.tag for info in rankless.list_checkpoints(run)] == list(expected), "cleaning up removed a checkpoint"
     )

@@ -138,7 +138,7 @@ def check_nothing_is_left(run: Run) -> None:
     with mock.patch.object(cleanup, "ABANDONED_SECONDS", -60.0):  # the clocks of hosts may differ
         cleanup.clean_up(run.path, with_whole=True)
     folders = {tag.folder for tag in _read_tags(run).values()}
-    names = {name.partition("/")[0] for name in run.list_names()} - {".tags", ".journal"}
+    names = {name.partition("/")[0] for name in run.list_names()} - {".tags", ".journal", ".history"}
     uploads = [str(upload.path) for upload, _ in run.path.store.list_uploads(run.path)]
     if names != folders or uploads:
         raise ViolationError(f"after a clean-up, {run.path} has {sorted(names)} for {sorted(folders)}, and {uploads}")

@@ -3,14 +3,14 @@
 from rankless._version import __version__ as __version__
 from rankless.api import add_metrics as add_metrics
 from rankless.api import finalize as finalize
-from rankless.run.named_checkpoints import has_checkpoint as has_checkpoint
-from rankless.run.named_checkpoints import list_aliases as list_aliases
-from rankless.run.named_checkpoints import list_checkpoints as list_checkpoints
+from rankless.named_checkpoints import has_checkpoint as has_checkpoint
+from rankless.named_checkpoints import list_aliases as list_aliases
+from rankless.named_checkpoints import list_checkpoints as list_checkpoints
 from rankless.api import load_checkpoint as load_checkpoint
-from rankless.run.named_checkpoints import remove_alias as remove_alias
+from rankless.named_checkpoints import remove_alias as remove_alias
 from rankless.api import restore as restore
 from rankless.api import save_checkpoint as save_checkpoint
-from rankless.run.named_checkpoints import set_alias as set_alias
+from rankless.named_checkpoints import set_alias as set_alias
 from rankless.checkpointer import Checkpointer as Checkpointer
 from rankless.components.component_calls import load_lr_scheduler as load_lr_scheduler
 from rankless.components.component_calls import load_model as load_model
@@ -43,6 +43,7 @@ from rankless.errors import ReadBudgetError as ReadBudgetError
 from rankless.errors import ReplicaMismatchError as ReplicaMismatchError
 from rankless.errors import StateError as StateError
 from rankless.errors import StorageError as StorageError
+from rankless.errors import SupersededError as SupersededError
 from rankless.errors import TagExistsError as TagExistsError
 from rankless.errors import TorchMissingError as TorchMissingError
 from rankless.errors import TorchVersionError as TorchVersionError

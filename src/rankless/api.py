@@ -56,10 +56,10 @@ class _DefaultDirectories:
         self, path: Path, timeout: float, group: ProcessGroupArgument, local: LocalTier | None
     ) -> RunDirectory:
         directory = RunDirectory(path, process_group=group, timeout=timeout, local=local)
-        directory.runs, directory.corrupt = self._runs, self._corrupt
+        directory.history.runs, directory.corrupt = self._runs, self._corrupt
         for other in self._directories.values():
             if other.path == directory.path:
-                directory.base = other.base
+                directory.base, directory.history = other.base, other.history
         return directory
 
     def drain(self) -> None:

@@ -206,8 +206,14 @@ class Checkpointer:
 
         :attr:`restored` then has the user content, and the report of what was loaded.
 
+        From now on this job is the one that continues the run: an older job that still saves into it gets
+        ``SupersededError``. With a ``tag`` the run goes back: later checkpoints are abandoned. They stay, can be
+        loaded, and lose their tags to the steps that are saved again: ``step_20`` becomes ``step_20@3``.
+
         Args:
-            tag: The checkpoint to load, as in :func:`rankless.restore`; the latest by default.
+            tag: The checkpoint to load, as in :func:`rankless.restore`; the latest by default. If the run went back
+                to it already, the latest is loaded: a job that is started again with the same arguments goes on. Pass
+                ``again=True`` to go back once more.
             new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
                 lack because they are new. They keep their state, with a warning.
             options: Options that few need: see :class:`rankless.LoadOptions`.
@@ -230,7 +236,7 @@ class Checkpointer:
                 tag,
                 **self._components,
                 stateful=self._registered or None,
-                options=replace(chosen, allow_missing=missing, resume=True),
+                options=replace(chosen, allow_missing=missing, resume=True, again=bool(chosen.again)),
             )
             step = _step_of(restored)
         except EmptyRunError as error:
@@ -426,6 +432,11 @@ class Checkpointer:
             settings = {"save_every": repr(self._save_every), "signals": repr(sorted(self._signals))}
             check = _check_resumable if resumes else _check_new
             self._directory.compare_calls(CallDescription("Checkpointer", settings), partial(check, self.path))
+            if not resumes and self._directory.is_ahead_of_run():
+                raise StateError(
+                    f"the local tier has a checkpoint of {self.path}: call resume() before step(), or pass another "
+                    "run directory and another folder"
+                )
             self._has_begun = True
         if self._signals and self._stop is None:
             self._watch_signals()

@@ -51,6 +51,10 @@ class StateError(RanklessError, ValueError):
     """Training objects that contradict each other, for example an optimizer's parameter that no model has."""
 
 
+class SupersededError(StateError):
+    """Another job has continued the run of this one, which must not save into it any more."""
+
+
 class MismatchError(RanklessError, ValueError):
     """The checkpoint does not match the objects it is loaded into: names, shapes or dtypes differ."""
 

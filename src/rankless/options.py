@@ -148,6 +148,8 @@ class LoadOptions:
             an older job that is still alive saves nothing into it any more, and a checkpoint that only the tier has is
             written into the run directory. Otherwise the load changes nothing there, for an evaluation next to the
             training, and the first save takes over. By default, whether an optimizer or a data loader is passed.
+        again: Whether to load the checkpoint that is named although the run went back to it already. If ``False``,
+            which is the default of :meth:`rankless.Checkpointer.resume`, the latest is loaded then.
         cast_dtype: Whether to cast between floating point dtypes; ``False`` by default, and a difference raises
             ``MismatchError``. No other dtypes are cast, for example complex to real or floating point to integer.
         keys: The keys at which a checkpoint of another system has its components, if rankless does not find them by
@@ -163,6 +165,7 @@ class LoadOptions:
     share_reads: str = "auto"
     rng: bool | None = None
     resume: bool | None = None
+    again: bool | None = None
     cast_dtype: bool = False
     keys: Mapping[str, str] | None = None
     on_event: OnEvent | None = None
@@ -196,6 +199,7 @@ class LoadKeywords(TypedDict, total=False):
     share_reads: str
     rng: bool | None
     resume: bool | None
+    again: bool | None
     cast_dtype: bool
     keys: Mapping[str, str] | None
     on_event: OnEvent | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +31,8 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.ondisk.validation import check_keys, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
-from rankless.run.catalog import CheckpointIdentity, list_checkpoints
+from rankless.run.catalog import claim_incarnation, list_checkpoints
+from rankless.run.claims import JobHistory, numbering_of
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention, as_policy
 from rankless.run.scan import CheckpointInfo
@@ -97,10 +99,8 @@ class RunDirectory:
         self.path = parse_location(path)
         self._local = as_local_tier(local)
         self._tier = self._find_tier(self._local)
-        #: The ids of the runs that were saved or loaded. A save continues one of them, and retention affects no others.
-        self.runs: set[str] = set()
-        #: The latest checkpoint that was saved or loaded here.
-        self._newest: CheckpointIdentity | None = None
+        #: What this job has loaded and saved here. A save continues it, and retention affects no other run.
+        self.history = JobHistory(numbering=numbering_of(self.path))
         #: The checkpoints that loads found corrupt. A save may take their tags.
         self.corrupt: set[CorruptRecord] = set()
         #: The checkpoint with which the next save may share files.
@@ -233,7 +233,7 @@ class RunDirectory:
         check_ranks_are_joined(self._process_group)
         turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
         with span("save", "call", str(tag)), turn:
-            request = replace(request, runs=frozenset(self.runs), newest=self._newest, corrupt=frozenset(self.corrupt))
+            request = replace(request, job=self.history, corrupt=frozenset(self.corrupt))
             self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
             request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
             if request.async_save:
@@ -254,13 +254,8 @@ class RunDirectory:
         try:
             return background_saves.run_save(save, self.path, self._process_group, asynchronous=request.async_save)
         finally:
-            if save.identity.run:
-                self.runs.add(save.identity.run)
-                self._note_newest(save.identity)
-
-    def _note_newest(self, identity: CheckpointIdentity) -> None:
-        if self._newest is None or identity.sequence > self._newest.sequence:
-            self._newest = identity
+            if (identity := save.identity).run:
+                self.history.note_saved(identity.run, identity.incarnation, identity.sequence)
 
     @traced("begin the save", "import")
     def _make_save(self, request: SaveRequest) -> TrainingSave:
@@ -382,13 +377,15 @@ class RunDirectory:
             share_reads=chosen.share_reads,
             on_corruption=chosen.on_corruption,
             keys=chosen.keys or {},
+            token=secrets.token_hex(8),
+            goes_back_once=chosen.again is False,
             on_event=chosen.on_event or self._on_event,
         )
         resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
         with span("load", "call", str(selected or "")):
-            return self._run_load(request, resumes=resumes)
+            return self._run_load(request, resumes=resumes, claims=chosen.resume is True)
 
-    def _run_load(self, request: LoadRequest, *, resumes: bool) -> RestoreResult:
+    def _run_load(self, request: LoadRequest, *, resumes: bool, claims: bool) -> RestoreResult:
         with span("import", "import"):
             from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
 
@@ -401,9 +398,11 @@ class RunDirectory:
         if tier is not None and resumes and restored.source == "local tier":
             self._drain_assembled(tier, self._on_event, self._keep)
         if restored.run:
-            self.runs.add(restored.run)
-            if restored.path is not None and restored.path.parent == self.path:
-                self._note_newest(CheckpointIdentity(restored.sequence, restored.run, restored.id))
+            self.history.runs.add(restored.run)
+        if restored.base is not None:
+            self.history.note_loaded(restored.base, resumes=resumes)
+            if claims and self._tier is None and self._current_ranks().rank == COORDINATOR_RANK:
+                claim_incarnation(self.path, self.history)
         self.base.checkpoint = self._find_base(restored)
         return restored
 
@@ -425,6 +424,14 @@ class RunDirectory:
         drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
+
+    def is_ahead_of_run(self) -> bool:
+        """Return whether the local tier has a checkpoint, of this job or an earlier one. All ranks must call it."""
+        if self._local is None:
+            return False
+        from rankless.load.tier_generations import has_checkpoint_in_tier  # noqa: PLC0415 - few jobs have a tier
+
+        return has_checkpoint_in_tier(self.path, self._local, self._process_group)
 
     @property
     def has_undrained(self) -> bool:

@@ -25,10 +25,10 @@ import transformers
 from rankless.api import finalize, restore, save_checkpoint
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.native import NativeReader, is_native
+from rankless.named_checkpoints import has_checkpoint
 from rankless.ondisk.validation import check_choice, check_tag
 from rankless.options import FROZEN
 from rankless.run.lookup import resolve_checkpoint_path
-from rankless.run.named_checkpoints import has_checkpoint
 from rankless.run.retention import KeepLast, KeepTags, Retention
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.object_path import ObjectPath, make_object_path, parse_location

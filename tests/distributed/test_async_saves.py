@@ -24,6 +24,7 @@ from tests.helpers.layouts import LAYOUTS, fill_run, local_tensor, named_tensors
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import run_code, start_code
+from tests.helpers.run_directories import list_names
 from tests.helpers.slow_writes import slow_down_writes
 
 
@@ -172,7 +173,7 @@ def one_fails(path: str) -> str:
 def test_a_rank_that_fails_in_the_background_fails_all(ranks: Ranks, tmp_path: Path) -> None:
     (message,) = set(ranks(3, one_fails, str(tmp_path)))
     assert "rank 1 of 3, writing: KeyError" in message
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 SCRIPT = """
@@ -278,7 +279,7 @@ def test_an_interrupted_save_writes_nothing_afterwards(tmp_path: Path) -> None:
     """The numbers of its closed files are those of others by then."""
     done = run_code(INTERRUPTED, tmp_path, check=True)
     assert done.stdout.split() == ["0", "1"]
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert not [name for name in list_names(tmp_path) if (tmp_path / name).is_dir()]
 
 
 def test_finalize_waits_for_all_saves_also_where_one_has_failed_oddly(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.helpers.file_contents import read_state_files
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
-from tests.helpers.tier_runs import claim_epoch
+from tests.helpers.tier_runs import continue_from, go_on
 from tests.helpers.training import assert_equal, gather_run, start_run, train_run
 
 #: A number of saves of which none is drained.
@@ -50,6 +50,7 @@ def save(base: str, layout: str, ranks_per_host: int, steps: int = 3, copies: in
     run = train_run(layout, steps=steps)
     local = tier_of(base, ranks_per_host, drain_every=NEVER, copies=copies)
     directory = rankless.RunDirectory(f"{base}/run", local=local)
+    go_on(directory)
     directory.save(f"step_{steps}", run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps)
 
 
@@ -389,7 +390,7 @@ def _save_after_another_job(base: str) -> None:
     directory.save("a", {"w": torch.ones(3)})
     dist.barrier()
     if dist.get_rank() == 0:
-        claim_epoch(Path(f"{base}/run"), 0)
+        continue_from(Path(f"{base}/run"), 0)
     dist.barrier()
     with pytest.raises(rankless.StateError, match="another job has continued the run"):
         directory.finalize()
@@ -398,7 +399,9 @@ def _save_after_another_job(base: str) -> None:
 def test_the_tier_of_a_run_is_found_by_another_path_of_it(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(1)}, local=tier_of(str(tmp_path)))
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    rankless.save_checkpoint(tmp_path / "link", "b", {"w": torch.ones(1)}, local=tier_of(str(tmp_path)))
+    state = {"w": torch.ones(1)}
+    assert rankless.restore(tmp_path / "link", None, state, local=tier_of(str(tmp_path)), resume=True).tag == "a"
+    rankless.save_checkpoint(tmp_path / "link", "b", state, local=tier_of(str(tmp_path)))
     assert rankless.restore(tmp_path / "run", local=tier_of(str(tmp_path))).tag == "b"
 
 

@@ -32,7 +32,7 @@ from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import run_command
 from tests.helpers.small_parts import small_parts
-from tests.helpers.tier_runs import claim_epoch
+from tests.helpers.tier_runs import continue_from
 from tests.helpers.training import start_run, train_run
 
 RUN = f"s3://{BUCKET}/run"
@@ -168,7 +168,7 @@ class TestDrain:
     def test_a_retired_checkpoint_is_not_written(self, ranks: Ranks, fake: FakeS3, tmp_path: Path) -> None:
         ranks(2, save, endpoint(), tmp_path, 1)
         invoke(*commands(tmp_path, "drain", 0), code=3)
-        claim_epoch(rankless.S3(endpoint()).path(f"{BUCKET}/run"), 0)
+        continue_from(rankless.S3(endpoint()).path(f"{BUCKET}/run"), 0)
         assert invoke_json(*commands(tmp_path, "drain", 1))["status"] == "durable"
         assert rankless.list_checkpoints(RUN) == []
         assert not [key for key in fake.objects if "/.parts/" in key]

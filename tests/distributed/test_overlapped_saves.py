@@ -315,7 +315,7 @@ def test_a_step_goes_on_where_the_copy_failed(tmp_path: Path) -> None:
             handle.wait()
     with pytest.raises(MemoryError):
         rankless.finalize()
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 def test_what_is_no_way_of_staging_is_refused(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_what_is_no_way_of_staging_is_refused(tmp_path: Path) -> None:
                 rankless.save_checkpoint(tmp_path, "s", {"w": torch.ones(1)}, async_save=async_save, **options)
     with pytest.raises(InvalidArgumentError, match="staging must be one of eager, overlapped; got 'foo'"):
         rankless.RunDirectory(tmp_path, staging="foo")
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 def different_ways(path: str) -> str:

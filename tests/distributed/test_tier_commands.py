@@ -32,7 +32,7 @@ from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pairwise import each_value, first_of
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import ForkedProcess, run_command, start_code, start_command
-from tests.helpers.tier_runs import claim_epoch
+from tests.helpers.tier_runs import continue_from, go_on
 from tests.helpers.training import start_run, train_run
 
 NEVER = 10**6
@@ -43,6 +43,7 @@ def save(base: str, ranks_per_host: int, steps: int = 3, copies: int = 0, **opti
     rank = dist.get_rank() if dist.is_initialized() else 0
     local = rankless.LocalTier(f"{base}/host{rank // ranks_per_host}", drain_every=NEVER, copies=copies)
     directory = rankless.RunDirectory(f"{base}/run", local=local)
+    go_on(directory)
     tag = options.pop("tag", f"step_{steps}")
     directory.save(tag, run.model, run.optimizer, run.scheduler, {"n": steps}, step=steps, **options)
 
@@ -51,6 +52,7 @@ def die_in_second_save(base: Path) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    torch.set_num_threads(1)  # as ranks of the pool do: the sums of several threads differ in the last bit
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = train_run("fsdp", steps=3)
     directory = rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / "host0", drain_every=NEVER))
@@ -164,7 +166,7 @@ class TestDrain:
 
     def test_a_retired_or_superseded_checkpoint_is_not_written(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks(2, save, str(tmp_path), 2)
-        claim_epoch(tmp_path / "run", 0)
+        continue_from(tmp_path / "run", 0)
         assert invoke_json(*commands(tmp_path, "drain"))["status"] == "durable"
         assert not rankless.list_checkpoints(tmp_path / "run")
         for steps in (4, 5):
@@ -174,7 +176,6 @@ class TestDrain:
     def test_parts_stay_until_a_newer_checkpoint_is_durable(self, ranks: Ranks, tmp_path: Path) -> None:
         ranks(2, save_without_tier, str(tmp_path))
         ranks(2, save, str(tmp_path), 1, 4)
-        ranks(2, save, str(tmp_path), 1, 5)
         invoke(*commands(tmp_path, "drain", 0), code=3)
         for _ in range(2):
             clean_up(tmp_path / "run")
@@ -325,7 +326,7 @@ class TestLs:
         assert abs(info.nbytes - generation["bytes"]) < 10_000
         assert "in both" in invoke(*commands(tmp_path, "ls")).stdout
         shutil.rmtree(tmp_path / "run/step_3")
-        claim_epoch(tmp_path / "run", 0)
+        continue_from(tmp_path / "run", 0)
         assert "retired" in invoke(*commands(tmp_path, "ls")).stdout
 
 
@@ -474,7 +475,7 @@ class TestHostileFolders:
         done = run_here(*commands(tmp_path, command))
         assert "Traceback" not in done.output
         assert not (tmp_path / "outside").exists()
-        assert {path.name for path in (tmp_path / "run").iterdir()} <= {".epochs", ".parts"}
+        assert {path.name for path in (tmp_path / "run").iterdir()} <= {".history", ".parts"}
 
     @each_value({"command": ALL, "column": ["tensor", "file", "offset", "stop"]})
     def test_forged_ranges_are_refused(self, tmp_path: Path, command: str, column: str) -> None:

@@ -107,7 +107,7 @@ def test_all_ranks_raise_the_same_error_naming_both_sides(
     assert {type(error) for error in errors} == {kind}
     assert len({str(error) for error in errors}) == 1
     assert all(word in str(errors[0]) for word in words), errors[0]
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 def absent_rank(path: str) -> float:
@@ -179,7 +179,7 @@ def test_ranks_without_a_shared_file_system_are_told_so(ranks: Ranks, tmp_path: 
     errors = ranks.outcomes(2, unseen_folder, str(tmp_path))
     assert {type(error) for error in errors} == {RankMismatchError}
     assert all("rank 1 of 2" in str(error) and "shared file system" in str(error) for error in errors)
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 def load_where_one_sees_nothing(path: str) -> None:

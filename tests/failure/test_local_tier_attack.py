@@ -19,9 +19,9 @@ from rankless import api
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.load import tier_generations
 from rankless.storage import mapped_file
-from rankless.tier.epochs import name_job
 from rankless.tier.generation_catalog import OfferedGeneration, list_offers
 from rankless.tier.host_folder import TierFolder
+from rankless.tier.job_text import name_job
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.tier_runs import load_newest_step, save_steps, state_of
 
@@ -110,10 +110,11 @@ def test_nothing_older_is_drained_after_a_save_without_the_tier(tmp_path: Path) 
     assert [info.tag for info in directory.list()] == ["step_3", "step_4"]
 
 
-def test_a_first_save_without_the_tier_retires_what_an_earlier_job_has_left_there(tmp_path: Path) -> None:
+def test_a_first_save_leaves_what_an_earlier_job_has_left_in_the_tier(tmp_path: Path) -> None:
     run_killed_job(job_that_saves, tmp_path, 1, 2, 3)
-    run_killed_job(_begin_without_memory, tmp_path)
-    assert run_killed_job(_load_without_strictness, tmp_path) == 9
+    with pytest.raises(rankless.StateError, match="not loaded: load it first"):
+        run_killed_job(_begin_without_memory, tmp_path)
+    assert run_killed_job(load_step, tmp_path) == 3
 
 
 def _begin_without_memory(base: Path) -> None:
@@ -128,7 +129,7 @@ def test_a_tag_that_was_saved_without_the_tier_is_taken(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Going back, and a run directory that loses its epochs
+# Going back, and a run directory that loses its history
 
 
 def test_a_job_that_goes_back_drains_nothing_of_the_branch_that_it_left(tmp_path: Path) -> None:
@@ -142,13 +143,10 @@ def test_a_job_that_goes_back_drains_nothing_of_the_branch_that_it_left(tmp_path
     assert [info.tag for info in directory.list()] == ["step_2", "step_3"]
 
 
-@pytest.mark.parametrize("lost", ["run", "run/.epochs"])
-def test_a_run_directory_that_loses_its_epochs_does_not_make_old_generations_the_newest(
-    tmp_path: Path, lost: str
-) -> None:
+def test_a_run_directory_that_loses_its_history_does_not_make_old_generations_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         run_killed_job(job_that_saves, tmp_path, step)
-    shutil.rmtree(tmp_path / lost)
+    shutil.rmtree(tmp_path / "run/.history")
     run_killed_job(job_that_saves, tmp_path, 4, 5)
     assert run_killed_job(load_step, tmp_path) == 5
 
@@ -211,7 +209,7 @@ def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path
     save_steps(older, 1, 2, 3)
     assert older._tier is not None
     job = older._tier.job
-    older._tier.folder.take_over(name_job(99, "a"))
+    older._tier.folder.take_over(name_job(99, "", "a"))
     with pytest.raises(rankless.StateError, match="another job has continued the run"):
         save_steps(older, 4)
     assert older._tier.job == job

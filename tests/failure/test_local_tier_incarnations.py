@@ -22,9 +22,7 @@ from rankless.load import tier_generations
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.folder_tier_save import FolderTierSave
 from rankless.save.generation_drain import GenerationDrain
-from rankless.tier import job
 from rankless.tier.copies_on_hosts import PartCopies
-from rankless.tier.epochs import find_newest_epoch
 from rankless.tier.job import TierJob
 from tests.helpers.killed_jobs import run_killed_job
 from tests.helpers.pool import Ranks
@@ -65,7 +63,7 @@ def stopped_before(owner: Any, name: str, meanwhile: Callable[[], object]) -> An
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(TierJob, "take_over"), (tier_generations, "list_offers"), (job, "begin_epoch")]
+    ("owner", "name"), [(TierJob, "take_over"), (tier_generations, "list_offers"), (TierJob, "begin_incarnation")]
 )
 def test_a_load_that_was_stopped_while_another_job_went_on_takes_nothing_from_it(
     tmp_path: Path, owner: Any, name: str
@@ -150,16 +148,6 @@ def test_a_job_goes_on_after_a_load_that_failed(tmp_path: Path) -> None:
     assert run_killed_job(load_step, tmp_path) == 3
 
 
-def test_a_job_in_a_run_directory_without_epochs_takes_over_the_folder_of_a_later_one(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        run_killed_job(job_that_saves, tmp_path, step)
-    known = find_newest_epoch(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
-    run_killed_job(job_that_saves, tmp_path, 4)
-    assert find_newest_epoch(tmp_path / "run") > known
-    assert run_killed_job(load_step, tmp_path) == 4
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Copies that fail
 
@@ -231,7 +219,7 @@ def _load_on_other_host(base: Path) -> float | None:
 
 
 def test_what_an_earlier_job_publishes_late_is_withdrawn(tmp_path: Path) -> None:
-    """It was stopped between its last look at epochs and the rename. The other job lost its host, and went back."""
+    """It was stopped between its last look at the history and the rename. The other job lost its host and went back."""
     directory = _open_on_host(tmp_path, "host", drain_every=5)
     directory.save("step_1", state_of(1), step=1, forced=True)
     save_steps(directory, 2, 3, 4, 5)

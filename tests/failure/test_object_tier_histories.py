@@ -100,7 +100,7 @@ def check_nothing_is_left(fake: FakeStore) -> None:
     assert not list_stale_directories(run_path())
     folders = {info.path.name for info in rankless.list_checkpoints(run_path())}
     others = {key.split("/")[1] for key in fake.objects} - folders
-    assert others <= {".tags", ".epochs", ".journal"}
+    assert others <= {".tags", ".history", ".journal"}
     assert len([key for key in fake.objects if "/.tags/" in key]) == len(folders)
 
 
@@ -169,13 +169,14 @@ def test_a_job_that_is_stopped_while_another_one_goes_on_publishes_no_abandoned_
         OPERATIONS[operation](folder)
         end_jobs()
         claims = [number for number, request in enumerate(fake.requests) if is_claim(request)]
-        # Before it has claimed its epoch, the job that wakes up is the later one.
-        for moment in choose_moments(every_moment(len(fake.requests))[claims[0] + 1 :: STEPS[cloud]], third, share):
+        # Before it has announced itself, the job that wakes up is the later one.
+        moments = every_moment(len(fake.requests))[2 * claims[0] + 1 :: STEPS[cloud]]
+        for moment in choose_moments(moments, third, share):
             check_stop(start, tmp_path, operation, moment)
 
 
 def is_claim(request: Any) -> bool:
-    return request.method == "PUT" and "/.epochs/" in request.key
+    return request.method == "PUT" and "/.history/" in request.key
 
 
 def check_stop(start: Start, base: Path, operation: str, moment: Moment) -> None:

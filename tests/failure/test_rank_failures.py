@@ -16,6 +16,7 @@ from rankless.run.pending_dir import PendingDirectory
 from tests.helpers.layouts import LAYOUTS, blank_run, fill_run
 from tests.helpers.pairwise import first_of
 from tests.helpers.pool import Ranks
+from tests.helpers.run_directories import list_names
 
 #: What is called in a save over three tensor-parallel ranks, stripes between them included, and in a load.
 SAVING = [
@@ -103,7 +104,7 @@ def assert_together(outcomes: list[Any], who: int) -> None:
 @first_of(6, "where", SAVING)
 def test_a_fault_in_a_save_is_raised_by_all(ranks: Ranks, tmp_path: Path, where: str) -> None:
     assert_together(ranks.outcomes(3, run, str(tmp_path), "save", where, 1), 1)
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
     ranks(3, run, str(tmp_path), "save", "", NOBODY)
 
 
@@ -136,7 +137,7 @@ def test_an_error_whose_message_fails_is_raised_by_all(ranks: Ranks, tmp_path: P
 def test_a_fault_of_the_leader_is_raised_by_all(ranks: Ranks, tmp_path: Path, where: str) -> None:
     outcomes = ranks.outcomes(3, run, str(tmp_path), "save", where, 0)
     assert {str(error) for error in outcomes} == {"Fault: lost"}
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 @first_of(6, "where", LOADING)

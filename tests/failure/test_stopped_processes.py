@@ -112,7 +112,7 @@ def test_what_others_have_given_up_is_not_committed(ranks: Ranks, tmp_path: Path
     late, *others = ranks(3, leader_sleeps, str(tmp_path))
     assert "rank 0 came too late" in late
     assert all("rank 0 did not come" in message for message in others)
-    assert not list(tmp_path.iterdir())
+    assert not list_names(tmp_path)
 
 
 def test_who_wakes_up_does_not_replace_what_another_job_has_saved_meanwhile(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import rankless
 from rankless.ondisk.manifest import Provenance
-from rankless.run import journal
+from rankless.run import claims, journal
 from tests.golden.corruptions import DAMAGES, STORED
 from tests.golden.states import GOLDEN, Keeping
 from tests.helpers.pool import Ranks
@@ -40,6 +40,7 @@ def fixed(name: str) -> Iterator[None]:
     drawn = (hashlib.sha256(f"{name} {n}".encode()).hexdigest()[:16] for n in itertools.count())
     with (
         mock.patch("rankless.run.catalog.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
+        mock.patch("rankless.run.claims.secrets", SimpleNamespace(token_hex=lambda _: next(drawn))),
         mock.patch("rankless.save.checkpoint_save.time", SimpleNamespace(time=lambda: 1767225600.25)),
         mock.patch(
             "rankless.save.build_manifest.Provenance", lambda *known: Provenance("0.1.0", "2.13.0", "3.11.0", known[3])
@@ -72,6 +73,7 @@ def main() -> None:
     for name, golden in GOLDEN.items():
         pool(len(golden().own), save, name, str(V1 / name))
         (V1 / name / journal.NAME).unlink()  # has the times of this save, and is no part of the format
+        shutil.rmtree(V1 / name / claims.FOLDER)  # has the time and the host of this save
     pool.close()
     for name in STORED:
         source = DAMAGES[name].of

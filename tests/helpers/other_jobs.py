@@ -17,5 +17,5 @@ def save_as_other_job(
 ) -> None:
     """As another job does, which resumes the run. A rank passes a group that has no other rank."""
     run = RunDirectory(path, process_group=group)
-    run.runs = {info.run for info in rankless.list_checkpoints(path)}
+    run.history.runs = {info.run for info in rankless.list_checkpoints(path)}
     run.save(tag, {"w": torch.full((64,), value)}, user_content=value, **options)

@@ -11,6 +11,7 @@ import torch
 import rankless
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run import journal
+from rankless.run.claims import FOLDER
 
 DEAD = HiddenName("step_9", "0" * 16, "1" * 16, "partial")
 
@@ -24,8 +25,9 @@ def list_tags(path: Path) -> list[str]:
 
 
 def list_names(path: Path) -> list[str]:
-    """Return the names in a run directory, without those of its journal."""
-    return sorted(entry.name for entry in path.iterdir() if entry.name not in {journal.NAME, journal.OLDER_NAME})
+    """Return the names in a run directory, without those of its journal and its history, which stay."""
+    kept = {journal.NAME, journal.OLDER_NAME, FOLDER}
+    return sorted(entry.name for entry in path.iterdir() if entry.name not in kept)
 
 
 def list_hidden_names(path: Path) -> list[str]:

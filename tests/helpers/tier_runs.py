@@ -1,13 +1,14 @@
-"""Saves and loads of one process with a local tier, whose state tells its step, and epochs of other jobs."""
+"""Saves and loads of one process with a local tier, whose state tells its step, and claims of other jobs."""
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import torch
 
 import rankless
-from rankless.tier.epochs import begin_epoch, reserve_epoch
+from rankless.run.claims import JobHistory, LoadedBase, announce, claim, read_history
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -28,8 +29,28 @@ def load_newest_step(directory: rankless.RunDirectory) -> float:
     return float(step or 0)
 
 
-def claim_epoch(run: Path, start: int) -> int:
-    """Continue the run as another job does: reserve an epoch, and begin it."""
-    number = reserve_epoch(run)
-    begin_epoch(run, number, start)
-    return number
+def go_on(directory: rankless.RunDirectory) -> None:
+    """Let the next save continue the newest run of a directory, as if its latest checkpoint had been loaded."""
+    directory.history.runs |= {info.run for info in rankless.list_checkpoints(directory.path)}
+
+
+def continue_from(run: Path, sequence: int) -> int:
+    """Continue the newest run of a directory as another job does, which uses a tier. Return its incarnation.
+
+    It goes on from the checkpoint with a sequence number; 0 is before all of them.
+    """
+    announce(run, 0)
+    history = read_history(run)
+    if not history.runs:
+        return claim(run, JobHistory(), []).incarnation
+    newest, branch = list(history.runs.items())[-1]
+    base = LoadedBase(
+        id="0" * 16,
+        run=newest,
+        incarnation=branch.incarnation,
+        sequence=sequence,
+        tag="another",
+        newest=None,
+        token=secrets.token_hex(8),
+    )
+    return claim(run, JobHistory(base=base), []).incarnation

@@ -13,9 +13,9 @@ from rankless.formats.native import read_manifest
 from rankless.run.catalog import list_stale_directories
 from rankless.run.journal import read_journal
 from rankless.storage.object_path import ObjectPath
-from tests.promises.jobs import NO_RUN, RUNS, job, latest_step, listed, resumes_at, train, train_from
+from tests.promises.jobs import NO_RUN, job, latest_step, listed, resumes_at, train, train_from
 from tests.promises.places import Drain, Place, Run, bucket_of, in_killed_job, in_new_job, state_of
-from tests.promises.promise import because, promise
+from tests.promises.promise import promise
 
 
 def spoil(path: Path) -> None:
@@ -115,7 +115,6 @@ def test_the_branch_of_a_job_that_went_back_is_the_latest(place: Place) -> None:
 @promise(
     "after a rollback, the names of the later steps are free",
     exempt=NO_RUN,
-    broken=because("names belong to a directory and not yet to a branch of its history", *RUNS),
 )
 def test_names_of_an_abandoned_branch_are_free(place: Place) -> None:
     for step in (1, 2, 3):
@@ -128,10 +127,6 @@ def test_names_of_an_abandoned_branch_are_free(place: Place) -> None:
 @promise(
     "a run that is moved is continued where it is now",
     exempt=NO_RUN,
-    broken=because(
-        "a local tier knows its run by the path, not yet by its history: pass another folder after a move",
-        *("folder and tier", "store and tier", "drain of an earlier job", "`rankless drain`"),
-    ),
 )
 def test_moved_runs(place: Place) -> None:
     place.save("step_1", 1.0)

@@ -77,7 +77,6 @@ def save_late(place: Place) -> None:
 @promise(
     "a job that another one has continued replaces nothing of it",
     exempt=NO_RUN,
-    broken=because("jobs without a local tier do not yet learn that another one has continued", "folder", "store"),
 )
 def test_older_jobs(place: Place) -> None:
     place.save("step_1", 1.0)

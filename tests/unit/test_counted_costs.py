@@ -238,7 +238,7 @@ _CHECKS = {
     "read": 2,
     "preadv": 4,
     "fstat": 5,
-    "scandir": 4,
+    "scandir": 5,  # one for the history
     "flock": 2,
     "fcntl": 2,
     "statvfs": 1,
@@ -246,7 +246,7 @@ _CHECKS = {
     "lstat": 18,
 }
 #: From Python 3.13 on, a ``Path`` lists a directory with ``scandir`` instead of ``listdir``.
-_LISTS = {"scandir": 13} if sys.version_info >= (3, 13) else {"listdir": 9, "scandir": 4}
+_LISTS = {"scandir": 14} if sys.version_info >= (3, 13) else {"listdir": 9, "scandir": 5}
 CALLS_OF_RANK_0: dict[str, dict[str, int]] = {
     "save": _CHANGES | _CHECKS,
     "asynchronous save": _CHANGES | _CHECKS | {"open": 18, "read": 3, "stat": 20, "lstat": 23, "fstat": 6},

@@ -22,6 +22,7 @@ from rankless.errors import InvalidArgumentError, StorageError
 from rankless.inspection import background_statistics, checkpoint_statistics, kept_statistics
 from rankless.inspection.checkpoint_statistics import CheckpointStatistics
 from tests.helpers.commands import invoke, invoke_json
+from tests.helpers.run_directories import list_names
 
 #: The hidden file.
 NAME = ".statistics"
@@ -80,7 +81,7 @@ class TestKept:
         shutil.rmtree(tmp_path.parent / "out")
         assert rankless.load_checkpoint(tmp_path, model={"w": torch.zeros(3)}) is None
         rankless.save_checkpoint(tmp_path, "b", {"w": torch.ones(3)}, keep=1)
-        assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".journal")] == ["b"]
+        assert list_names(tmp_path) == ["b"]
 
 
 def test_the_command_shows_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +214,7 @@ class TestMeanwhile:
         slow.set()
         rankless.finalize()
         assert not path.exists()
-        assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".journal")] == ["b"]
+        assert list_names(tmp_path) == ["b"]
         assert not list(recwarn)
 
     def test_one_that_is_replaced_keeps_none_of_the_old_one(self, tmp_path: Path, slow: threading.Event) -> None:

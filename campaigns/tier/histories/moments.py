@@ -32,7 +32,7 @@ class Moment:
     @property
     def is_ordered(self) -> bool:
         """False before the job has a place in the order of all: if it was stopped then, it would be the newest one."""
-        return self.point.name != "reserving an epoch"
+        return self.point.name != "announcing the job"
 
     @property
     def name(self) -> str:
@@ -74,8 +74,8 @@ MOMENTS = (
     *_of("save", Point("writing the table of a parity", f"{_FOLDER}.write_parity"), needs="parity"),
     *_of(
         "drain",
-        Point("looking for later epochs", f"{_STATE}.TierJob.check_not_fenced", rank_0_only=True),
-        Point("no later epoch found", f"{_STATE}.TierJob.check_not_fenced", after=True, rank_0_only=True),
+        Point("looking for later jobs", f"{_STATE}.TierJob.check_not_fenced", rank_0_only=True),
+        Point("no later job found", f"{_STATE}.TierJob.check_not_fenced", after=True, rank_0_only=True),
         Point("creating the pending directory", f"{_STAGING}.create", rank_0_only=True),
         Point("writing", "rankless.save.shard_writer.write_file_ranges"),
         Point("publishing", f"{_STAGING}.publish", rank_0_only=True),
@@ -105,10 +105,10 @@ MOMENTS = (
         Point("fetching from other hosts", f"{_FETCH}.run_transfers"),
         Point("putting values in place", "rankless.state.restore.LoadTargets.apply"),
         Point("values in place", "rankless.state.restore.LoadTargets.apply", after=True),
-        Point("reserving an epoch", f"{_STATE}.reserve_epoch", rank_0_only=True),
-        Point("epoch reserved", f"{_STATE}.reserve_epoch", after=True, rank_0_only=True),
-        Point("beginning an epoch", f"{_STATE}.begin_epoch", rank_0_only=True),
-        Point("epoch begun", f"{_STATE}.begin_epoch", after=True, rank_0_only=True),
+        Point("announcing the job", f"{_STATE}.announce", rank_0_only=True),
+        Point("job announced", f"{_STATE}.announce", after=True, rank_0_only=True),
+        Point("claiming an incarnation", f"{_STATE}.claim", rank_0_only=True),
+        Point("incarnation claimed", f"{_STATE}.claim", after=True, rank_0_only=True),
         Point("removing other generations", f"{_FOLDER}.remove_generations"),
         Point("other generations removed", f"{_FOLDER}.remove_generations", after=True),
         needs="earlier",

@@ -4,7 +4,7 @@ States form a tree: each follows from the state of the step before or, at the fi
 that this had loaded. What is loaded must be
 
 - one state that a rank began to save, in all elements and on all ranks (no mixture);
-- no state of a branch that a later incarnation left when it loaded an older state (the newest epoch); but if that one
+- no state of a branch that a later incarnation left when it loaded an older state (the newest claim); but if that one
   has completed nothing, the run directory may have got a newer state just when it loaded;
 - at least as new as each state that a rank was told to be complete, if it is still somewhere: durable; or on hosts that
   all are there; or copied, with no more hosts lost than copies survive.

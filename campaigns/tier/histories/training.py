@@ -36,7 +36,7 @@ TIMEOUT = 5.0
 SIGNAL_FOR_STACKS = signal.SIGUSR1
 
 #: On rank 0: from then on, this job is newer than those before.
-_RESERVED = Point("epoch reserved", "rankless.tier.job.reserve_epoch", after=True)
+_ANNOUNCED = Point("job announced", "rankless.tier.job.announce", after=True)
 
 #: The saves of an incarnation that ends well.
 _STEPS = 4
@@ -127,7 +127,7 @@ def train(rank: Rank, places: Places, incarnation: Incarnation) -> None:
     training = Training(incarnation.layout)
     rank.wait_for_all_ranks()
     with ExitStack() as traps:
-        traps.enter_context(call_at_point(_RESERVED, lambda: rank.send_message("load has begun")))
+        traps.enter_context(call_at_point(_ANNOUNCED, lambda: rank.send_message("load has begun")))
         _set_trap(rank, incarnation, ("load", "loaded drain"), traps)
         state = _load(directory, training, notes, incarnation)
         rank.send_message("loaded")

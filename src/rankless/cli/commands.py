@@ -68,6 +68,9 @@ COMMANDS: Mapping[str, CommandSpec] = {
     "alias": CommandSpec(
         "rankless.cli.alias", "Give a checkpoint a further name.", "rankless alias runs/a production step_1000"
     ),
+    "rollback": CommandSpec(
+        "rankless.cli.rollback", "Let a run go on from an older checkpoint.", "rankless rollback runs/a step_1000"
+    ),
     "drain": CommandSpec(
         "rankless.cli.drain",
         "Write what the local tier has into the run directory.",

@@ -23,6 +23,9 @@ INCOMPLETE = 3
 def drain(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
     local: Annotated[str, typer.Option("--local", metavar="FOLDER", help="The folder of the local tier on this host.")],
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Write it also if the run's folder was removed, and does not know its run.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Write the newest checkpoint in the local tier of this host into the run's folder, after the job has ended.
@@ -34,7 +37,7 @@ def drain(
     with leave_on_interrupt():
         from rankless.save.offline_drain import drain as drain_host  # noqa: PLC0415 - torch is slow to import
     with with_progress_bar("draining the local tier", ignore_event) as on_event:
-        result = drain_host(run, local, on_event=on_event)
+        result = drain_host(run, local, adopt=adopt, on_event=on_event)
     for problem in result.problems:
         print_warning(problem)
     if as_json:

@@ -38,9 +38,9 @@ def ls(  # noqa: PLR0917 - options of the command
     """List the checkpoints of a run, oldest first.
 
     "own" is the disk space that no other checkpoint shares; it is shown if checkpoints share files. Corrupt checkpoints
-    are listed before all others. "complete" means that the save was completed; only verify reads
-    the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one. With --local also list what the
-    local tier has on this host.
+    are listed before all others, then "abandoned" ones, from which the run went back. "complete" means that the
+    save was completed; only verify reads the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
+    With --local also list what the local tier has on this host.
     """
     path = parse_location(run)
     if local is None:
@@ -118,6 +118,8 @@ def _as_record(listing: RunListing, info: CheckpointInfo) -> dict[str, object]:
         "metrics": dict(info.metrics),
         "aliases": listing.aliases_of(info),
         "sequence": info.sequence if readable else None,
+        "incarnation": info.incarnation if readable else None,
+        "current": info.is_current if readable else None,
         "time": info.time if readable else None,
         "run": info.run if readable else None,
         "world_size": info.world_size or None,

@@ -116,6 +116,12 @@ def _leftover_status(leftover: StaleDirectory) -> Cell:
     return ("corrupt", "bold red") if leftover.state == "corrupt" else ("unfinished", "yellow")
 
 
+def _complete_status(info: CheckpointInfo, marks: str) -> Cell:
+    if not info.is_current:
+        return "abandoned", "yellow"
+    return (f"complete ({marks})", "bold green") if marks else ("complete", "green")
+
+
 def _format_row(listing: RunListing, info: CheckpointInfo, now: float) -> list[Cell]:
     tag = escape_control_characters(info.tag)
     if info.status != "complete":
@@ -132,6 +138,6 @@ def _format_row(listing: RunListing, info: CheckpointInfo, now: float) -> list[C
         info.run[:_RUN_CHARACTERS],
         format_size(info.nbytes),
         format_size(listing.own[info.tag]),
-        (f"complete ({marks})", "bold green") if marks else ("complete", "green"),
+        _complete_status(info, marks),
         escape_control_characters(format_metrics(info.metrics)),
     ]

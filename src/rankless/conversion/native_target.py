@@ -31,7 +31,7 @@ from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
 from rankless.ondisk.weight_names import find_stems, rename_weights
 from rankless.ondisk.wrapper_prefixes import has_adapters
-from rankless.run.catalog import next_identity
+from rankless.run.catalog import independent_identity
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
 from rankless.storage.store import store_of
 
@@ -111,7 +111,7 @@ class NativeTarget:
         return NativeReader(self._files.folder)
 
     def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
-        reader, identity = self._source.reader, next_identity(self._final.parent, frozenset())
+        reader, identity = self._source.reader, independent_identity(self._final.parent)
         source_manifest = reader.manifest if isinstance(reader, NativeReader) else None
         label = CheckpointLabel(
             tag=self._final.name,

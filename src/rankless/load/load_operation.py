@@ -51,6 +51,7 @@ from rankless.observe.reporter import EventReporter
 from rankless.observe.spans import span
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
+from rankless.run.claims import LoadedBase
 from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import format_lines
@@ -142,7 +143,7 @@ class LoadOperation:
         self.is_applying = True
         self._session.run_on_all("putting values in place", targets.apply)
         if self._tier is not None:
-            self._tier.finish(self._session, self._manifest, self.selected.generation)
+            self._tier.finish(self._session, self._manifest, self.selected.generation, self._find_base())
         result = self._build_result(targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
         self._reporter.report_not_requested(folder, result.not_requested)
@@ -190,7 +191,7 @@ class LoadOperation:
             "finding the checkpoint",
             request.describe_call(),
             check_arguments,
-            lambda _: _encode(self._selector.select_next()),
+            lambda _: _encode(msgspec.structs.replace(self._selector.select_next(), token=request.token)),
         )
         return msgspec.msgpack.decode(raw, type=SelectedCheckpoint)
 
@@ -405,7 +406,15 @@ class LoadOperation:
             matched_by=dict(targets.matched_by),
             not_requested=tuple(targets.components_not_requested()),
             sequence=manifest.sequence if manifest else 0,
+            base=self._find_base(),
         )
+
+    def _find_base(self) -> LoadedBase | None:
+        """Return what a save needs to continue the checkpoint, if it is one of the run directory."""
+        manifest, selected = self._manifest, self.selected
+        if manifest is None or selected.locate(self._request.path).parent != self._request.path:
+            return None
+        return LoadedBase.of(manifest, selected.tag, selected.newest, selected.token)
 
 
 def _partly_filled_advice(training: TrainingObjects) -> str:

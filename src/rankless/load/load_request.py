@@ -27,7 +27,9 @@ class LoadRequest(msgspec.Struct, frozen=True):
     """A request to load the checkpoint ``path/tag``, or without a tag the latest one, or ``path`` if that is one.
 
     ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
-    ``reader_adapter_text`` describes the adapter. ``local``: the options of the local tier, as text.
+    ``reader_adapter_text`` describes the adapter. ``local``: the options of the local tier, as text. ``token``: that of
+    the job, which rank 0 passes on. ``goes_back_once``: if the run went back to the checkpoint of the tag already,
+    load the latest one.
     """
 
     path: Path
@@ -41,6 +43,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
     reader_adapter: Callable[[Reader], Reader] = lambda reader: reader
     reader_adapter_text: str = "as it is"
     local: str = "none"
+    token: str = ""
+    goes_back_once: bool = False
     on_event: OnEvent = ignore_event
     began: float = msgspec.field(default_factory=time.perf_counter)
 

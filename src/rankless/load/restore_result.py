@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rankless.run.claims import LoadedBase
+
 
 @dataclass(frozen=True)
 class RestoreResult:
@@ -42,6 +44,7 @@ class RestoreResult:
         not_requested: The components that the checkpoint has and that nothing was passed for, such as
             ``"stateful/ema"``.
         sequence: The position in the order of all saves into the run directory; 0 for formats other than rankless's.
+        base: What a save needs to continue the checkpoint; ``None`` if it is not in the run directory that was passed.
     """
 
     user_content: Any
@@ -62,3 +65,4 @@ class RestoreResult:
     matched_by: Mapping[str, str] = field(default_factory=dict)
     not_requested: tuple[str, ...] = ()
     sequence: int = 0
+    base: LoadedBase | None = field(default=None, repr=False)

@@ -27,12 +27,13 @@ from rankless.formats.native import NativeReader, holds_checkpoint, is_native, r
 from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
+from rankless.run.claims import read_history
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.corruption import CorruptRecord
-from rankless.run.lookup import describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
+from rankless.run.lookup import all_abandoned_error, describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from rankless.run.object_run import has_lost_manifest, is_named, lost_files_error
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
-from rankless.run.tag_arguments import resolve_tag
+from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.run.tier_parts_removal import FOLDER
 from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.tier.part_names import GenerationKey
@@ -54,7 +55,8 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 
     ``is_latest``: it was selected as the latest checkpoint, and not by its tag. ``generation``: it is loaded from the
-    local tier; the folder need not exist.
+    local tier; the folder need not exist. ``newest`` and ``token`` are those of
+    :class:`rankless.run.claims.LoadedBase`.
     """
 
     folder: str = ""
@@ -63,6 +65,8 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     is_latest: bool = False
     corrupt: list[CorruptRecord] = []
     generation: GenerationKey | None = None
+    newest: int | None = None
+    token: str = ""
 
     def locate(self, run: Path) -> Path:
         """Return the path of the folder. ``run`` is the path that the caller has passed."""
@@ -273,18 +277,11 @@ class CheckpointSelector:
         fall back.
         """
         path, tag = self._request.path, self._request.tag
-        if tag is not None:
-            tag = resolve_tag(path, tag)
-            return self._find_local(tag) or _select_folder(find_checkpoint(path, tag), tag)
+        if tag is not None and (resolved := self._resolve_tag(tag)) is not None:
+            return self._find_local(resolved) or _select_folder(find_checkpoint(path, resolved), resolved)
         infos = list_checkpoints_strictly(path)
-        if not any(map(is_rankless_checkpoint, infos)):
-            resolved = resolve_checkpoint_path(path)
-            if is_native(resolved):
-                return _select_folder(resolved, path.name)
-            if is_checkpoint(resolved):
-                return SelectedCheckpoint(str(resolved), path.name)
-            if self._local:
-                return self._select_local(self._local[-1], is_latest=True)
+        if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path)) is not None:
+            return selected
         self.ignored = describe_ignored_files(path)
         unreadable = [info for info in infos if info.status != "complete"]
         if unreadable and self._request.on_corruption == "raise":
@@ -298,10 +295,41 @@ class CheckpointSelector:
         if self._local and (not intact or self._local[-1].age >= intact[-1].age):
             return self._select_local(self._local[-1], is_latest=True)
         latest = intact[-1] if intact else latest_checkpoint(path)
+        if not latest.is_current:
+            raise next(iter(self._errors.values()), all_abandoned_error(path, infos))
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
         ids = {info.tag: info.id for info in infos}
         corrupt = [CorruptRecord.of(path, tag, ids[tag]) for tag in self.skipped.corrupt]
-        return SelectedCheckpoint(str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt)
+        newest = max(info.sequence for info in infos if info.run == latest.run and info.is_current)
+        return SelectedCheckpoint(
+            str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt, newest=newest
+        )
+
+    def _select_itself(self, path: Path) -> SelectedCheckpoint | None:
+        """Return the checkpoint that a path without rankless checkpoints is itself, or that of the local tier."""
+        resolved = resolve_checkpoint_path(path)
+        if is_native(resolved):
+            return _select_folder(resolved, path.name)
+        if is_checkpoint(resolved):
+            return SelectedCheckpoint(str(resolved), path.name)
+        return self._select_local(self._local[-1], is_latest=True) if self._local else None
+
+    def _resolve_tag(self, tag: str | Best) -> str | None:
+        """Return the tag that is meant; ``None`` for the latest checkpoint if the run went back to it already."""
+        resolved = resolve_tag(self._request.path, tag)
+        if not self._request.goes_back_once or not self._has_gone_back(resolved):
+            return resolved
+        warn_caller(
+            f"{self._request.path} went back to {resolved!r} already, so the latest checkpoint is loaded: to go "
+            "back once more, pass again=True"
+        )
+        return None
+
+    def _has_gone_back(self, tag: str) -> bool:
+        """Return whether the run of a checkpoint went back to it, and went on from there."""
+        found = [info for info in cached_checkpoints(self._request.path) if info.tag == tag and info.is_current]
+        runs = read_history(self._request.path).runs
+        return any(info.run in runs and runs[info.run].rolled_back_to == info.id for info in found)
 
     def _find_local(self, tag: str) -> SelectedCheckpoint | None:
         """Return the checkpoint of a tag in the local tier, unless there is a newer one in the run directory."""

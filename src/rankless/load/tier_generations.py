@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.errors import StateError
+from rankless.ondisk.manifest import Manifest
+from rankless.run.catalog import list_checkpoints
+from rankless.run.claims import read_history
+from rankless.run.history import Entry
 from rankless.storage.posix import host_id
-from rankless.tier.epochs import read_epochs
 from rankless.tier.generation_catalog import HostOffer, LocalCheckpoint, find_complete, list_offers
 from rankless.tier.host_folder import TierFolder
-from rankless.tier.job import TierJob
+from rankless.tier.job import TierJob, tier_jobs
 from rankless.tier.part_names import GenerationKey
 from rankless.tier.parts_in_run import CollectedParts
+from rankless.tier.tier_options import LocalTier
 
 _encode = msgspec.msgpack.Encoder().encode
+
+#: The seconds that ranks wait for each other when they look for a checkpoint.
+_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class _Gathered(msgspec.Struct, frozen=True, array_like=True):
 
 def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
     """Let all ranks tell which generations their hosts have, and put what only they have into the run directory."""
-    hosts, gathered = _gather(tier, session, lambda: _offer(tier.folder, tier.slots.writer))
+    hosts, gathered = _gather(tier, session, lambda: _offer(tier.folder, tier.slots.writer), refuses_unknown=True)
     if gathered.lacking is not None:
         _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)
     return hosts
@@ -70,25 +80,58 @@ def look_at_hosts(tier: TierJob, session: Session) -> TierHosts:
             return HostOffer(f"{host_id()} without {tier.path}", "", [])
         return _offer(folder, tier.slots.writer if session.size > 1 else "")
 
-    return _gather(tier, session, list_own)[0]
+    return _gather(tier, session, list_own, refuses_unknown=False)[0]
+
+
+def has_checkpoint_in_tier(run: Path, local: LocalTier, process_group: ProcessGroupArgument = None) -> bool:
+    """Return, on all ranks, whether the run directory or the tiers of the hosts have a complete checkpoint."""
+    session = RankGroup(process_group).open_session(_TIMEOUT)
+    hosts = look_at_hosts(tier_jobs.get_state(local.path, run), session)
+    _, raw = session.vote(
+        "looking for a checkpoint",
+        lambda: None,
+        lambda _: b"",
+        lambda _: _encode(bool(hosts.local) or any(info.status == "complete" for info in list_checkpoints(run))),
+    )
+    session.leave()
+    return msgspec.msgpack.decode(raw, type=bool)
 
 
 def _offer(folder: TierFolder, writer: str) -> HostOffer:
     return HostOffer(folder.identity, writer, list_offers(folder))
 
 
-def _gather(tier: TierJob, session: Session, list_own: Callable[[], HostOffer]) -> tuple[TierHosts, _Gathered]:
+def _find_unknown(run: Path, offers: Sequence[HostOffer], history: Entry) -> list[Manifest]:
+    """Return the labels of generations of runs that neither the history nor a checkpoint of the directory has."""
+    labels = [one.manifest for offer in offers for one in offer.generations if one.manifest is not None]
+    strange = [manifest for manifest in labels if manifest.run not in history.runs]
+    known = {info.run for info in list_checkpoints(run)} if strange else set()
+    return [manifest for manifest in strange if manifest.run not in known]
+
+
+def _gather(
+    tier: TierJob, session: Session, list_own: Callable[[], HostOffer], *, refuses_unknown: bool
+) -> tuple[TierHosts, _Gathered]:
     local: list[LocalCheckpoint] = []
     unreadable: list[str] = []
 
     def decide(posted: list[bytes]) -> bytes:
         offers = [msgspec.msgpack.decode(raw, type=HostOffer) for raw in posted]
-        epochs = read_epochs(tier.run)
-        local.extend(find_complete(offers, epochs))
+        history = read_history(tier.run)
+        unknown = _find_unknown(tier.run, offers, history)
+        if unknown and refuses_unknown:
+            raise StateError(
+                f"the local tier {tier.path} has the checkpoint {unknown[0].tag!r} of a run that {tier.run} does not "
+                "know: was that directory removed, or is its file system not mounted? To write the checkpoint there, "
+                "run `rankless drain --adopt`; to begin anew, remove the folder of the tier"
+            )
+        unreadable.extend(f"{manifest.tag} is of a run that {tier.run} does not know" for manifest in unknown)
+        ids = {manifest.id for manifest in unknown}
+        local.extend(one for one in find_complete(offers, history) if one.manifest.id not in ids)
         unreadable.extend(one.problem for offer in offers for one in offer.generations if one.problem)
         host_of, first_ranks = deduplicate([offer.host.encode() for offer in offers])
         writers = [offers[rank].writer for rank in first_ranks]
-        return _encode(_Gathered(host_of, writers, *_find_lacking(tier, offers, local, epochs)))
+        return _encode(_Gathered(host_of, writers, *_find_lacking(tier, offers, local, history)))
 
     _, raw = session.vote("looking into the local tier", list_own, _encode, decide)
     gathered: _Gathered = msgspec.msgpack.decode(raw, type=_Gathered)
@@ -96,20 +139,20 @@ def _gather(tier: TierJob, session: Session, list_own: Callable[[], HostOffer]) 
 
 
 def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:
-    """Begin a job: reserve an epoch, and gather the hosts.
+    """Begin a job: announce it, and gather the hosts.
 
     From then on, an earlier job that is still alive changes nothing in their folders.
     """
     session = ranks.open_session(timeout)
 
-    def find_newest_epoch() -> int:
-        return tier.folder.find_newest_epoch()  # the folder may be refused
+    def find_newest_job() -> int:
+        return tier.folder.find_newest_job()  # the folder may be refused
 
     _, raw = session.vote(
         "beginning to look into the local tier",
-        find_newest_epoch,
+        find_newest_job,
         _encode,
-        lambda posted: tier.reserve_epoch(max(map(msgspec.msgpack.decode, posted))).encode(),
+        lambda posted: tier.announce(max(map(msgspec.msgpack.decode, posted))).encode(),
     )
     # On all hosts before any of them looks: else an earlier job may complete one and remove another meanwhile.
     session.run_on_all("taking over the local tier", lambda: tier.take_over(raw.decode()))
@@ -119,12 +162,12 @@ def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:
 
 
 def _find_lacking(
-    tier: TierJob, offers: Sequence[HostOffer], local: Sequence[LocalCheckpoint], epochs: Mapping[int, int]
+    tier: TierJob, offers: Sequence[HostOffer], local: Sequence[LocalCheckpoint], history: Entry
 ) -> tuple[GenerationKey | None, list[int]]:
     """Return the newest generation that only hosts and the run directory have together, and what this one lacks."""
     collected = CollectedParts.of(tier.run)
     shared = list_offers(collected.folder) if collected.exist else []
-    together = find_complete([*offers, HostOffer("", "", shared)], epochs)
+    together = find_complete([*offers, HostOffer("", "", shared)], history)
     newest = together[-1].key if shared and together else None
     if newest is None or newest in {one.key for one in local}:
         return None, []

@@ -22,6 +22,7 @@ from rankless.load.rank_reads import Reads
 from rankless.load.tier_generations import TierHosts, gather_hosts, look_at_hosts, take_over
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
+from rankless.run.claims import JobHistory, LoadedBase
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.posix import remove_file
 from rankless.tier.assembled_generation import Assembly
@@ -105,14 +106,16 @@ class TierLoad:
             with suppress(StorageError):  # another rank of this host has removed it
                 remove_file(path)
 
-    def finish(self, session: Session, manifest: Manifest | None, key: GenerationKey | None) -> None:
-        """Begin an epoch that continues from the loaded checkpoint, and remove all other generations.
+    def finish(
+        self, session: Session, manifest: Manifest | None, key: GenerationKey | None, base: LoadedBase | None
+    ) -> None:
+        """Claim an incarnation that continues from the loaded checkpoint, and remove all other generations.
 
         If the training does not go on, only note what was loaded: a save may continue from it later.
         """
         self.remove_fetched()
         if self._resumes:
-            self._begin_epoch(session, manifest, key)
+            self._begin_incarnation(session, manifest, key, base)
         elif manifest is not None and key is not None:
             self.tier.note_loaded(CheckpointInfo.of(self.tier.run / manifest.tag, manifest))
         if self._hosts.unreadable:
@@ -121,17 +124,21 @@ class TierLoad:
         if problems and session.rank == COORDINATOR_RANK:
             warn_caller(f"copies of other hosts were used in place of corrupt parts: {'; '.join(problems)}")
 
-    def _begin_epoch(self, session: Session, manifest: Manifest | None, key: GenerationKey | None) -> None:
+    def _begin_incarnation(
+        self, session: Session, manifest: Manifest | None, key: GenerationKey | None, base: LoadedBase | None
+    ) -> None:
 
-        def begin_epoch(_: list[bytes]) -> bytes:
-            start, run_id = (0, "") if manifest is None else (manifest.sequence, manifest.run)
+        def begin(_: list[bytes]) -> bytes:
             is_local = manifest is not None and key is not None
             loaded = CheckpointInfo.of(self.tier.run / manifest.tag, manifest) if is_local and manifest else None
-            self.tier.begin_epoch(start, run_id, loaded)
+            job = JobHistory(base=base)
+            if base is not None:
+                job.note_loaded(base, resumes=True)
+            self.tier.begin_incarnation(job, loaded)
             CollectedParts.of(self.tier.run).remove_outdated(self.tier.run)
             return b""
 
-        session.vote("beginning an epoch", lambda: None, lambda _: b"", begin_epoch)
+        session.vote("claiming an incarnation", lambda: None, lambda _: b"", begin)
         self.tier.forget_newest()
         self.tier.remove_generations(lambda one: one == key)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankless import api
+from rankless import api, named_checkpoints
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import is_native
@@ -18,7 +18,6 @@ from rankless.nxd.model_sharding import sharding_of
 from rankless.nxd.reader import step_dirs
 from rankless.nxd.reader.nxd_reader import OPTIMIZER, WEIGHTS
 from rankless.options import LoadKeywords
-from rankless.run import named_checkpoints
 from rankless.storage.posix import local_path
 
 #: The value of ``num_kept_ckpts`` that keeps all checkpoints, besides ``None``.

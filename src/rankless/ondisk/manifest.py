@@ -53,7 +53,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of ``manifest.json`` without its last line, which is the CRC of all bytes before it.
 
     ``sequence`` counts the saves into a run's directory. Together with ``time`` (seconds since 1970) and ``id`` it
-    decides which checkpoint is the latest. ``run`` is a random id, chosen at the first save of a run.
+    decides which checkpoint is the latest. ``run`` is a random id, chosen at the first save of a run. ``incarnation``
+    is the number of the job that saved it, among all jobs of the directory; 0 if that is unknown.
     A metric that was not finite is ``None``. Readers ignore members that they do not know: a change that a reader
     must know about increments the version.
     """
@@ -63,6 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     id: Hex64
     run: Hex64
+    incarnation: Count = 0
     sequence: Count
     time: float
     step: Step | float | None

@@ -74,7 +74,7 @@ def has_alias(info: CheckpointInfo, names: Collection[str]) -> bool:
     Raises ``CorruptCheckpointError`` or ``StorageError`` if an alias cannot be read, as it may be of this checkpoint.
     """
     aliases = [read_alias(info.path.parent, name) for name in _alias_names(names)]
-    return Alias(info.tag, info.id) in aliases
+    return Alias(info.tag, info.id) in aliases or (not info.is_copy and Alias(info.saved_as, info.id) in aliases)
 
 
 def _alias_names(names: Collection[str]) -> list[str]:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from rankless.errors import NoCheckpointError
+from rankless.errors import NoCheckpointError, StateError, StorageError
 from rankless.formats.native import is_native
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
+from rankless.run.claims import JobHistory, check_not_superseded, claim, read_history
 from rankless.run.folder_names import tag_of_folder
+from rankless.run.history import Entry
 from rankless.run.object_run import list_unpublished
 from rankless.run.pointers import find_tagged_folder, list_tags
 from rankless.run.scan import (
     CheckpointInfo,
     displaced_checkpoints,
     is_rankless_checkpoint,
-    scan_objects,
+    look_at_run,
     scan_run,
 )
 from rankless.run.unnamed_checkpoints import name_checkpoints
@@ -80,34 +84,58 @@ def find_checkpoint(path: Path, tag: str) -> Path:
 
 
 class CheckpointIdentity(msgspec.Struct, frozen=True):
-    """The identity of a checkpoint: its sequence number, the id of its run, and its own id."""
+    """The identity of a checkpoint: its sequence number, the ids of its run and its own, and its incarnation."""
 
     sequence: int
     run: str
     id: str
+    incarnation: int = 0
 
 
-def next_identity(path: Path, runs: frozenset[str], newest: CheckpointIdentity | None = None) -> CheckpointIdentity:
-    """Return the identity of the next checkpoint in a run directory.
+def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
+    """Return the identity of the next checkpoint that a job saves into a run directory, on rank 0.
 
-    The checkpoint continues the newest of the ``runs``, given by their ids, that has a checkpoint in the directory. If
-    none has, it starts a new run. Raises ``StorageError`` if the existing checkpoints cannot be read.
-
-    In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`. A list may lack
-    the ``newest`` checkpoint, which the job has saved or loaded: the next one is later in any case.
+    Before its first one, the job claims an incarnation. Raises ``SupersededError`` or ``StateError`` if another job has
+    continued the run, and ``StorageError`` if the existing checkpoints cannot be read.
     """
-    known = CheckpointIdentity(0, "", "")
+    found, history = _look_at_run(path)
+    check_not_superseded(path, history, job)
+    claimed = job.claim or claim(path, job, found)
+    history = read_history(path) if job.claim is None else history
+    sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
+    return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)
+
+
+def claim_incarnation(path: Path, job: JobHistory) -> None:
+    """Claim an incarnation for a job that has just loaded what it continues, on rank 0.
+
+    So an older job that is still alive learns it before the first save. If the claim fails, that save tries again.
+    """
+    if job.claim is None:
+        with suppress(StateError):  # the first save raises it
+            try:
+                job.claim = claim(path, job, _look_at_run(path)[0])
+            except StorageError as error:
+                warn_caller(f"{path} cannot be written now, so other jobs do not know that this one continues: {error}")
+
+
+def _look_at_run(path: Path) -> tuple[list[CheckpointInfo], Entry]:
+    """Return the checkpoints of a run directory that can be read, oldest first, and its history, on rank 0.
+
+    In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`. Raises
+    ``StorageError`` if a checkpoint cannot be read now.
+    """
+    scan = look_at_run(path, is_strict=True)
     if isinstance(path, ObjectPath):
-        scan = scan_objects(path, is_strict=True)
         name_checkpoints(path, scan.unnamed)
-        infos, known = scan.checkpoints, newest or known
-    else:
-        infos = list_checkpoints_strictly(path)
-    complete = [info for info in infos if info.status == "complete"]
-    sequence = max(known.sequence, complete[-1].sequence if complete else 0)
-    continued = [info.run for info in complete if info.run in runs]
-    run = continued[-1] if continued else known.run or secrets.token_hex(8)
-    return CheckpointIdentity(min(sequence + 1, LARGEST), run, secrets.token_hex(8))
+    return [info for info in scan.checkpoints if info.status == "complete"], scan.history
+
+
+def independent_identity(path: Path) -> CheckpointIdentity:
+    """Return the identity of a checkpoint that continues nothing, and that no job continues: of a conversion."""
+    found, history = _look_at_run(path)
+    sequence = min(history.next_sequence(found), LARGEST)
+    return CheckpointIdentity(sequence, secrets.token_hex(8), secrets.token_hex(8))
 
 
 class StaleDirectory(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import tier_parts_removal
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
-from rankless.run.catalog import cached_checkpoints, list_checkpoints_strictly
+from rankless.run.catalog import cached_checkpoints
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, discard_abandoned
@@ -29,7 +29,7 @@ from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pin import is_pinned, remove_dead_pin
 from rankless.run.pointers import clock_difference, find_tag, list_tags
 from rankless.run.retention import Retention
-from rankless.run.scan import CheckpointInfo, displaced_checkpoints
+from rankless.run.scan import CheckpointInfo, displaced_checkpoints, look_at_run
 from rankless.storage.atomic_rename import rename_noreplace, rename_path
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.object_path import ObjectPath
@@ -203,14 +203,20 @@ def _remove_if_dead(path: Path, hidden: HiddenName, seconds: float = 0.0) -> boo
     return False
 
 
-def expired_checkpoints(path: Path, run: str | None, policy: Retention) -> list[CheckpointInfo]:
+def expired_checkpoints(
+    path: Path, run: str | None, policy: Retention, *, incarnation: int = 0
+) -> list[CheckpointInfo]:
     """Return the checkpoints of a run, or of all runs if ``run`` is ``None``, that a policy does not keep.
 
-    The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not considered. Raises
-    ``StorageError`` if a checkpoint cannot be read now: it may be the newest one.
+    There are none for an ``incarnation`` that is not the newest of the run: the job was superseded, and its policy does
+    not count any more. The newest checkpoint is always kept. Corrupt, copied, linked and renamed checkpoints are not
+    considered. Raises ``StorageError`` if a checkpoint cannot be read now: it may be the newest one.
     """
-    candidates = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
-    complete = [info for info in candidates if info.tag == info.saved_as and run in {None, info.run}]
+    scan = look_at_run(path, is_strict=True)
+    if run is not None and incarnation and scan.history.has_continued(run, incarnation):
+        return []
+    candidates = [info for info in scan.checkpoints if info.status == "complete"]
+    complete = [info for info in candidates if not info.is_copy and run in {None, info.run}]
     kept = policy.select_kept(complete, time.time())
     return [info for info in complete[:-1] if info.id not in kept]
 

@@ -15,7 +15,6 @@ import msgspec
 from rankless.errors import CheckpointReplacedError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import cached_checkpoints
-from rankless.run.folder_names import checkpoint_folder
 from rankless.run.object_removal import remove_pointers
 from rankless.run.pointers import Pointer, TagEntry, find_tag
 from rankless.run.scan import read_info
@@ -82,7 +81,7 @@ def _remove_pointers_to_corrupt(records: Iterable[CorruptRecord], path: ObjectPa
             continue
         if record.is_named_by(entry) and entry.pointer.run == run:
             remove_pointers(path, entry)
-            yield checkpoint_folder(path, entry.tag, entry.pointer.id)
+            yield entry.folder_in(path)
 
 
 def _is_saved_by(run: str, folder: Path, tag: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,10 +31,21 @@ def latest_checkpoint(path: Path) -> CheckpointInfo:
     infos = cached_checkpoints(path)
     complete = [info for info in infos if info.status == "complete"]
     if complete:
+        if not complete[-1].is_current:
+            raise all_abandoned_error(path, complete)
         return complete[-1]
     if infos:
         raise NoCheckpointError(f"none of the {len(infos)} checkpoint(s) in {path} can be read: {infos[-1].problem}")
     raise EmptyRunError(f"there is no checkpoint in {path}{describe_contents(path)}")
+
+
+def all_abandoned_error(path: Path, infos: Sequence[CheckpointInfo]) -> NoCheckpointError:
+    """Return the error of a run directory whose current checkpoints are all lost."""
+    tags = ", ".join(info.tag for info in infos if info.status == "complete")
+    return NoCheckpointError(
+        f"what the run in {path} should go on from is missing, and its other checkpoints are abandoned: pass the tag "
+        f"of one of them to go back to it; there are: {tags}"
+    )
 
 
 def describe_ignored_files(path: Path) -> str | None:

@@ -10,7 +10,7 @@ from rankless.errors import StorageError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import REMOVED
 from rankless.ondisk.manifest import NAME
-from rankless.run.folder_names import FOLDER, checkpoint_folder
+from rankless.run.folder_names import FOLDER
 from rankless.run.ownership import SAVED_FOLDER
 from rankless.run.pointers import Pointer, TagEntry, is_published
 from rankless.storage.object_path import ObjectPath
@@ -22,7 +22,7 @@ def delete_replaced(run: ObjectPath, entry: TagEntry) -> None:
     if not isinstance(entry.pointer, Pointer):
         remove_pointers(run, entry)
         return
-    folder = checkpoint_folder(run, entry.tag, entry.pointer.id)
+    folder = entry.folder_in(run)
     found = SAVED_FOLDER.sort_objects(folder)
     delete_checkpoint_objects(run, entry, folder, found.owned)
     if found.foreign:

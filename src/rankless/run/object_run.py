@@ -25,7 +25,7 @@ from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
 from rankless.run.ownership import SAVED_FOLDER
-from rankless.run.pointers import Pointer, TagEntry, clock_difference, find_tag
+from rankless.run.pointers import Pointer, TagEntry, clock_difference, find_tag, is_published
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import ObjectInfo
 
@@ -63,7 +63,7 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
     run without pointers, which are its checkpoints, and folders of somebody else whose names only look like those of
     saves.
     """
-    published = {f"{entry.tag}.{entry.pointer.id}" for entry in entries if isinstance(entry.pointer, Pointer)}
+    published = {entry.folder_in(run).name for entry in entries if isinstance(entry.pointer, Pointer)}
     unreadable = {entry.tag for entry in entries if not isinstance(entry.pointer, Pointer)}
     uploads: dict[str, list[float]] = {}
     for upload, began in run.store.list_uploads(run):
@@ -98,7 +98,8 @@ def is_named(folder: Path) -> bool:
     if match is None or not isinstance(folder, ObjectPath):
         return False
     entry = find_tag(folder.parent, match["tag"])
-    return entry is not None and entry.names_folder(match["id"])
+    is_named_by_tag = entry is not None and entry.names_folder(match["id"])
+    return is_named_by_tag or is_published(folder.parent, match["tag"], match["id"])
 
 
 def has_lost_manifest(folder: Path) -> bool:

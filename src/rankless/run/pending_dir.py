@@ -113,6 +113,20 @@ class PendingDirectory:
         else:
             self.release()
 
+    def publish_tag(self, run_id: str) -> None:
+        """Publish a checkpoint of a run. If an abandoned one of this run has the tag, that one gets another.
+
+        Raises ``TagExistsError`` if anything else has it.
+        """
+        try:
+            self.publish()
+        except TagExistsError:
+            from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415 - few runs go back
+
+            if not name_abandoned(self.final, run_id):
+                raise
+            self.publish()
+
     def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path, in place of what is there.
 

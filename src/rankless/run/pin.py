@@ -53,7 +53,7 @@ def is_pinned(info: CheckpointInfo, names: Collection[str]) -> bool:
     pins = [
         pin
         for pin in map(parse_hidden_name, names)
-        if pin and (pin.tag, pin.run, pin.state) == (info.tag, info.run, "pin")
+        if pin and pin.tag in {info.tag, info.saved_as} and (pin.run, pin.state) == (info.run, "pin")
     ]
     return not all(remove_dead_pin(info.path.parent / pin.name) for pin in pins)
 

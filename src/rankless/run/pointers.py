@@ -51,7 +51,8 @@ class Pointer(msgspec.Struct, frozen=True):
     So a list needs one small object of each checkpoint. The manifest decides if they differ.
 
     ``id`` is that in the name of the folder. ``checkpoint`` is that of the manifest, if it is another one: each attempt
-    to drain a checkpoint of the local tier has a folder of its own.
+    to drain a checkpoint of the local tier has a folder of its own. ``saved_as`` is the tag in the name of the folder,
+    if the checkpoint has got another one since.
     """
 
     id: Hex64
@@ -63,6 +64,8 @@ class Pointer(msgspec.Struct, frozen=True):
     step: Step | float | None = None
     metrics: dict[str, float | None] = {}
     checkpoint: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
+    incarnation: Count = 0
+    saved_as: str = ""
 
     @property
     def checkpoint_id(self) -> str:
@@ -87,6 +90,7 @@ class Pointer(msgspec.Struct, frozen=True):
             manifest.step,
             dict(manifest.metrics),
             "" if manifest.id == folder_id else manifest.id,
+            manifest.incarnation,
         )
 
 
@@ -105,6 +109,13 @@ class TagEntry(msgspec.Struct, frozen=True):
     def path(self) -> ObjectPath:
         """The path of the pointer."""
         return self.objects[-1].path
+
+    def folder_in(self, run: ObjectPath) -> ObjectPath:
+        """Return the folder of the checkpoint in its run. The pointer must be readable."""
+        pointer = self.pointer
+        if not isinstance(pointer, Pointer):
+            raise pointer
+        return checkpoint_folder(run, pointer.saved_as or self.tag, pointer.id)
 
     def names_checkpoint(self, checkpoint_id: str) -> bool:
         """Return whether the pointer names the checkpoint with an id, in whatever folder."""
@@ -180,9 +191,7 @@ def find_tagged_folder(run: ObjectPath, tag: str) -> ObjectPath | None:
     entry = find_tag(run, tag)
     if entry is None:
         return None
-    if not isinstance(entry.pointer, Pointer):
-        raise entry.pointer
-    return checkpoint_folder(run, tag, entry.pointer.id)
+    return entry.folder_in(run)
 
 
 def find_highest_number(run: ObjectPath, tag: str) -> int:
@@ -195,6 +204,12 @@ def list_pointers(run: ObjectPath, tag: str) -> list[ObjectInfo]:
     """Return the pointers of a tag, by ascending numbers."""
     found = (info for info in run.store.list_objects(run / TAGS / tag) if _number_of(info.path))
     return sorted(found, key=_number_of_object)
+
+
+def _list_pointers_to(run: ObjectPath, tag: str) -> list[ObjectInfo]:
+    """Return all pointers that may name a folder of a tag."""
+    found = (info for info in run.store.list_objects(run / TAGS) if _number_of(info.path))
+    return [info for info in found if info.path.parent.name == tag or info.path.parent.name.startswith(f"{tag}@")]
 
 
 def _make_entry(tag: str, ascending: Sequence[ObjectInfo], pointer: Pointer | RanklessError) -> TagEntry:
@@ -287,12 +302,14 @@ def is_pointer(data: bytes) -> bool:
 
 
 def is_published(run: ObjectPath, tag: str, folder_id: str) -> bool:
-    """Return whether a pointer of a tag, also an older one, names the folder with an id.
+    """Return whether a pointer names the folder of a tag with an id, also an older one, or one of another tag.
+
+    An abandoned checkpoint gets another tag: see :mod:`rankless.run.abandoned_tags`.
 
     Raises ``StorageError`` or ``CorruptCheckpointError`` if a pointer cannot be read: it may name this one.
     """
     for _ in range(_ATTEMPTS):
-        pointers = map_requests(_read_pointer, list_pointers(run, tag))
+        pointers = map_requests(_read_pointer, _list_pointers_to(run, tag))
         if folder_id in {pointer.id for pointer in pointers if isinstance(pointer, Pointer)}:
             return True
         if errors := [pointer for pointer in pointers if isinstance(pointer, RanklessError)]:

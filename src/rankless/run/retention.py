@@ -61,7 +61,7 @@ class AnyOf(Retention):
 
 @dataclass(frozen=True)
 class KeepLast(Retention):
-    """Keeps the newest ``number`` checkpoints."""
+    """Keeps the newest ``number`` checkpoints. Abandoned ones are older than all others."""
 
     number: int
 
@@ -104,8 +104,8 @@ class KeepEvery(Retention):
 class KeepBest(Retention):
     """Keeps the ``number`` best checkpoints by a metric, and of equal ones the newer.
 
-    ``mode`` says whether lower (``"min"``) or higher (``"max"``) values are better. Checkpoints without the metric are
-    not kept by this policy.
+    ``mode`` says whether lower (``"min"``) or higher (``"max"``) values are better. Checkpoints without the metric, and
+    abandoned ones, are not kept by this policy.
 
     By default each save must have the metric. With ``required=False`` it need not: then an evaluator can add the metric
     later, with :func:`rankless.add_metrics`.
@@ -124,7 +124,8 @@ class KeepBest(Retention):
     def select_kept(self, checkpoints: Sequence[CheckpointInfo], now: float) -> set[str]:
         """See :class:`Retention`."""
         del now
-        return {info.id for info in sort_by_metric(checkpoints, self.metric, self.mode)[: self.number]}
+        current = [info for info in checkpoints if info.is_current]
+        return {info.id for info in sort_by_metric(current, self.metric, self.mode)[: self.number]}
 
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """See :class:`Retention`."""

@@ -27,13 +27,18 @@ from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics
-from rankless.run.folder_names import checkpoint_folder, is_copied_folder, is_saved_folder, tag_of_folder
+from rankless.run.claims import FOLDER, read_history
+from rankless.run.folder_names import is_copied_folder, is_saved_folder, tag_of_folder
+from rankless.run.history import Entry
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
+
+#: The characters of a tag that an abandoned checkpoint keeps in any case.
+_SHORT = 40
 
 _Status = Literal["complete", "damaged", "unreadable"]
 
@@ -58,6 +63,9 @@ class CheckpointInfo:
         id: The id of the checkpoint.
         saved_as: The tag under which it was saved. It differs from ``tag`` if the checkpoint was renamed or copied.
         world_size: The number of ranks that saved it; 0 if that is unknown, as after a conversion.
+        incarnation: The number of the job that saved it, among all jobs of the run directory; 0 if that is unknown.
+        is_current: Whether the run goes on from it or from a later one. It is abandoned if the run went back to an
+            older checkpoint since, or if another job had continued the run when it was saved.
     """
 
     tag: str
@@ -73,6 +81,8 @@ class CheckpointInfo:
     id: str = ""
     saved_as: str = ""
     world_size: int = 0
+    incarnation: int = 0
+    is_current: bool = True
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest, tag: str | None = None) -> CheckpointInfo:
@@ -89,7 +99,13 @@ class CheckpointInfo:
             id=manifest.id,
             saved_as=manifest.tag,
             world_size=manifest.provenance.world_size,
+            incarnation=manifest.incarnation,
         )
+
+    @property
+    def is_copy(self) -> bool:
+        """True if somebody has copied or renamed it: no policy removes it. rankless renames abandoned ones."""
+        return self.tag != self.saved_as and not self.tag.startswith(f"{self.saved_as[:_SHORT]}@{self.incarnation}")
 
     @property
     def age(self) -> tuple[int, float, str]:
@@ -110,8 +126,24 @@ def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
     If the scan ``is_strict``, raise ``StorageError`` if one cannot be read now: the latest checkpoint is unknown then.
     The objects are cached and shared: callers must not change them.
     """
+    return look_at_run(path, is_strict=is_strict).checkpoints
+
+
+class RunScan(msgspec.Struct, frozen=True):
+    """The checkpoints of a run directory, oldest first, and its history.
+
+    ``unnamed`` are those in an object store that no pointer names.
+    """
+
+    checkpoints: list[CheckpointInfo]
+    history: Entry
+    unnamed: list[CheckpointInfo] = []
+
+
+def look_at_run(path: Path, *, is_strict: bool) -> RunScan:
+    """Return the checkpoints as :func:`scan_run`, and the history of the directory."""
     if isinstance(path, ObjectPath):
-        return scan_objects(path, is_strict=is_strict).checkpoints
+        return _scan_objects(path, is_strict=is_strict)
     read_info_of = read_info_strictly if is_strict else read_info
     infos: dict[str, CheckpointInfo | None] = {}
     while True:
@@ -122,21 +154,25 @@ def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
                 infos[name] = _cached_info(path, name, tags[name]) or read_info_of(path / name, tags[name])
         if tags.keys() <= infos.keys():
             checkpoints = [info for name in tags if (info := infos[name]) is not None]
-            return _sort_infos(_with_added_metrics(path, names, checkpoints))
+            history = _read_history(path, names)
+            return RunScan(_sort_infos(_with_added_metrics(path, names, checkpoints), history), history)
 
 
-def _sort_infos(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    return sorted(infos, key=lambda info: (info.status == "complete", *info.age, info.tag))
+def _read_history(path: Path, names: Collection[str]) -> Entry:
+    return read_history(path) if FOLDER in names else Entry()
 
 
-class ObjectScan(msgspec.Struct, frozen=True):
-    """The checkpoints of a run in an object store, oldest first, and those of them that no pointer names."""
+def _sort_infos(infos: list[CheckpointInfo], history: Entry) -> list[CheckpointInfo]:
+    """Return the checkpoints from the oldest to the latest, abandoned ones before all current ones."""
+    complete = [info for info in infos if info.status == "complete"]
+    abandoned = {info.id for info in complete if not history.is_current(info)}
+    known = [replace(info, is_current=False) if info.id in abandoned else info for info in infos]
+    by_age = sorted(known, key=lambda info: (info.status == "complete", info.is_current, *info.age, info.tag))
+    latest = history.find_latest([info for info in by_age if info.status == "complete"])
+    return by_age if latest is None else [*(info for info in by_age if info is not latest), latest]
 
-    checkpoints: list[CheckpointInfo]
-    unnamed: list[CheckpointInfo]
 
-
-def scan_objects(run: ObjectPath, *, is_strict: bool) -> ObjectScan:
+def _scan_objects(run: ObjectPath, *, is_strict: bool) -> RunScan:
     """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there.
 
     If the run has no pointer at all, its whole folders are its checkpoints: a copy may lack hidden names.
@@ -158,9 +194,10 @@ def scan_objects(run: ObjectPath, *, is_strict: bool) -> ObjectScan:
     copied = [name for name in sorted(names - named.keys()) if is_copied_folder(name)]
     unnamed = [] if entries else [name for name in sorted(names) if is_saved_folder(name)]
     found = [info for info in map_requests(read_folder, [*copied, *unnamed]) if info is not None]
-    newest = {info.tag: info for info in _sort_infos(found)}
-    infos = _sort_infos(_with_added_metrics(run, names, [*named.values(), *newest.values()]))
-    return ObjectScan(infos, [info for info in infos if info.path.name in unnamed])
+    newest = {info.tag: info for info in sorted(found, key=lambda info: info.age)}
+    history = _read_history(run, names)
+    infos = _sort_infos(_with_added_metrics(run, names, [*named.values(), *newest.values()]), history)
+    return RunScan(infos, history, [info for info in infos if info.path.name in unnamed])
 
 
 def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
@@ -170,7 +207,7 @@ def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
         return CheckpointInfo(entry.tag, entry.path, status, problem=_error_text(pointer))
     return CheckpointInfo(
         tag=entry.tag,
-        path=checkpoint_folder(run, entry.tag, pointer.id),
+        path=entry.folder_in(run),
         step=pointer.step,
         metrics=dict(pointer.metrics),
         sequence=pointer.sequence,
@@ -178,8 +215,9 @@ def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
         nbytes=pointer.nbytes,
         run=pointer.run,
         id=pointer.checkpoint_id,
-        saved_as=entry.tag,
+        saved_as=pointer.saved_as or entry.tag,
         world_size=pointer.world_size,
+        incarnation=pointer.incarnation,
     )
 
 

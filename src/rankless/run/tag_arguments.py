@@ -85,17 +85,19 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
     complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
     if any(info.tag == tag for info in complete):
         return tag
-    if not any((info.tag, info.id) == (alias.tag, alias.id) for info in complete):
+    same = [info for info in complete if info.id == alias.id and alias.tag in {info.tag, info.saved_as}]
+    meant = [info.tag for info in same if info.tag == alias.tag or not info.is_copy]
+    if not meant:
         raise NoCheckpointError(
             f"the alias {tag!r} in {path} means the checkpoint {alias.tag!r}, which was removed or replaced: set the "
             "alias again"
         )
-    return alias.tag
+    return alias.tag if alias.tag in meant else meant[0]
 
 
 def _find_best(path: Path, selector: Best) -> str:
     complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
-    ranked = sort_by_metric(complete, selector.metric, selector.mode)
+    ranked = sort_by_metric([info for info in complete if info.is_current], selector.metric, selector.mode)
     if not ranked:
         metrics = sorted({name for info in complete for name in info.metrics})
         known = f"their metrics are {', '.join(metrics)}" if metrics else "they have no metrics"

@@ -35,6 +35,7 @@ def build_manifest(label: CheckpointLabel, files: dict[str, FileRecord], torch_v
         tag=label.tag,
         id=label.identity.id,
         run=label.identity.run,
+        incarnation=label.identity.incarnation,
         sequence=label.identity.sequence,
         time=label.time,
         step=label.step,

@@ -148,16 +148,17 @@ class CheckpointSave(TrainingSave):
         """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed."""
         if self._session.rank != COORDINATOR_RANK:
             return
-        path, keep, run = self._request.path, self._request.keep, self._identity.run
+        path, keep, identity = self._request.path, self._request.keep, self._identity
         try:
             if self._replaces_corrupt:
                 rename_path(self._pending.displaced_path, self._corrupt_path)
                 note_corrupt(self.path, self._corrupt_path)
             self._pending.remove_displaced()
-            for hidden in set_aside_corrupt(self._request.corrupt, path, run):
+            for hidden in set_aside_corrupt(self._request.corrupt, path, identity.run):
                 note_corrupt(path, hidden)
             if keep is not None:
-                list(delete_checkpoints(expired_checkpoints(path, run, keep)))
+                expired = expired_checkpoints(path, identity.run, keep, incarnation=identity.incarnation)
+                list(delete_checkpoints(expired))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
         finally:
@@ -276,7 +277,7 @@ class CheckpointSave(TrainingSave):
             self._pending.replace(partial(self._check_corrupt, corrupt))
             self._replaces_corrupt = True
         else:
-            self._pending.publish()
+            self._pending.publish_tag(committed.run)
 
     def _check_corrupt(self, corrupt: CorruptRecord, folder: Path) -> None:
         """Raise ``TagExistsError`` if ``folder`` is not the checkpoint that was found corrupt.

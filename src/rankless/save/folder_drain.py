@@ -160,7 +160,7 @@ class FolderDrain(GenerationDrain):
                 self._pending.replace(self._check_newest)
                 self._pending.remove_displaced()
             else:
-                self._pending.publish()
+                self._pending.publish_tag(info.run)
             self._tier.check_published(info)
         except TagExistsError:
             if not holds_checkpoint(self.path, self._label.manifest.id):
@@ -172,7 +172,9 @@ class FolderDrain(GenerationDrain):
         if self._options.keep is None:
             return
         try:
-            list(delete_checkpoints(expired_checkpoints(self._tier.run, self._label.manifest.run, self._options.keep)))
+            label = self._label.manifest
+            expired = expired_checkpoints(self._tier.run, label.run, self._options.keep, incarnation=label.incarnation)
+            list(delete_checkpoints(expired))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
             warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
 

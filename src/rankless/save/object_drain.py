@@ -85,10 +85,9 @@ class ObjectDrain(GenerationDrain):
         return info
 
     def _open_publication(self, folder_id: str) -> ObjectPublication:
-        tier, tag, key = self._tier, self._label.manifest.tag, self._label.key
-        checks = PublicationChecks(
-            lambda: tier.check_not_fenced(tag), lambda: tier.check_not_superseded(key.sequence, tag)
-        )
+        tier, label = self._tier, self._label.manifest
+        tag = label.tag
+        checks = PublicationChecks(lambda: tier.check_not_fenced(tag), lambda: tier.check_not_superseded(label, tag))
         return ObjectPublication(self._run, tag, folder_id, checks)
 
     def _plan_upload(self) -> SavePlan:
@@ -137,7 +136,7 @@ class ObjectDrain(GenerationDrain):
 
     def _publish(self, publication: ObjectPublication, finished: Manifest) -> Manifest:
         published = publication.publish(finished, overwrite=self._label.replaces)
-        publication.remove_old_checkpoints(finished.run, self._options.keep, corrupt=())
+        publication.remove_old_checkpoints(finished, self._options.keep, corrupt=())
         return published
 
     def _roll_back(self, error: BaseException) -> None:

@@ -22,6 +22,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
+from rankless.run.history import KnownCheckpoint
 from rankless.run.object_removal import delete_replaced, discard_folder, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
@@ -95,13 +96,22 @@ class ObjectPublication:
             if entry is not None and entry.names_checkpoint(finished.id):
                 self.discard()
                 return finished
-            if entry is not None:
+            is_free = entry is None or (not overwrite and self._free_tag(entry, finished))
+            if entry is not None and not is_free:
                 self._check_replaceable(entry, pointer, overwrite=overwrite)
-            self._replaced = entry
+            self._replaced = None if is_free else entry
             if self._create_pointer(1 if entry is None else entry.number + 1, data, finished):
                 return finished
             time.sleep(_PUBLISH_SECONDS)
         raise StorageError(errno.EBUSY, f"could not publish {self.folder}: other processes take its tag all the time")
+
+    def _free_tag(self, entry: TagEntry, finished: Manifest) -> bool:
+        """Give an abandoned checkpoint of the same run that has the tag another one. Return whether it has one."""
+        if isinstance(entry.pointer, Pointer) and entry.pointer.run != finished.run:
+            return False
+        from rankless.run.abandoned_tags import name_abandoned_object  # noqa: PLC0415 - few runs go back
+
+        return name_abandoned_object(self._run, entry, finished.run)
 
     def _create_pointer(self, number: int, data: bytes, finished: Manifest) -> bool:
         """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""
@@ -146,17 +156,19 @@ class ObjectPublication:
         if isinstance(entry.pointer, Pointer) and entry.pointer.age > pointer.age:
             raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
 
-    def remove_old_checkpoints(self, run_id: str, keep: Retention | None, corrupt: Collection[CorruptRecord]) -> None:
+    def remove_old_checkpoints(
+        self, saved: KnownCheckpoint, keep: Retention | None, corrupt: Collection[CorruptRecord]
+    ) -> None:
         """Remove the replaced checkpoint and those that are not kept. Failures only warn: the new one is committed.
 
         What a load found ``corrupt`` is not removed: it only loses its pointer.
         """
         try:
             self._remove_replaced(corrupt)
-            for folder in set_aside_corrupt(corrupt, self._run, run_id):
+            for folder in set_aside_corrupt(corrupt, self._run, saved.run):
                 note_corrupt(self._run, folder)
             if keep is not None:
-                expired = expired_checkpoints(self._run, run_id, keep)
+                expired = expired_checkpoints(self._run, saved.run, keep, incarnation=saved.incarnation)
                 # One that was copied there has no pointer to lose.
                 list(delete_checkpoints([info for info in expired if CorruptRecord(info.tag, info.id) not in corrupt]))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the store raises
@@ -168,7 +180,7 @@ class ObjectPublication:
             return
         if isinstance(entry.pointer, Pointer) and any(record.is_named_by(entry) for record in corrupt):
             remove_pointers(self._run, entry)
-            note_corrupt(self._run, checkpoint_folder(self._run, entry.tag, entry.pointer.id))
+            note_corrupt(self._run, entry.folder_in(self._run))
         else:
             delete_replaced(self._run, entry)
 

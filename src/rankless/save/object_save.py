@@ -159,7 +159,7 @@ class ObjectSave(TrainingSave):
     def _remove_old_checkpoints(self) -> None:
         if self._session.rank == COORDINATOR_RANK:
             request, publication = self._request, self._require_output().publication
-            publication.remove_old_checkpoints(self._identity.run, request.keep, request.corrupt)
+            publication.remove_old_checkpoints(self._identity, request.keep, request.corrupt)
 
     def _discard_output(self) -> None:
         """Delete what was uploaded, on rank 0, unless it is published, or that is unknown."""

@@ -52,9 +52,9 @@ class ObjectTierSave(TierSave, ObjectSave):
 
     def _drain_once(self, attempt: int) -> CheckpointInfo:
         """See :class:`TierSave`. Each attempt has a folder of its own, so that no two processes write one object."""
-        request, tier, key = self._request, self._stage.tier, self._stage.key
+        request, tier, info = self._request, self._stage.tier, self._info
         checks = PublicationChecks(
-            lambda: tier.check_not_fenced(request.tag), lambda: tier.check_not_superseded(key.sequence, request.tag)
+            lambda: tier.check_not_fenced(request.tag), lambda: tier.check_not_superseded(info, request.tag)
         )
 
         def begin_uploads(_: list[bytes]) -> bytes:

@@ -69,7 +69,11 @@ class DrainResult:
 
 
 def drain(
-    path: str | PathLike[str], local: LocalTier | str | PathLike[str], *, on_event: OnEvent | None = None
+    path: str | PathLike[str],
+    local: LocalTier | str | PathLike[str],
+    *,
+    adopt: bool = False,
+    on_event: OnEvent | None = None,
 ) -> DrainResult:
     """Write the newest checkpoint in the local tier of this host into the run directory, after its job has ended.
 
@@ -79,6 +83,7 @@ def drain(
     Args:
         path: The run directory.
         local: The folder of the local tier on this host, or the :class:`rankless.LocalTier` of the job.
+        adopt: Write it also if its run is not known in the run directory, because that was removed or replaced.
         on_event: A function that is called with each event.
 
     Returns:
@@ -105,7 +110,7 @@ def drain(
     try:
         if folder.living_writers():
             raise StateError(f"a process of the job that uses {folder.path} is alive, and drains it by itself")
-        return _HostDrain(run, folder, on_event or ignore_event).run()
+        return _HostDrain(run, folder, on_event or ignore_event, adopts=adopt).run()
     finally:
         lock.remove()
 
@@ -119,13 +124,13 @@ def publish_collected(run: Path, on_event: OnEvent = ignore_event) -> Checkpoint
 class _HostDrain:
     """The drain of one folder. ``problems`` are those found so far."""
 
-    def __init__(self, run: Path, folder: TierFolder, on_event: OnEvent) -> None:
+    def __init__(self, run: Path, folder: TierFolder, on_event: OnEvent, *, adopts: bool = False) -> None:
         if not isinstance(run, ObjectPath):
             make_durable_directory(run)
-        self._run, self._folder, self._on_event = run, folder, on_event
+        self._run, self._folder, self._on_event, self._adopts = run, folder, on_event, adopts
         self._collected = CollectedParts.of(run)
         self._state = TierJob(folder.path, run)
-        self._state.follow_epochs()
+        self._state.follow()
         self.problems: dict[str, None] = {}
 
     def run(self) -> DrainResult:
@@ -143,9 +148,12 @@ class _HostDrain:
                 return info
         return None
 
+    def _list_generations(self) -> list[HostGeneration]:
+        return list_generations(self._run, self._folder, adopts=self._adopts)
+
     def _list_pending(self) -> list[HostGeneration]:
         """Return the generations that the run directory lacks, newest first."""
-        return [one for one in reversed(list_generations(self._run, self._folder)) if one.is_pending]
+        return [one for one in reversed(self._list_generations()) if one.is_pending]
 
     def _drain_newest(self) -> DrainResult:
         waiting: HostGeneration | None = None
@@ -165,12 +173,12 @@ class _HostDrain:
         return DrainResult("waiting", waiting.name, None, tuple(sorted(waiting.collected)), missing)
 
     def _describe_durable(self) -> DrainResult:
-        durable = [one for one in list_generations(self._run, self._folder) if one.is_durable]
+        durable = [one for one in self._list_generations() if one.is_durable]
         tag = durable[-1].name if durable else ""
         return DrainResult("durable", tag, self._run / tag if tag else None)
 
     def _refresh(self, generation: HostGeneration) -> HostGeneration:
-        found = [one for one in list_generations(self._run, self._folder) if one.key == generation.key]
+        found = [one for one in self._list_generations() if one.key == generation.key]
         return found[0] if found else generation
 
     def _find_intact(self, generation: HostGeneration) -> dict[int, PartTable]:

@@ -18,7 +18,8 @@ from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.validation import check_number, check_tag
 from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
 from rankless.options import SaveOptions
-from rankless.run.catalog import CheckpointIdentity, cached_checkpoints
+from rankless.run.catalog import cached_checkpoints
+from rankless.run.claims import JobHistory
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.ownership import checkpoint_of
 from rankless.run.retention import Retention
@@ -36,8 +37,8 @@ class SaveRequest(msgspec.Struct, frozen=True):
     """A request to save a training state as the checkpoint ``path/tag``.
 
     ``options``: as the caller passed them; they are checked together with the other arguments. ``forced``: save even if
-    the policy ``keep`` lacks a metric. ``runs``: the ids of the runs that the save may continue. ``newest``: the
-    latest checkpoint that the job has saved or loaded. ``corrupt``: checkpoints whose tags the save may take.
+    the policy ``keep`` lacks a metric. ``job``: what the job knows of the history of the run directory. ``corrupt``:
+    checkpoints whose tags the save may take.
     ``known_tags``: the names that are taken in the run directory, if they are known without reading it. ``local``: the
     options of the local tier, as text. ``on_event``: the listener of this save, which calls that of the options.
     ``began``: the start of the call, in ``time.perf_counter`` seconds.
@@ -53,8 +54,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
     keep: Retention | None = None
     async_save: bool = False
     forced: bool = False
-    runs: frozenset[str] = frozenset()
-    newest: CheckpointIdentity | None = None
+    job: JobHistory = msgspec.field(default_factory=JobHistory)
     corrupt: frozenset[CorruptRecord] = frozenset()
     known_tags: frozenset[str] | None = None
     local: str = "none"
@@ -111,10 +111,24 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
     def _is_taken(self, final: Path) -> bool:
         if self.known_tags is not None:  # a save into the tier does not wait for storage, unless the name is taken
-            return self.tag in self.known_tags
-        if isinstance(final, ObjectPath):  # to overwrite, it must also be known whether the checkpoint was copied there
-            return self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
-        return posix.path_exists(final)
+            is_taken = self.tag in self.known_tags
+        elif isinstance(final, ObjectPath):
+            # To overwrite, it must also be known whether the checkpoint was copied there.
+            is_taken = self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
+        else:
+            is_taken = posix.path_exists(final)
+        return is_taken and not self._is_abandoned(final)
+
+    def _is_abandoned(self, final: Path) -> bool:
+        """Return whether an abandoned checkpoint of this run has the tag: it gets another one when this is saved."""
+        if self.overwrite or (self.job.base is None and self.job.claim is None):
+            return False
+        return any(
+            info.status == "complete"
+            and info.saved_as == info.tag == final.name
+            and self.job.abandons(info, is_current=info.is_current)
+            for info in cached_checkpoints(self.path)
+        )
 
     @property
     def replaces(self) -> bool:

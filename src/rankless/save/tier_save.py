@@ -95,7 +95,7 @@ class TierSave(TrainingSave):
 
     def _plan_next(self) -> NextSave:
         request = self._request
-        return self._stage.tier.plan_save(request.tag, request.runs, self._stage.options, self._must_drain)
+        return self._stage.tier.plan_save(request.tag, request.job, self._stage.options, self._must_drain)
 
     def _must_drain(self, info: CheckpointInfo) -> bool:
         """Return whether the new checkpoint must be drained: the last one of a job, or one that a policy keeps."""
@@ -117,7 +117,7 @@ class TierSave(TrainingSave):
             warn_caller(f"{self.path} is saved without the local tier: {problem}")
 
     def _choose_identity(self) -> CheckpointIdentity:
-        return self._stage.tier.choose_identity(self._request.runs)
+        return self._stage.tier.choose_identity(self._request.job)
 
     def _commit_without_tier(self) -> CheckpointInfo:
         info = self._write_run()
@@ -172,7 +172,7 @@ class TierSave(TrainingSave):
 
     def _describe(self, rank_values: list[bytes]) -> Common:
         """Return what the generation has in addition to parts and files, on rank 0."""
-        label = GenerationLabel(self._stage.key.epoch, self._build_manifest({}), self._request.replaces)
+        label = GenerationLabel(self._build_manifest({}), self._request.replaces)
         return Common(label, {}, self._build_small_files(rank_values))
 
     def _keep_newest(self) -> None:

@@ -51,7 +51,6 @@ class BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
     """
 
     identity: CheckpointIdentity | None = None
-    epoch: int = 0
     started_at: float = 0.0
     drains: bool = False
     hosts: list[str] = []
@@ -96,7 +95,7 @@ class TierStage:
     def key(self) -> GenerationKey:
         """The identity of the generation."""
         identity = self._begun.identity or CheckpointIdentity(0, "", "")
-        return GenerationKey(self._begun.epoch, identity.sequence, identity.id)
+        return GenerationKey(identity.incarnation, identity.sequence, identity.id)
 
     def reserve(self, digests: bytes, nbytes: int) -> bytes:
         """Reserve memory for the part. Return what rank 0 must know; ``digests`` are those of the replicas."""
@@ -123,11 +122,7 @@ class TierStage:
         planned = plan_save()
         hosts, domains = [rank.host for rank in prepared], [rank.domain for rank in prepared]
         started_at = round(time.time(), 6)
-        return _encode(
-            BegunTierSave(
-                planned.identity, planned.epoch, started_at, planned.drains, hosts, domains, job=self.tier.job
-            )
-        )
+        return _encode(BegunTierSave(planned.identity, started_at, planned.drains, hosts, domains, job=self.tier.job))
 
     def begin(self, raw: bytes) -> BegunTierSave:
         """Note the decision of rank 0, and return it."""

@@ -118,7 +118,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def _choose_identity(self) -> CheckpointIdentity:
         """Return the identity of the new checkpoint, on rank 0."""
-        return next_identity(self._request.path, self._request.runs, self._request.newest)
+        return next_identity(self._request.path, self._request.job)
 
     def _set_identity(self, identity: CheckpointIdentity) -> None:
         """Note the identity of the new checkpoint."""

@@ -33,14 +33,13 @@ class GenerationLabel(msgspec.Struct, frozen=True):
     ``manifest`` is that of the checkpoint without its files. ``replaces``: the checkpoint may replace one of its tag.
     """
 
-    epoch: int
     manifest: Manifest
     replaces: bool = False
 
     @property
     def key(self) -> GenerationKey:
         """The identity of the generation."""
-        return GenerationKey(self.epoch, self.manifest.sequence, self.manifest.id)
+        return GenerationKey(self.manifest.incarnation, self.manifest.sequence, self.manifest.id)
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.ondisk.manifest import Manifest
-from rankless.tier.epochs import is_retired
+from rankless.run.history import Entry
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.part_names import GenerationKey
 
@@ -80,11 +80,8 @@ def find_rebuilding(lost: int, parts: Collection[int], parities: Mapping[int, Se
     return ()
 
 
-def find_complete(offers: Sequence[HostOffer], epochs: Mapping[int, int]) -> list[LocalCheckpoint]:
-    """Return the complete generations that are not retired, oldest first.
-
-    ``epochs`` are the starts of the epochs of the run, by their numbers.
-    """
+def find_complete(offers: Sequence[HostOffer], history: Entry) -> list[LocalCheckpoint]:
+    """Return the complete generations that are current, oldest first."""
     by_key: dict[GenerationKey, list[OfferedGeneration]] = {}
     for offer in offers:
         for generation in offer.generations:
@@ -93,7 +90,7 @@ def find_complete(offers: Sequence[HostOffer], epochs: Mapping[int, int]) -> lis
     for key, generations in sorted(by_key.items()):
         ranks = {rank for generation in generations for rank in generation.ranks}
         manifest = next((found.manifest for found in generations if found.manifest is not None), None)
-        if manifest is None or is_retired(epochs, key.epoch, key.sequence):
+        if manifest is None or not history.is_current(manifest):
             continue
         parities = {rank: members for generation in generations for rank, members in generation.parities}
         lost = set(range(generations[0].size)) - ranks

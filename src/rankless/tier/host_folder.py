@@ -6,7 +6,7 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 - ``.part``: the table of a part, which is there exactly while the bytes are (:mod:`rankless.tier.part`);
 - ``.common``: what a generation has in addition to its parts (:mod:`rankless.tier.generation`);
 - ``.lock``: a file that a process locks as long as it lives; its slots begin with the same name.
-- ``owner``: the text of the job that uses the folder: its epoch, and random digits. An older job that is still alive
+- ``owner``: the text of the job that uses the folder (:mod:`rankless.tier.job_text`). An older job that is still alive
   overwrites and removes nothing any more.
 
 Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
@@ -30,13 +30,15 @@ from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
     NoCheckpointError,
-    StateError,
+    RanklessError,
     StorageError,
+    SupersededError,
 )
+from rankless.run.claims import read_token
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystem_kind import is_local
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
 from rankless.storage.posix import (
     directory_identity,
     file_size,
@@ -51,8 +53,8 @@ from rankless.storage.posix import (
 )
 from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
-from rankless.tier.epochs import parse_job_epoch
 from rankless.tier.generation import Common, check_common
+from rankless.tier.job_text import parse_job_number, parse_run_token
 from rankless.tier.part import VERSION, ParityTable, PartTable, decode_checked, encode_checked
 from rankless.tier.part_names import COMMON_SUFFIX, GenerationKey, PartName, parse_generation_name, parse_part_name
 
@@ -108,23 +110,39 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
-        if not _is_same_run(marker.run, run):
+        if not _is_same_run(marker.run, run) and not cls(path, "").follow_move(marker.run, run):
             raise InvalidArgumentError(
-                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier, or, if the "
-                f"run has got another name, its path as before. Do not remove {path}: only it may have the newest "
-                "checkpoints of that run"
+                f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier. Do not "
+                f"remove {path}: only it may have the newest checkpoints of that run"
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
+
+    def follow_move(self, recorded: str, run: Path) -> bool:
+        """Note the new path of a run directory that was moved. Return whether it is the one that this folder knows.
+
+        A copy is not: the directory is still at the old path.
+        """
+        token = parse_run_token(self._read_owner())
+        if not token or read_token(run) != token:
+            return False
+        try:
+            if read_token(_parse_run(recorded, run)) == token:
+                return False
+        except RanklessError:  # it is unknown what is there
+            return False
+        if (marker := _read_marker(self.path)) is not None:
+            self._write(_MARKER, msgspec.json.encode(msgspec.structs.replace(marker, run=str(run))))
+        return True
 
     def take_over(self, job: str) -> None:
         """Make a job the owner of the folder. All its processes on this host may call it.
 
         What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
-        Raises ``StateError`` if a job with a later epoch is.
+        Raises ``SupersededError`` if a later job is.
         """
         owner = self._read_owner()
-        if parse_job_epoch(owner) > parse_job_epoch(job):
-            raise StateError(f"another job has continued the run, and uses {self.path} now")
+        if parse_job_number(owner) > parse_job_number(job):
+            raise SupersededError(f"another job has continued the run, and uses {self.path} now")
         if owner != job:
             with suppress(StorageError):  # it only makes room
                 self.remove_abandoned_slots()
@@ -149,16 +167,16 @@ class TierFolder(msgspec.Struct, frozen=True):
     def is_owned_by_other(self, job: str) -> bool:
         """Return whether a later job has taken over the folder. A text that is lost or cut proves nothing."""
         owner = self._read_owner()
-        return owner != job and parse_job_epoch(owner) >= parse_job_epoch(job)
+        return owner != job and parse_job_number(owner) >= parse_job_number(job)
 
     def _read_owner(self) -> str:
         """Return the text of the job that uses the folder; an empty one if none does."""
         return self._read(_OWNER).decode(errors="replace") if _OWNER in self._list_names() else ""
 
-    def find_newest_epoch(self) -> int:
-        """Return the newest epoch that this folder knows; 0 if there is none."""
-        keys = (key.epoch for key in self.list_parts())
-        return max([parse_job_epoch(self._read_owner()), *keys])
+    def find_newest_job(self) -> int:
+        """Return the highest number of a job that this folder knows; 0 if there is none."""
+        keys = (key.incarnation for key in self.list_parts())
+        return max([parse_job_number(self._read_owner()), *keys])
 
     def list_parts(self, kind: str = "part") -> Mapping[GenerationKey, list[PartName]]:
         """Return the names of the parts of each generation, oldest first; with the kind ``"parity"``, of parities."""
@@ -310,6 +328,11 @@ class TierFolder(msgspec.Struct, frozen=True):
         except StorageError as error:
             if error.errno not in {errno.ENOENT, errno.EISDIR, errno.EPERM}:
                 raise
+
+
+def _parse_run(recorded: str, run: Path) -> Path:
+    """Return the recorded path of a run, in an object store with the access of the present one."""
+    return make_object_path(run.store, recorded) if isinstance(run, ObjectPath) else parse_location(recorded)
 
 
 def _is_same_run(recorded: str, run: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.run.catalog import list_checkpoints
-from rankless.tier.epochs import is_retired, read_epochs
+from rankless.run.claims import read_history
 from rankless.tier.generation import Common, check_table
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.part import PartTable
@@ -61,16 +61,17 @@ class HostGeneration:
         return not (self.is_durable or self.is_superseded or self.is_retired)
 
 
-def list_generations(run: Path, folder: TierFolder) -> list[HostGeneration]:
+def list_generations(run: Path, folder: TierFolder, *, adopts: bool = False) -> list[HostGeneration]:
     """Return the generations of a host's folder and of the parts in the run directory, oldest first.
 
-    What a job removes meanwhile is left out.
+    What a job removes meanwhile is left out. With ``adopts``, those of runs that the directory does not know are not
+    retired.
     """
     collected = CollectedParts.of(run).folder
     own, others, living = folder.list_parts(), collected.list_parts(), folder.living_writers()
     infos = [info for info in list_checkpoints(run) if info.status == "complete"]
     ids, newest = {info.id for info in infos}, max((info.sequence for info in infos), default=0)
-    epochs = read_epochs(run)
+    history = read_history(run)
     generations: list[HostGeneration] = []
     is_outdated = False
     for key in sorted({*own, *others, *folder.list_commons()}, reverse=True):
@@ -88,7 +89,10 @@ def list_generations(run: Path, folder: TierFolder) -> list[HostGeneration]:
             is_durable=key.id in ids,
             is_superseded=key.sequence < newest,
             is_outdated=is_outdated,
-            is_retired=is_retired(epochs, key.epoch, key.sequence),
+            is_retired=not (
+                history.is_current_number(key.incarnation, key.sequence)
+                or (adopts and common is not None and common.label.manifest.run not in history.runs)
+            ),
             is_used=_is_used(tables, living, problems),
             problems=problems,
         )

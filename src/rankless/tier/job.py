@@ -11,23 +11,26 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from rankless.errors import NoCheckpointError, StateError, StorageError, TagExistsError
+from rankless.errors import NoCheckpointError, StateError, StorageError, SupersededError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import LARGEST
-from rankless.run.catalog import CheckpointIdentity, list_checkpoints, next_identity
+from rankless.run.catalog import CheckpointIdentity, list_checkpoints, list_checkpoints_strictly
+from rankless.run.claims import JobHistory, announce, claim, numbering_of, read_history, read_token
 from rankless.run.cleanup import delete_checkpoints
+from rankless.run.history import Entry, KnownCheckpoint
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import list_names
-from rankless.tier.epochs import begin_epoch, find_newest_epoch, name_job, read_epochs, reserve_epoch
+from rankless.tier.generation_catalog import list_offers
 from rankless.tier.host_folder import TierFolder
+from rankless.tier.job_text import name_job
 from rankless.tier.part_names import GenerationKey
 from rankless.tier.slots import Slot, Slots
 from rankless.tier.tier_options import LocalTier
@@ -35,9 +38,8 @@ from rankless.tier.tier_options import LocalTier
 
 @dataclass(frozen=True)
 class NextSave:
-    """The decision about one save: its epoch and identity, and whether it is drained."""
+    """The decision about one save: its identity, and whether it is drained."""
 
-    epoch: int
     identity: CheckpointIdentity
     drains: bool
 
@@ -48,17 +50,21 @@ class TierJob:
     def __init__(self, path: Path, run: Path) -> None:
         self.path, self.run = path, run
         self._lock, self._process = threading.Lock(), os.getpid()
+        self._numbering = numbering_of(run)
         self._folder: TierFolder | None = None
         self._slots: Slots | None = None
         self._reset()
 
     def _reset(self) -> None:
-        #: On rank 0: the epoch of this job, its newest sequence number and run, and the names that are taken.
-        self._epoch, self._sequence, self._run_id = 0, 0, ""
-        #: On rank 0, the epoch that the newest load has reserved.
-        self._reserved = 0
+        #: On rank 0: the incarnation that this job has claimed, and its run.
+        self._incarnation, self._run_id = 0, ""
+        #: On rank 0, the number of the newest announcement of this job.
+        self._announced = 0
+        #: The history when this process began to drain what others have saved; ``None`` if it saves itself.
+        self._followed: Entry | None = None
         #: A checkpoint of the tier that was loaded without taking over the folder.
         self._loaded: CheckpointInfo | None = None
+        #: On rank 0, the names that are taken.
         self._tags: set[str] = set()
         self._newest_tag = ""
         #: On rank 0, the checkpoints in the run directory, as far as this job knows.
@@ -118,48 +124,73 @@ class TierJob:
     def known_tags(self) -> frozenset[str] | None:
         """On rank 0, the names that are taken; ``None`` if the run directory was not read yet."""
         self._forget_in_fork()
-        return frozenset(self._tags) if self._epoch else None
+        return frozenset(self._tags) if self._incarnation else None
 
-    def reserve_epoch(self, above: int) -> str:
-        """Reserve an epoch, on rank 0, with a number larger than ``above``. Return the text of the job.
+    def announce(self, above: int) -> str:
+        """Announce on rank 0 that this job looks into the tiers, with a number above ``above``. Return its text.
 
         From now on, older jobs drain nothing and take over no folder.
         """
         self._forget_in_fork()
-        self._reserved = reserve_epoch(self.run, above)
-        return name_job(self._reserved, secrets.token_hex(8))
+        self._announced = announce(self.run, above)
+        return name_job(self._announced, read_token(self.run), secrets.token_hex(8))
 
-    def begin_epoch(self, start: int, run_id: str, loaded: CheckpointInfo | None = None) -> None:
-        """Begin the reserved epoch, on rank 0, which continues from the checkpoint with the sequence number ``start``.
+    def begin_incarnation(self, job: JobHistory, loaded: CheckpointInfo | None = None) -> None:
+        """Claim an incarnation, on rank 0, for a job that has loaded what it continues, or nothing.
 
-        ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken. Raises ``StateError`` if another job
-        has reserved a later epoch meanwhile.
+        ``loaded`` is a checkpoint that was loaded from the tier: its tag is taken.
+
+        Raises ``SupersededError`` if a later job has announced itself, ``StateError`` if a checkpoint would be lost.
         """
-        if not self._reserved:  # nothing was loaded
-            self.job = self.reserve_epoch(self.folder.find_newest_epoch())
-        if not begin_epoch(self.run, self._reserved, start):
-            raise StateError(f"another job has continued the run {self.run}")
-        self._epoch, self._reserved = self._reserved, 0
-        self.durable = list_checkpoints(self.run)
+        if not self._announced:  # nothing was loaded
+            self.job = self.announce(self.folder.find_newest_job())
+        self.durable = list_checkpoints_strictly(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
-        sequences = [start, *(info.sequence for info in infos), *(key.sequence for key in self.folder.list_parts())]
-        self._sequence, self._run_id = max(sequences), run_id
-        self._tags, self._drained_at = {info.tag for info in infos}, time.monotonic()
-        if not isinstance(self.run, ObjectPath):
-            self._tags |= list_names(self.run)  # a folder of the user's is no checkpoint, and is not replaced
+        complete = [info for info in infos if info.status == "complete"]
 
-    def follow_epochs(self) -> None:
+        def check(newest: Entry) -> None:
+            if newest.announced > self._announced:
+                raise SupersededError(f"another job has continued the run {self.run}")
+            if job.base is None:
+                self._check_nothing_is_lost(newest, complete)
+
+        claimed = claim(self.run, job, complete, check)
+        self._incarnation, self._run_id = claimed.incarnation, claimed.run
+        highest = read_history(self.run).next_sequence(complete, claimed.run) - 1
+        self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
+        self._tags, self._drained_at = {info.tag for info in infos if info.is_current}, time.monotonic()
+        if not isinstance(self.run, ObjectPath):
+            known = {info.tag for info in infos}
+            self._tags |= list_names(self.run) - known  # a folder of the user's is no checkpoint, and is not replaced
+
+    def _check_nothing_is_lost(self, history: Entry, durable: Sequence[CheckpointInfo]) -> None:
+        """Raise ``StateError`` if only the tier has the newest checkpoint of a run, and nothing has loaded it.
+
+        The next save would remove it.
+        """
+        newest = {info.run: info.sequence for info in durable if info.is_current}
+        for manifest in (one.manifest for one in list_offers(self.folder)):
+            if manifest is None or not history.is_current(manifest):
+                continue
+            if manifest.sequence > newest.get(manifest.run, 0):
+                raise StateError(
+                    f"the local tier {self.folder.path} has the checkpoint {manifest.tag!r} of an earlier job, which"
+                    " was not loaded: load it first, with local= as well, run `rankless drain`, or pass another folder"
+                )
+
+    def follow(self) -> None:
         """Continue nothing, but note when a job does from now on: then this process must drain nothing any more."""
-        self._epoch = find_newest_epoch(self.run)
+        self._followed = read_history(self.run)
+        self._announced = self._followed.announced
 
     def plan_save(
-        self, tag: str, runs: frozenset[str], options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
+        self, tag: str, job: JobHistory, options: LocalTier, is_forced: Callable[[CheckpointInfo], bool]
     ) -> NextSave:
         """Decide on a save, on rank 0. ``is_forced`` says of the new checkpoint whether it is drained in any case.
 
         Raises ``StorageError`` if nothing was drained for too long.
         """
-        identity = self.choose_identity(runs)
+        identity = self.choose_identity(job)
         self._check_age(options.max_undrained_seconds)
         self._undrained += 1
         info = CheckpointInfo(tag, self.run / tag, sequence=identity.sequence, run=identity.run, id=identity.id)
@@ -169,23 +200,17 @@ class TierJob:
             self._undrained, self._has_failed_drain = 0, False
         self._tags.add(tag)
         self._newest_tag = tag
-        return NextSave(self._epoch, identity, drains=drains)
+        return NextSave(identity, drains=drains)
 
-    def choose_identity(self, runs: frozenset[str]) -> CheckpointIdentity:
+    def choose_identity(self, job: JobHistory) -> CheckpointIdentity:
         """Return the identity of the next save, on rank 0, which is newer than all others in the tier and the run."""
-        if not self._epoch:
-            self._begin_first_epoch(next_identity(self.run, runs), runs)
-        self._run_id = self._run_id or secrets.token_hex(8)
-        self._sequence = min(self._sequence + 1, LARGEST)
-        return CheckpointIdentity(self._sequence, self._run_id, secrets.token_hex(8))
-
-    def _begin_first_epoch(self, identity: CheckpointIdentity, runs: frozenset[str]) -> None:
-        """Begin an epoch with the first save: from the newest checkpoint in the run directory, or what was loaded."""
-        loaded = self._loaded
-        if loaded is None or loaded.sequence < identity.sequence or loaded.run not in runs:
-            self.begin_epoch(identity.sequence - 1, identity.run)
-        else:
-            self.begin_epoch(loaded.sequence, loaded.run, loaded)
+        if not self._incarnation:
+            base, loaded = job.base, self._loaded
+            is_loaded = base is not None and loaded is not None and loaded.id == base.id
+            self.begin_incarnation(job, loaded if is_loaded else None)
+        sequence = min(max(self._numbering.highest, job.sequence) + 1, LARGEST)
+        self._numbering.note(sequence)
+        return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation)
 
     def note_loaded(self, info: CheckpointInfo) -> None:
         """Note that a checkpoint of the tier was loaded, and that the folder was not taken over: a save may do that."""
@@ -208,13 +233,13 @@ class TierJob:
     def note_durable(self, info: CheckpointInfo) -> None:
         """Note that a checkpoint was written into the run directory, and that others may have been removed there."""
         durable = self.durable
-        if self._epoch:
+        if self._incarnation:
             with suppress(StorageError):  # what is known stays known
                 # Without the lock: storage may hang, and the next save must not wait for it.
                 durable = list_checkpoints(self.run)
         with self._lock:
             self._drained_at = time.monotonic()
-            if self._epoch:
+            if self._incarnation:
                 self._tags -= {known.tag for known in self.durable} - {found.tag for found in durable}
                 self._tags.add(info.tag)
                 self.durable = durable
@@ -222,7 +247,7 @@ class TierJob:
     def take_over(self, job: str) -> None:
         """Take over the folder for this job, whose text rank 0 has chosen.
 
-        Raises ``StateError`` if a job with a later epoch has it.
+        Raises ``SupersededError`` if a later job has it.
         """
         self.folder.take_over(job)
         self.job, self._has_folder = job, True
@@ -232,7 +257,7 @@ class TierJob:
         return self._has_folder and (self.folder.is_lost() or self.folder.is_owned_by_other(self.job))
 
     def check_not_replaced(self) -> None:
-        """Raise ``StateError`` if another job has taken over the folder of this host.
+        """Raise ``SupersededError`` if another job has taken over the folder of this host.
 
         Raises ``StorageError`` if it was removed.
         """
@@ -240,7 +265,7 @@ class TierJob:
             return
         if self.folder.is_lost():
             raise StorageError(errno.ENOENT, f"{self.folder.path} was removed while the job was running")
-        raise StateError(f"another job has continued the run {self.run}, and uses {self.folder.path} now")
+        raise SupersededError(f"another job has continued the run {self.run}, and uses {self.folder.path} now")
 
     def take_slot(self, nbytes: int) -> Slot:
         """Return a slot as :meth:`Slots.take`. Raises the errors of :meth:`check_not_replaced`.
@@ -267,17 +292,22 @@ class TierJob:
                 self.folder.remove_generations(is_wanted)
 
     def check_not_fenced(self, tag: str) -> None:
-        """Raise ``StateError`` if another job has continued the run, on rank 0."""
+        """Raise ``SupersededError`` if another job has continued the run, on rank 0."""
         if self._is_fenced():
-            raise StateError(f"another job has continued the run: {self.run / tag} stays in its local tier")
+            raise SupersededError(f"another job has continued the run: {self.run / tag} stays in its local tier")
 
     def _is_fenced(self) -> bool:
-        return find_newest_epoch(self.run) > max(self._epoch, self._reserved)
+        history, followed = read_history(self.run), self._followed
+        if history.announced > self._announced:
+            return True
+        if followed is None:
+            return history.has_continued(self._run_id, self._incarnation)
+        return any(followed.has_other_branch(run, branch) for run, branch in history.runs.items())
 
     def check_replaces(self, path: Path, folder: Path) -> None:
         """Check on rank 0, before and after the checkpoint at ``path`` is replaced, that no other job has continued.
 
-        ``folder`` is where the old checkpoint is: at ``path``, or, after it, aside. Raises ``StateError``, or
+        ``folder`` is where the old checkpoint is: at ``path``, or, after it, aside. Raises ``SupersededError``, or
         ``TagExistsError`` so that the old one gets its name back.
         """
         if folder == path:
@@ -289,22 +319,19 @@ class TierJob:
         """Remove a checkpoint that was just published if another job has continued the run, on rank 0.
 
         This process may have been stopped after :meth:`check_not_fenced`. Then the checkpoint may be newer than what
-        the other job has saved since. Raises ``StateError``.
+        the other job has saved since. Raises ``SupersededError``.
         """
         if self._is_fenced():
-            if self._was_continued_without(info.sequence):
+            if not read_history(self.run).is_current(info):
                 list(delete_checkpoints([info]))
-            raise StateError(f"another job has continued the run: {info.path} stays in its local tier")
+            raise SupersededError(f"another job has continued the run: {info.path} stays in its local tier")
 
-    def check_not_superseded(self, sequence: int, tag: str) -> None:
-        """Raise ``StateError`` on rank 0 if another job has continued the run without a checkpoint of this one."""
-        if self._is_fenced() and self._was_continued_without(sequence):
-            raise StateError(f"another job has continued the run without {self.run / tag}: it is not written there")
-
-    def _was_continued_without(self, sequence: int) -> bool:
-        """Return whether all later epochs continued from older checkpoints, or have not begun yet."""
-        starts = read_epochs(self.run).items()
-        return all(start < sequence for epoch, start in starts if epoch > self._epoch)
+    def check_not_superseded(self, saved: KnownCheckpoint, tag: str) -> None:
+        """Raise ``SupersededError``, on rank 0, if another job went on without a checkpoint of this one."""
+        if not read_history(self.run).is_current(saved):
+            raise SupersededError(
+                f"another job has continued the run without {self.run / tag}: it is not written there"
+            )
 
     def begin_drain(self) -> None:
         """Note that a drain has begun."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
 
 _NAME = re.compile(
-    r"(?P<epoch>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
+    r"(?P<incarnation>\d{8})\.(?P<sequence>\d{20})\.(?P<id>[0-9a-f]{16})"
     r"(\.(?P<rank>\d{6})-of-(?P<size>\d{6})\.(?P<kind>part|parity)|\.common)(?P<draft>\.[0-9a-f]{16})?"
 )
 
@@ -17,14 +17,14 @@ _NAME = re.compile(
 class GenerationKey(NamedTuple):
     """The identity of a generation, in the order from the oldest to the newest."""
 
-    epoch: int
+    incarnation: int
     sequence: int
     id: str
 
     @property
     def name(self) -> str:
         """The beginning of the names of its files."""
-        return f"{self.epoch:08d}.{self.sequence:020d}.{self.id}"
+        return f"{self.incarnation:08d}.{self.sequence:020d}.{self.id}"
 
 
 class PartName(NamedTuple):
@@ -51,7 +51,7 @@ def parse_generation_name(name: str) -> GenerationKey | None:
     Drafts are left by processes that were killed before they could rename them.
     """
     match = _NAME.fullmatch(name)
-    return None if match is None else GenerationKey(int(match["epoch"]), int(match["sequence"]), match["id"])
+    return None if match is None else GenerationKey(int(match["incarnation"]), int(match["sequence"]), match["id"])
 
 
 def parse_part_name(name: str, kind: str = "part") -> PartName | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.errors import StorageError
+from rankless.run.claims import read_history
 from rankless.run.tier_parts_removal import FOLDER, LOCK, remove_parts, remove_superseded_parts
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.atomic_rename import replace_file
@@ -24,7 +25,6 @@ from rankless.storage.mapped_file import map_to_read
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import list_names, make_durable_directory, wrap_os_errors, write_small
 from rankless.storage.store import store_of
-from rankless.tier.epochs import is_retired, read_epochs
 from rankless.tier.generation import Common
 from rankless.tier.host_folder import DATA_SUFFIX, TierFolder
 from rankless.tier.part import PartTable, encode_checked, find_corrupt_range
@@ -83,12 +83,10 @@ class CollectedParts:
         """Remove the parts of checkpoints that the run directory has, or newer ones, or that are retired."""
         if self.exist:
             remove_superseded_parts(run)
-            epochs = read_epochs(run)
-            retired = {key.id for key in self._list_keys() if is_retired(epochs, key.epoch, key.sequence)}
+            history = read_history(run)
+            keys = [*self.folder.list_parts(), *self.folder.list_commons()]
+            retired = {key.id for key in keys if not history.is_current_number(key.incarnation, key.sequence)}
             remove_parts(run, lambda _, identity: identity in retired)
-
-    def _list_keys(self) -> list[GenerationKey]:
-        return [*self.folder.list_parts(), *self.folder.list_commons()]
 
     def _write(self, name: str, data: bytes | memoryview, writer: str) -> None:
         """Write a file. The draft of a process that died is written again by the next one of its host."""

@@ -74,7 +74,7 @@ def _as_record(generation: HostGeneration) -> dict[str, Any]:
         "time": None if manifest is None else manifest.time,
         "run": None if manifest is None else manifest.run,
         "id": generation.key.id,
-        "epoch": generation.key.epoch,
+        "incarnation": generation.key.incarnation,
         "sequence": generation.key.sequence,
         "bytes": checkpoint_bytes(generation),
         "parts": generation.size,

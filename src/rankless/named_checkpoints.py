@@ -9,13 +9,18 @@ from rankless.run.aliases import delete_alias
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_alias
 from rankless.storage.object_path import parse_location
+from rankless.tier.tier_options import LocalTier, as_local_tier
 
 
-def has_checkpoint(path: str | PathLike[str]) -> bool:
-    """Return whether a run directory has a complete checkpoint. Only this process's file system is checked.
+def has_checkpoint(path: str | PathLike[str], *, local: LocalTier | str | PathLike[str] | None = None) -> bool:
+    """Return whether a run directory has a complete checkpoint, or the local tiers of the hosts of the job have one.
+
+    Without ``local`` only the run directory is checked, by this process alone. With it, all ranks must call it if there
+    is a process group.
 
     Args:
         path: The run directory.
+        local: The local tier of the job, as in :func:`rankless.load_checkpoint`.
 
     Returns:
         ``True`` if there is at least one complete checkpoint.
@@ -23,7 +28,12 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
     Raises:
         StorageError: The file system reported an error, so the answer is unknown.
     """
-    return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(parse_location(path)))
+    run, tier = parse_location(path), as_local_tier(local)
+    if tier is None:
+        return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(run))
+    from rankless.load.tier_generations import has_checkpoint_in_tier  # noqa: PLC0415 - it needs torch
+
+    return has_checkpoint_in_tier(run, tier)
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:

@@ -1,0 +1,67 @@
+"""Tags of abandoned checkpoints: a job that goes back to an older checkpoint can save the later steps again.
+
+The old checkpoint ``step_20`` of incarnation 3 becomes ``step_20@3``. It stays listed, and can be loaded, until a
+policy removes it. Rank 0 gives it the new name when it publishes the new checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import CheckpointReplacedError, TagExistsError
+from rankless.run.claims import read_history
+from rankless.run.pointers import Pointer, TagEntry, find_bytes, find_highest_number, pointer_path
+from rankless.run.scan import read_info_strictly
+from rankless.storage.atomic_rename import rename_noreplace
+from rankless.storage.object_path import ObjectPath
+
+#: The most bytes of the old tag in the new one.
+_MAX_BYTES = 180
+
+
+def name_abandoned(final: Path, run_id: str) -> bool:
+    """Give the checkpoint at a path another tag if it is an abandoned one of a run. Return whether it has one."""
+    try:
+        info = read_info_strictly(final, final.name)
+    except CheckpointReplacedError:
+        return False
+    if info is None or info.status != "complete" or (info.run, info.saved_as) != (run_id, final.name):
+        return False
+    if read_history(final.parent).is_current(info):
+        return False
+    for tag in _new_tags(final.name, info.incarnation):
+        try:
+            rename_noreplace(final, final.parent / tag)
+        except TagExistsError:
+            continue
+        return True
+    return False
+
+
+def name_abandoned_object(run: ObjectPath, entry: TagEntry, run_id: str) -> bool:
+    """Give the checkpoint of a tag in an object store another tag, too, if it is an abandoned one of a run.
+
+    Return whether it has one: then the tag is free.
+    """
+    pointer = entry.pointer
+    if not isinstance(pointer, Pointer) or pointer.run != run_id or pointer.saved_as:
+        return False
+    if read_history(run).is_current_number(pointer.incarnation, pointer.sequence):
+        return False
+    renamed = msgspec.structs.replace(pointer, saved_as=entry.tag)
+    for tag in _new_tags(entry.tag, pointer.incarnation):
+        path, data = pointer_path(run, tag, 1), msgspec.json.encode(renamed)
+        if find_highest_number(run, tag) == 0:
+            run.store.create_object(path, data)
+        if find_bytes(path) == data:
+            return True
+    return False
+
+
+def _new_tags(tag: str, incarnation: int) -> itertools.chain[str]:
+    short = tag.encode()[:_MAX_BYTES].decode(errors="ignore")
+    first = f"{short}@{incarnation}"
+    return itertools.chain([first], (f"{first}.{number}" for number in range(2, 1000)))

@@ -1,0 +1,366 @@
+"""The claims of jobs in the history of a run directory, and what one job knows of it.
+
+Each claim is a small file or object ``RUN/.history/N.json``, which no other job can create: an
+:class:`rankless.run.history.Entry`. It is never changed, and never removed before its run. Rank 0 of a job claims; the
+vote of the save tells all ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from rankless.errors import StateError, StorageError, SupersededError
+from rankless.observe.warning import warn_caller
+from rankless.run.history import Entry, Job, KnownCheckpoint, cut_line
+from rankless.run.pointers import read_back
+from rankless.storage import posix
+from rankless.storage.atomic_rename import create_small
+from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
+
+#: The folder of the history in a run directory.
+FOLDER = ".history"
+
+_SUFFIX = ".json"
+
+#: The most entries that are remembered, and the most bytes of one.
+_MAX_REMEMBERED, _MAX_BYTES = 2**12, 2**24
+
+#: The most attempts to claim while other jobs do.
+_ATTEMPTS = 1000
+
+#: The attempts to read an entry that is listed, and the seconds between.
+_READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
+
+
+class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that a job has loaded.
+
+    ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
+    named the checkpoint. ``token`` is that of the job: rank 0's, which has selected the checkpoint.
+    """
+
+    id: str
+    run: str
+    incarnation: int
+    sequence: int
+    tag: str
+    newest: int | None
+    token: str
+
+    @classmethod
+    def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str) -> LoadedBase:
+        """Return what a job has loaded."""
+        return cls(
+            id=saved.id,
+            run=saved.run,
+            incarnation=saved.incarnation,
+            sequence=saved.sequence,
+            tag=tag,
+            newest=newest,
+            token=token,
+        )
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The incarnation that a job has claimed."""
+
+    run: str
+    incarnation: int
+
+
+class Numbering:
+    """The highest sequence number that this process has given to a checkpoint in a local tier of a run directory."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+
+    def note(self, sequence: int) -> None:
+        """Note the sequence number of a checkpoint."""
+        self.highest = max(self.highest, sequence)
+
+
+#: The numberings of this process. The tier of a directory may be ahead of it, also when no object uses it any more.
+_numberings: dict[Path, Numbering] = {}
+
+
+def numbering_of(run: Path) -> Numbering:
+    """Return the numbering of a run directory in this process."""
+    return _numberings.setdefault(run, Numbering())
+
+
+class JobHistory(msgspec.Struct):
+    """The knowledge of one job about the history of a run directory. Its objects and ranks share it.
+
+    Attributes:
+        token: A text that no other job has.
+        base: The checkpoint that the job has loaded and not continued yet.
+        claim: The incarnation that it has claimed.
+        runs: The runs that it has saved or loaded, in any directory: in a copy of that it continues them, too.
+        sequence: The highest sequence number that it has saved or loaded here.
+        numbering: The numbers of its process in local tiers, which no list shows.
+    """
+
+    token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    base: LoadedBase | None = None
+    claim: Claim | None = None
+    runs: set[str] = msgspec.field(default_factory=set)
+    sequence: int = 0
+    numbering: Numbering = msgspec.field(default_factory=Numbering)
+
+    def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
+        """Note what was loaded. If the training goes on from it, the next save continues it.
+
+        Other loads, such as for an evaluation, change nothing for a job that saves already.
+        """
+        self.runs.add(base.run)
+        self.sequence = max(self.sequence, base.sequence)
+        if resumes or (self.claim is None and self.base is None):
+            self.base, self.claim, self.token = base, None, base.token
+
+    def abandons(self, saved: KnownCheckpoint, *, is_current: bool) -> bool:
+        """Return whether a checkpoint of the job's run is abandoned, or will be when the job saves."""
+        if self.base is not None:
+            return saved.run == self.base.run and (not is_current or saved.sequence > self.base.sequence)
+        return self.claim is not None and saved.run == self.claim.run and not is_current
+
+    def note_saved(self, run: str, incarnation: int, sequence: int) -> None:
+        """Note the identity of a checkpoint that the job saves."""
+        self.runs.add(run)
+        self.sequence = max(self.sequence, sequence)
+        if incarnation:
+            self.claim, self.base = Claim(run, incarnation), None
+
+
+def read_history(run: Path) -> Entry:
+    """Return the newest entry of the history of a run directory; an empty one if there is none.
+
+    An entry that is corrupt is passed over, with a warning. Raises ``StorageError`` if it cannot be read now.
+    """
+    return _read_newest(run)[0]
+
+
+def _read_newest(run: Path) -> tuple[Entry, int]:
+    """Return the newest entry that is not corrupt, and the highest number.
+
+    An entry that is listed, but not found, is looked for again: replicas lag, and entries are never removed.
+    """
+    for _ in range(_READ_ATTEMPTS):
+        etags = _list_entries(run)
+        with suppress(FileNotFoundError):
+            for number, etag in sorted(etags.items(), reverse=True):
+                if (entry := _read_listed(run, number, etag)) is not None:
+                    return entry, max(etags)
+            return Entry(), max(etags, default=0)
+        time.sleep(_READ_SECONDS)
+    raise StorageError(errno.EIO, f"{_path_of(run, number)} is listed, but cannot be found: try again")
+
+
+def _list_entries(run: Path) -> dict[int, str]:
+    """Return the numbers of all entries, in an object store with their versions."""
+    if isinstance(run, ObjectPath):
+        etags = {info.path.name: info.etag for info in run.store.list_objects(run / FOLDER)}
+    else:
+        etags = dict.fromkeys(posix.list_names(run / FOLDER), "")
+    stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
+    return {int(stem): etag for stem, etag in stems.items() if stem.isdecimal()}
+
+
+#: The entries that were read from object stores, by path and version.
+_entries: dict[tuple[Path, str], Entry] = {}
+
+
+def _read_listed(run: Path, number: int, etag: str) -> Entry | None:
+    """Return an entry; ``None``, with a warning, if it is corrupt. Raises ``FileNotFoundError`` if it is not found."""
+    path = _path_of(run, number)
+    if etag and (path, etag) in _entries:
+        return _entries[path, etag]
+    entry = _decode_entry(path) or _decode_entry(path)  # bytes may change on their way
+    if entry is None:
+        warn_caller(f"{path} is corrupt, so it is not known which checkpoints its job continued: it is passed over")
+    elif etag:
+        if len(_entries) >= _MAX_REMEMBERED:
+            _entries.clear()
+        _entries[path, etag] = entry
+    return entry
+
+
+def _decode_entry(path: Path) -> Entry | None:
+    try:
+        return msgspec.json.decode(store_of(path).read_small(path, _MAX_BYTES), type=Entry)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            raise FileNotFoundError(str(path)) from error
+        raise
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _find_entry(run: Path, number: int) -> Entry | None:
+    """Return one entry; ``None`` if there is none, because the directory has lost it, or if it is corrupt."""
+    etags = _list_entries(run)
+    with suppress(FileNotFoundError):
+        return _read_listed(run, number, etags[number]) if number in etags else None
+    return None
+
+
+def _path_of(run: Path, number: int) -> Path:
+    return run / FOLDER / f"{number:08d}{_SUFFIX}"
+
+
+def _create(run: Path, entry: Entry) -> bool:
+    """Create an entry. Return whether no other job has. A store may ignore that it exists, or its reply may be lost."""
+    path, data = _path_of(run, entry.number), msgspec.json.encode(entry)
+    if isinstance(path, ObjectPath):
+        path.store.create_object(path, data)
+        return read_back(path) == data
+    posix.make_durable_directory(run / FOLDER)
+    return create_small(path, data)
+
+
+def add_entry(run: Path, make: Callable[[Entry, int], Entry]) -> Entry:
+    """Add the entry that ``make`` returns for the newest one and the highest number.
+
+    It is called again if another job was faster.
+    """
+    for _ in range(_ATTEMPTS):
+        entry = make(*_read_newest(run))
+        if _create(run, entry):
+            return entry
+    raise StorageError(f"could not write into {run / FOLDER}: other jobs do all the time")
+
+
+def read_token(run: Path) -> str:
+    """Return the token of the first entry, which identifies a run directory also after a move; "" without a history.
+
+    A copy of the directory has the same one.
+    """
+    entry = _find_entry(run, min(_list_entries(run), default=0))
+    return "" if entry is None else entry.job.token
+
+
+def announce(run: Path, above: int) -> int:
+    """Announce on rank 0 that a job will look into the tiers of its hosts. Return its number, above ``above``."""
+    me = describe_job(secrets.token_hex(8))
+    return add_entry(run, lambda newest, highest: newest.announce(max(highest, above), me)).number
+
+
+def describe_job(token: str) -> Job:
+    """Return this process as a job."""
+    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3))
+
+
+#: The incarnations that this process has claimed, by run directory and run. A forked process has them, too.
+_claimed: set[tuple[Path, Claim]] = set()
+
+
+def _allow(newest: Entry) -> None:
+    """Raise nothing: nothing forbids the claim."""
+
+
+def claim(
+    run: Path, job: JobHistory, found: Sequence[KnownCheckpoint], check: Callable[[Entry], None] = _allow
+) -> Claim:
+    """Claim an incarnation for a job, on rank 0, unless other ranks of the job have claimed it.
+
+    ``found`` are the checkpoints of the directory, oldest first. ``check`` is called with the entry right before the
+    new one, and raises an error if the claim is too late. Raises ``StateError`` if another job has continued the run
+    since this one has loaded it.
+    """
+    before = Entry()
+
+    def make(newest: Entry, highest: int) -> Entry:
+        nonlocal before
+        check(newest)
+        before = newest
+        return _make_claim(run, job, newest, found, above=highest)
+
+    if (claimed := _find_own_claim(run, job)) is None:
+        entry = add_entry(run, make)
+        claimed = Claim(entry.run, entry.number)
+        if job.base is not None and job.base.newest is None:
+            abandoned = [one for one in found if before.is_current(one) and not entry.is_current(one)]
+            _warn_of_rollback(run, job.base.tag, abandoned)
+    _claimed.add((run, claimed))
+    return claimed
+
+
+def _find_own_claim(run: Path, job: JobHistory) -> Claim | None:
+    """Return the incarnation that a sub-group of the job has claimed to continue the same checkpoint."""
+    base, newest = job.base, read_history(run)
+    branch = None if base is None else newest.runs.get(base.run)
+    if base is None or branch is None or branch.line[-1:] != ((base.incarnation, base.sequence),):
+        return None
+    own = newest if newest.number == branch.incarnation else _find_entry(run, branch.incarnation)
+    return Claim(base.run, branch.incarnation) if own is not None and own.job.token == job.token else None
+
+
+def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint]) -> None:
+    if abandoned:
+        warn_caller(
+            f"the run in {run} goes back to {tag!r}: {len(abandoned)} later checkpoint(s) are abandoned. They stay "
+            "until a policy removes them, and can be loaded by their tags"
+        )
+
+
+def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[KnownCheckpoint], *, above: int) -> Entry:
+    base = _find_base(job, newest, found)
+    me = describe_job(job.token)
+    if base is None:
+        return newest.begin_run(secrets.token_hex(8), me, found, above=above)
+    current = [saved for saved in found if saved.run == base.run and newest.is_current(saved)]
+    last = max((saved.sequence for saved in current), default=base.sequence)
+    if base.newest is not None and last > base.newest:
+        raise StateError(
+            f"another job has continued the run in {run} since {base.tag!r} was loaded: load the latest checkpoint, or "
+            f"go back to {base.tag!r} by its tag"
+        )
+    is_rollback = last > base.sequence
+    if newest.is_current(base):
+        line = newest.line_to(base, found)
+    else:
+        is_rollback = True
+        line = cut_line(_line_of(run, base), base, found)
+    return newest.continue_run(base, line, me, found, is_rollback=is_rollback, above=above)
+
+
+def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
+    """Return the line of an abandoned checkpoint, which its own entry knows."""
+    own = _find_entry(run, base.incarnation)
+    branch = None if own is None else own.runs.get(base.run)
+    return () if branch is None else branch.line
+
+
+def _find_base(job: JobHistory, newest: Entry, found: Sequence[KnownCheckpoint]) -> LoadedBase | None:
+    """Return what the job continues: what it has loaded here, or the newest checkpoint of a run that it has loaded."""
+    if job.base is not None:
+        return job.base
+    continued = [saved for saved in found if saved.run in job.runs and newest.is_current(saved)]
+    return LoadedBase.of(continued[-1], "", None, job.token) if continued else None
+
+
+def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
+    """Raise ``SupersededError`` if another job has continued the run of a job.
+
+    If another object of this process has, the job goes on with its incarnation.
+    """
+    claimed = job.claim
+    if claimed is None or not newest.has_continued(claimed.run, claimed.incarnation):
+        return
+    latest = Claim(claimed.run, newest.runs[claimed.run].incarnation)
+    if (run, latest) in _claimed:
+        job.claim = latest
+        return
+    by = f" by process {newest.job.pid} on {newest.job.host}" if newest.run == claimed.run else ""
+    raise SupersededError(
+        f"another job has continued the run in {run}{by}: this one saves nothing any more. End it, or load the latest "
+        "checkpoint"
+    )

@@ -1,0 +1,203 @@
+"""The history of a run directory: which job continued which checkpoint, and so which checkpoints are current.
+
+A job that trains claims an *incarnation*: a number that no other job of the directory has. It says which checkpoint it
+continues, its *base*. So the history knows the *line* of each run: the earlier incarnations, each up to the sequence
+number from which the next one went on. A checkpoint is *current* if it is of the newest incarnation of its run, or in
+its line. All others are *abandoned*: a rollback left them, or a job saved them after another one had continued the run.
+
+This module is pure. :mod:`rankless.run.claims` stores one :class:`Entry` for each claim; the newest has the whole
+history, so a reader needs only that one. Ancestry never follows checkpoints, because retention removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+#: The incarnations that a line keeps although no checkpoint of theirs was listed: a host may still have one.
+_KEPT_IN_LINE = 64
+
+#: The runs that the history keeps although no checkpoint of theirs was listed.
+_KEPT_RUNS = 64
+
+#: The incarnations of a line, each with the last sequence number that counts, by ascending numbers.
+Line = tuple[tuple[int, int], ...]
+
+
+class KnownCheckpoint(Protocol):
+    """A checkpoint as the history sees it: of a manifest, a list, or a local tier."""
+
+    @property
+    def id(self) -> str:
+        """The id of the checkpoint."""
+
+    @property
+    def run(self) -> str:
+        """The id of its run."""
+
+    @property
+    def incarnation(self) -> int:
+        """The number of the incarnation that saved it; 0 if that is unknown."""
+
+    @property
+    def sequence(self) -> int:
+        """Its sequence number."""
+
+
+S = TypeVar("S", bound=KnownCheckpoint)
+
+
+class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The knowledge of the history about one run.
+
+    ``incarnation`` is the newest, and ``sequence`` the number that its first checkpoint gets at least. ``line`` are the
+    incarnations before it. ``rolled_back_to`` is the id of the checkpoint to which the line went back last, or "".
+    """
+
+    incarnation: int
+    sequence: int
+    line: Line = ()
+    rolled_back_to: str = ""
+
+
+class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The job that has claimed an incarnation. Its ranks share the ``token``; the rest is for messages."""
+
+    token: str
+    host: str = ""
+    pid: int = 0
+    time: float = 0.0
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The history after one claim. ``runs`` are the branches by the ids of their runs.
+
+    ``number`` is the incarnation that ``job`` has claimed. ``run`` is its run. It is empty if the job has only
+    announced that it will look into the local tiers of its hosts: older jobs change nothing there from then on.
+    ``announced`` is the number of the newest announcement.
+    """
+
+    number: int = 0
+    job: Job = Job("")
+    run: str = ""
+    announced: int = 0
+    runs: Mapping[str, Branch] = {}
+
+    def is_current(self, saved: KnownCheckpoint) -> bool:
+        """Return whether a checkpoint is current.
+
+        If nothing is known of its run, it is; so is one of an incarnation above all entries: its own entry is lost.
+        """
+        branch = self.runs.get(saved.run)
+        if branch is None or saved.incarnation == branch.incarnation or saved.incarnation > self.number:
+            return True
+        return dict(branch.line).get(saved.incarnation, -1) >= saved.sequence
+
+    def is_current_number(self, incarnation: int, sequence: int) -> bool:
+        """Return like :meth:`is_current` if the run is not known: no two runs have an incarnation of one number.
+
+        Of an incarnation that no run knows, nothing is current: its run was removed.
+        """
+        if incarnation > self.number:
+            return True
+        return any(
+            branch.incarnation == incarnation or dict(branch.line).get(incarnation, -1) >= sequence
+            for branch in self.runs.values()
+        )
+
+    def has_continued(self, run: str, incarnation: int) -> bool:
+        """Return whether a later incarnation of a run was claimed."""
+        branch = self.runs.get(run)
+        return branch is not None and branch.incarnation > incarnation
+
+    def has_other_branch(self, run: str, branch: Branch) -> bool:
+        """Return whether a branch is newer than that of a run which this entry knows."""
+        known = self.runs.get(run)
+        return known is not None and branch.incarnation > known.incarnation
+
+    def find_latest(self, found: Sequence[S]) -> S | None:
+        """Return the latest of the checkpoints of a directory; ``None`` if none is current.
+
+        It is that with the highest sequence number of the run which has the highest one among claims and current
+        checkpoints. ``found`` are sorted from the oldest to the newest.
+        """
+        newest = {saved.run: (place, saved) for place, saved in enumerate(found) if self.is_current(saved)}
+        ranked = sorted((self._sequence_of(saved), place) for place, saved in newest.values())
+        return found[ranked[-1][1]] if ranked else None
+
+    def _sequence_of(self, newest: KnownCheckpoint) -> int:
+        branch = self.runs.get(newest.run)
+        return newest.sequence if branch is None else max(branch.sequence, newest.sequence)
+
+    def next_number(self, above: int, found: Collection[KnownCheckpoint]) -> int:
+        """Return the number of the next entry, which is larger than ``above``: an entry may be corrupt.
+
+        A directory may also have lost its entries, but not its checkpoints.
+        """
+        return max([self.number, above, *(saved.incarnation for saved in found)]) + 1
+
+    def next_sequence(self, found: Collection[KnownCheckpoint], run: str = "") -> int:
+        """Return the sequence number of the next checkpoint of ``run``: higher than all others in the directory.
+
+        That of its own claim is free.
+        """
+        claimed = [branch.sequence + (name != run) for name, branch in self.runs.items()]
+        return max([*claimed, *(saved.sequence + 1 for saved in found), 1])
+
+    def announce(self, above: int, job: Job) -> Entry:
+        """Return the entry of a job that will look into the local tiers of its hosts, with a number above ``above``."""
+        number = self.next_number(above, ())
+        return msgspec.structs.replace(self, number=number, job=job, run="", announced=number)
+
+    def begin_run(self, run: str, job: Job, found: Collection[KnownCheckpoint], *, above: int = 0) -> Entry:
+        """Return the entry of a job that continues nothing. It cuts and supersedes nothing."""
+        return self._claim(run, Branch(self.next_number(above, found), self.next_sequence(found)), job, found)
+
+    def continue_run(
+        self,
+        base: KnownCheckpoint,
+        line: Line,
+        job: Job,
+        found: Collection[KnownCheckpoint],
+        *,
+        is_rollback: bool,
+        above: int = 0,
+    ) -> Entry:
+        """Return the entry of a job that continues a checkpoint. ``line`` is that of the base: see :meth:`line_to`."""
+        before = self.runs.get(base.run)
+        rolled_back_to = base.id if is_rollback else "" if before is None else before.rolled_back_to
+        branch = Branch(self.next_number(above, [*found, base]), self.next_sequence(found), line, rolled_back_to)
+        return self._claim(base.run, branch, job, found)
+
+    def _claim(self, run: str, branch: Branch, job: Job, found: Collection[KnownCheckpoint]) -> Entry:
+        runs = {name: other for name, other in self.runs.items() if name != run}
+        present = {saved.run for saved in found}
+        empty = [name for name in runs if name not in present]
+        for name in empty[: max(0, len(empty) - _KEPT_RUNS)]:
+            del runs[name]
+        return Entry(branch.incarnation, job, run, self.announced, {**runs, run: branch})
+
+    def line_to(self, base: KnownCheckpoint, found: Collection[KnownCheckpoint]) -> Line:
+        """Return the line of what continues a checkpoint that is current.
+
+        Of incarnations whose entries are lost, it has all older checkpoints: what a reader of manifests alone takes.
+        """
+        branch = self.runs.get(base.run, Branch(0, 0))
+        unknown = {
+            saved.incarnation: base.sequence
+            for saved in found
+            if saved.run == base.run
+            and branch.incarnation <= saved.incarnation < base.incarnation
+            and saved.sequence < base.sequence
+        }
+        return cut_line((*branch.line, *sorted(unknown.items())), base, found)
+
+
+def cut_line(line: Line, base: KnownCheckpoint, found: Collection[KnownCheckpoint]) -> Line:
+    """Return a line up to a base. Incarnations without a checkpoint are left out, but for the newest ones."""
+    before = [step for step in line if step[0] < base.incarnation]
+    present = {saved.incarnation for saved in found if saved.run == base.run}
+    kept = [step for step in before[:-_KEPT_IN_LINE] if step[0] in present] + before[-_KEPT_IN_LINE:]
+    return (*kept, (base.incarnation, base.sequence))

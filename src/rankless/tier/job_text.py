@@ -1,0 +1,28 @@
+"""The text by which a folder of the tier knows the job that uses it.
+
+It has the number of the job's announcement, the token of the run directory, which stays the same if that is moved, and
+random digits.
+"""
+
+from __future__ import annotations
+
+import re
+
+_JOB = re.compile(r"(?P<number>\d{8})-(?P<run>[0-9a-f]*)-[0-9a-f]+")
+
+
+def name_job(number: int, run_token: str, token: str) -> str:
+    """Return the text of a job."""
+    return f"{number:08d}-{run_token}-{token}"
+
+
+def parse_job_number(job: str) -> int:
+    """Return the number of the announcement of a job from its text; 0 if it is none."""
+    match = _JOB.fullmatch(job)
+    return 0 if match is None else int(match["number"])
+
+
+def parse_run_token(job: str) -> str:
+    """Return the token of the run directory of a job from its text; "" if it is none."""
+    match = _JOB.fullmatch(job)
+    return "" if match is None else match["run"]

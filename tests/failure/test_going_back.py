@@ -1,0 +1,239 @@
+"""Tests runs that go back to an older checkpoint, are continued by several jobs, moved, copied or removed.
+
+Each job is a process of its own, which is killed at its end. A state tells its step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rankless
+from rankless.cli.main import app
+from rankless.run.cleanup import clean_up
+from tests.golden import reader
+from tests.helpers.fake_s3 import FakeS3
+from tests.helpers.killed_jobs import run_killed_job
+from tests.helpers.tier_runs import state_of
+
+NEVER = 10**9
+
+
+def tier_of(base: Path | None) -> rankless.LocalTier | None:
+    return None if base is None else rankless.LocalTier(base / "tier", drain_every=NEVER)
+
+
+def train(
+    path: Path | str,
+    last: int,
+    tag: str | None = None,
+    base: Path | None = None,
+    *,
+    again: bool = False,
+    keep: int = 99,
+) -> int:
+    """Resume, save each step up to the last, and return the step that was resumed. Nothing is drained."""
+    model = torch.nn.Linear(2, 2)
+    checkpointer = rankless.Checkpointer(path, model=model, signals=(), save_every=1, keep=keep, local=tier_of(base))
+    first = checkpointer.resume(tag)
+    if first:
+        assert torch.equal(model.bias.data, torch.full((2,), float(first)))
+    for step in range(first + 1, last + 1):
+        model.bias.data.fill_(float(step))
+        checkpointer.step(step)
+    checkpointer._directory.wait()
+    return first
+
+
+def train_and_save_the_last_step(run: Path, base: Path) -> None:
+    train(run, 5, None, base)
+    model = torch.nn.Linear(2, 2)
+    model.bias.data.fill_(6.0)
+    rankless.save_checkpoint(run, "final", model, step=6)
+
+
+def listed(path: Path | str) -> dict[str, bool]:
+    return {info.tag: info.is_current for info in rankless.list_checkpoints(path)}
+
+
+def latest(path: Path | str) -> str:
+    model = torch.nn.Linear(2, 2)
+    return rankless.restore(path, model=model).tag
+
+
+class TestRollback:
+    def test_the_steps_after_it_get_other_tags_and_stay(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 4)
+        assert run_killed_job(train, tmp_path, 3, "step_2") == 2
+        assert listed(tmp_path) == {
+            "step_3@1": False,
+            "step_4": False,
+            "step_1": True,
+            "step_2": True,
+            "step_3": True,
+        }
+        assert latest(tmp_path) == "step_3"
+        reader.read(tmp_path / "step_3@1")
+        assert float(rankless.open(tmp_path, "step_3@1")["model/bias"][0]) == 3.0
+
+    def test_it_counts_before_the_first_save(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 3)
+        run_killed_job(train, tmp_path, 0, "step_1")
+        assert latest(tmp_path) == "step_1"
+        assert run_killed_job(train, tmp_path, 2) == 1
+
+    def test_a_job_that_is_started_again_goes_back_once(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 4)
+        assert run_killed_job(train, tmp_path, 3, "step_2") == 2
+        assert run_killed_job(train, tmp_path, 5, "step_2") == 3
+        model = torch.nn.Linear(2, 2)
+        checkpointer = rankless.Checkpointer(tmp_path, model=model, signals=())
+        with pytest.warns(UserWarning, match="went back to 'step_2' already"):
+            assert checkpointer.resume("step_2") == 5
+        with pytest.warns(UserWarning, match="goes back to 'step_2': 3 later"):
+            assert checkpointer.resume("step_2", again=True) == 2
+
+    def test_to_an_abandoned_checkpoint(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 3)
+        run_killed_job(train, tmp_path, 2, "step_1")
+        assert run_killed_job(train, tmp_path, 4, "step_3") == 3
+        assert listed(tmp_path) == {"step_2": False, "step_1": True, "step_2@1": True, "step_3": True, "step_4": True}
+
+    def test_retention_removes_abandoned_checkpoints_first(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 4)
+        run_killed_job(partial(train, keep=3), tmp_path, 3, "step_2")
+        assert listed(tmp_path) == {"step_1": True, "step_2": True, "step_3": True}
+
+    def test_an_alias_follows_its_checkpoint(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 3)
+        rankless.set_alias(tmp_path, "good", "step_3")
+        run_killed_job(partial(train, keep=1), tmp_path, 5, "step_2")
+        assert listed(tmp_path) == {"step_3@1": False, "step_5": True}
+        assert float(rankless.open(tmp_path, "good")["model/bias"][0]) == 3.0
+
+    def test_by_the_command(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 3)
+        result = CliRunner().invoke(app, ["rollback", str(tmp_path), "step_1", "--json"])
+        assert json.loads(result.output) == {"latest": "step_1", "abandoned": ["step_2", "step_3"]}
+        assert "abandoned" in CliRunner().invoke(app, ["ls", str(tmp_path)]).output
+        assert run_killed_job(train, tmp_path, 2) == 1
+
+    def test_if_its_checkpoint_is_lost_no_other_one_is_taken(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 3)
+        run_killed_job(train, tmp_path, 0, "step_1")
+        shutil.rmtree(tmp_path / "step_1")
+        with pytest.raises(rankless.NoCheckpointError, match="are abandoned: pass the tag"):
+            latest(tmp_path)
+        with pytest.raises(rankless.NoCheckpointError, match="are abandoned: pass the tag"):
+            rankless.open(tmp_path)
+        assert run_killed_job(train, tmp_path, 4, "step_3") == 3
+
+
+class TestBucket:
+    def test_the_steps_after_it_get_other_tags_and_stay(self) -> None:
+        fake = FakeS3()
+        with fake.connected():
+            run = fake.store_at("http://fake").path("bucket/run")
+            directory = rankless.RunDirectory(run)
+            for step in (1, 2, 3):
+                directory.save(f"step_{step}", state_of(step), step=step)
+            directory.restore("step_1", state_of(-1), resume=True)
+            directory.save("step_2", state_of(12), step=2, keep=2)
+            assert listed(run) == {"step_1": True, "step_2": True}
+            directory.restore("step_1", state_of(-1), resume=True)
+            directory.save("step_2", state_of(22), step=2)
+            assert listed(run) == {"step_2@2": False, "step_1": True, "step_2": True}
+            clean_up(run)
+            loaded = state_of(-1)
+            assert rankless.restore(run, "step_2@2", loaded).step == 2
+            assert torch.equal(loaded["w"], state_of(12)["w"])
+
+
+class TestOtherJobs:
+    def test_a_job_whose_run_another_one_has_continued_saves_nothing(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 1)
+        checkpointer = rankless.Checkpointer(tmp_path, model=torch.nn.Linear(2, 2), signals=(), save_every=1)
+        checkpointer.resume()
+        run_killed_job(train, tmp_path, 2)
+        with pytest.raises(rankless.SupersededError, match="another job has continued the run"):
+            checkpointer.step(2)
+        assert listed(tmp_path) == {"step_1": True, "step_2": True}
+
+    def test_what_it_saves_late_is_not_the_latest(self, tmp_path: Path) -> None:
+        """It was stopped in the middle of its save."""
+        run_killed_job(train, tmp_path, 1)
+        directory = rankless.RunDirectory(tmp_path)
+        directory.restore(None, torch.nn.Linear(2, 2), resume=True)
+        wait = pytest.MonkeyPatch()
+        from rankless.run.pending_dir import PendingDirectory
+
+        publish = PendingDirectory.publish
+
+        def publish_late(self: PendingDirectory, entry: str = "") -> None:
+            wait.undo()
+            run_killed_job(train, tmp_path, 2)
+            publish(self, entry)
+
+        wait.setattr(PendingDirectory, "publish", publish_late)
+        directory.save("late", torch.nn.Linear(2, 2), step=9)
+        assert listed(tmp_path) == {"late": False, "step_1": True, "step_2": True}
+        assert latest(tmp_path) == "step_2"
+
+    def test_a_job_without_a_tier_abandons_what_the_tier_has_after_its_checkpoint(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        run_killed_job(train, run, 1)
+        run_killed_job(train, run, 3, None, tmp_path)
+        assert run_killed_job(train, run, 4) == 1
+        assert run_killed_job(train, run, 0, None, tmp_path) == 4
+
+
+class TestTiers:
+    def test_a_tier_follows_a_run_that_is_moved(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path / "run", 2, None, tmp_path)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert run_killed_job(train, tmp_path / "moved", 3, None, tmp_path) == 2
+        with pytest.raises(rankless.InvalidArgumentError, match="is the local tier of"):
+            run_killed_job(train, tmp_path / "run", 3, None, tmp_path)
+
+    def test_a_tier_is_not_that_of_a_copy(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path / "run", 2, None, tmp_path)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        with pytest.raises(rankless.InvalidArgumentError, match="is the local tier of"):
+            run_killed_job(train, tmp_path / "copy", 3, None, tmp_path)
+        assert run_killed_job(train, tmp_path / "run", 3, None, tmp_path) == 2
+
+    def test_a_run_that_was_removed_is_not_brought_back_by_its_tier(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        run_killed_job(train, run, 2, None, tmp_path)
+        shutil.rmtree(run)
+        for _ in range(2):
+            with pytest.raises(rankless.StateError, match="was that directory removed"):
+                run_killed_job(train, run, 3, None, tmp_path)
+        assert rankless.list_checkpoints(run) == []
+        arguments = ["drain", str(run), "--local", str(tmp_path / "tier"), "--json"]
+        assert json.loads(CliRunner().invoke(app, arguments).output)["status"] == "durable"
+        assert json.loads(CliRunner().invoke(app, [*arguments, "--adopt"]).output)["status"] == "published"
+        assert run_killed_job(train, run, 3, None, tmp_path) == 2
+
+    def test_what_only_the_tier_has_is_found_and_is_not_passed_over(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        run_killed_job(train, run, 2, None, tmp_path)
+        assert not rankless.has_checkpoint(run)
+        assert rankless.has_checkpoint(run, local=tmp_path / "tier")
+        checkpointer = rankless.Checkpointer(run, model=torch.nn.Linear(2, 2), signals=(), local=tier_of(tmp_path))
+        with pytest.raises(rankless.StateError, match="call resume"):
+            checkpointer.step(1)
+        with pytest.raises(rankless.StateError, match="not loaded: load it first"):
+            rankless.RunDirectory(run, local=tier_of(tmp_path)).save("other", state_of(1))
+        assert run_killed_job(train, run, 3, None, tmp_path) == 2
+
+    def test_a_save_past_the_tier_is_newer_than_what_the_tier_has(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        run_killed_job(train_and_save_the_last_step, run, tmp_path)
+        assert run_killed_job(train, run, 0, None, tmp_path) == 6

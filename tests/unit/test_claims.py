@@ -1,0 +1,117 @@
+"""Tests the claims of jobs: of several at a time each gets another number, and what cannot be read is passed over."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from rankless.errors import StateError, SupersededError
+from rankless.run import claims
+from rankless.run.claims import (
+    FOLDER,
+    Claim,
+    JobHistory,
+    LoadedBase,
+    announce,
+    check_not_superseded,
+    claim,
+    read_history,
+)
+from rankless.run.scan import CheckpointInfo
+
+
+def info(run: str, incarnation: int, sequence: int) -> CheckpointInfo:
+    tag = f"step_{sequence}"
+    return CheckpointInfo(
+        tag, Path(tag), sequence=sequence, run=run, id=f"{sequence:016x}", saved_as=tag, incarnation=incarnation
+    )
+
+
+def base_of(one: CheckpointInfo, *, newest: int | None, job: str = "another") -> LoadedBase:
+    return LoadedBase.of(one, one.tag, newest, job)
+
+
+def test_of_many_claims_at_a_time_each_gets_another_number(tmp_path: Path) -> None:
+    claimed: list[int] = []
+
+    def begin() -> None:
+        claimed.append(claim(tmp_path, JobHistory(), []).incarnation)
+        claimed.append(announce(tmp_path, 0))
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == list(range(1, 17))
+    assert [path.name for path in (tmp_path / FOLDER).iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_job_that_continues_a_run_supersedes_the_one_before(tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    saved = info(first.run, first.incarnation, 1)
+    second = claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved])
+    assert (second.run, second.incarnation) == (first.run, 2)
+    check_not_superseded(tmp_path, read_history(tmp_path), JobHistory(claim=second))
+    with (
+        mock.patch.object(claims, "_claimed", set()),  # as in another process
+        pytest.raises(SupersededError, match="another job has continued the run"),
+    ):
+        check_not_superseded(tmp_path, read_history(tmp_path), JobHistory(claim=first))
+
+
+def test_objects_of_one_process_share_the_newest_claim(tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    saved = info(first.run, first.incarnation, 1)
+    second = claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved])
+    job = JobHistory(claim=first)
+    check_not_superseded(tmp_path, read_history(tmp_path), job)
+    assert job.claim == second
+
+
+def test_a_job_that_continues_nothing_supersedes_no_other(tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    claim(tmp_path, JobHistory(), [])
+    check_not_superseded(tmp_path, read_history(tmp_path), JobHistory(claim=first))
+
+
+def test_ranks_of_one_job_share_a_claim(tmp_path: Path) -> None:
+    """A sub-group whose first rank is another one saves first: the rest of the job is not superseded by it."""
+    first = claim(tmp_path, JobHistory(), [])
+    saved = info(first.run, first.incarnation, 1)
+    base = base_of(saved, newest=1, job="the same")
+    jobs = [JobHistory(base.token, base), JobHistory(base.token, base)]
+    assert claim(tmp_path, jobs[0], [saved]) == claim(tmp_path, jobs[1], [saved]) == Claim(first.run, 2)
+
+
+def test_a_job_cannot_continue_what_another_one_has_continued_since_it_was_loaded(tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    saved, later = info(first.run, 1, 1), info(first.run, 1, 2)
+    with pytest.raises(StateError, match="another job has continued the run"):
+        claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved, later])
+    with pytest.warns(UserWarning, match=r"goes back to 'step_1': 1 later checkpoint"):
+        claim(tmp_path, JobHistory(base=base_of(saved, newest=None)), [saved, later])
+    assert not read_history(tmp_path).is_current(later)
+
+
+def test_a_corrupt_entry_is_passed_over(tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    claim(tmp_path, JobHistory(), [])
+    (tmp_path / FOLDER / "00000002.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"00000002\.json is corrupt"):
+        history = read_history(tmp_path)
+    assert history.number == 1
+    with pytest.warns(UserWarning, match=r"00000002\.json is corrupt"):
+        third = claim(tmp_path, JobHistory(), [])
+    assert third.incarnation == 3
+    assert set(read_history(tmp_path).runs) == {first.run, third.run}
+
+
+def test_a_directory_that_has_lost_its_history_gets_higher_numbers(tmp_path: Path) -> None:
+    saved = info("r" * 16, 7, 3)
+    continued = claim(tmp_path, JobHistory(base=base_of(saved, newest=3)), [saved])
+    assert continued.incarnation == 8
+    assert read_history(tmp_path).is_current(saved)
