@@ -240,6 +240,7 @@ class Checkpointer:
             )
             step = _step_of(restored)
         except EmptyRunError as error:
+            self._directory.warn_of_unread_tiers()
             level = logging.DEBUG if self._directory.rank else logging.INFO
             _log.log(level, "training begins at step 1: %s", error)
             return 0

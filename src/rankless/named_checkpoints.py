@@ -94,4 +94,7 @@ def list_aliases(path: str | PathLike[str]) -> dict[str, str]:
     Returns:
         The tags by alias.
     """
-    return {name: alias.tag for name, alias in aliases.list_aliases(parse_location(path)).items()}
+    run = parse_location(path)
+    known = aliases.list_aliases(run)
+    infos = catalog.cached_checkpoints(run) if known else []
+    return {name: aliases.find_meant(alias, infos) for name, alias in known.items()}

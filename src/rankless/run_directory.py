@@ -32,7 +32,7 @@ from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.ondisk.validation import check_keys, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import claim_incarnation, list_checkpoints
-from rankless.run.claims import JobHistory, numbering_of
+from rankless.run.claims import JobHistory, numbering_of, read_history
 from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention, as_policy
 from rankless.run.scan import CheckpointInfo
@@ -389,6 +389,8 @@ class RunDirectory:
         with span("import", "import"):
             from rankless.load.fallback import load_with_fallback  # noqa: PLC0415 - as above
 
+        if claims:
+            background_saves.finalize(self.path)  # what this job saves now is the latest when they have ended
         title = f"loading {request.tag or self.path.name}"
         with self._with_progress_bar(title, request.on_event) as listener:
             tier = None if self._tier is None else self._open_tier(self._tier, resumes=resumes)
@@ -424,6 +426,14 @@ class RunDirectory:
         drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
+
+    def warn_of_unread_tiers(self) -> None:
+        """Warn on the coordinator if jobs have used a local tier of this directory, and this one does not."""
+        if self._tier is None and self.rank == COORDINATOR_RANK and read_history(self.path).announced:
+            warn_caller(
+                f"{self.path} has no checkpoint, but a job has used a local tier of it, which may have one: to look "
+                "there, pass local="
+            )
 
     def is_ahead_of_run(self) -> bool:
         """Return whether the local tier has a checkpoint, of this job or an earlier one. All ranks must call it."""

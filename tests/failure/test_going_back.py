@@ -116,6 +116,7 @@ class TestRollback:
         run_killed_job(partial(train, keep=1), tmp_path, 5, "step_2")
         assert listed(tmp_path) == {"step_3@1": False, "step_5": True}
         assert float(rankless.open(tmp_path, "good")["model/bias"][0]) == 3.0
+        assert rankless.list_aliases(tmp_path) == {"good": "step_3@1"}
 
     def test_by_the_command(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
@@ -192,8 +193,43 @@ class TestOtherJobs:
         assert run_killed_job(train, run, 4) == 1
         assert run_killed_job(train, run, 0, None, tmp_path) == 4
 
+    @pytest.mark.parametrize("is_saved", [False, True])
+    def test_a_job_that_has_loaded_the_latest_undoes_no_rollback(self, tmp_path: Path, *, is_saved: bool) -> None:
+        run_killed_job(train, tmp_path, 3)
+        directory = rankless.RunDirectory(tmp_path)
+        directory.restore(None, torch.nn.Linear(2, 2))
+        run_killed_job(train, tmp_path, 2 if is_saved else 0, "step_1")
+        with pytest.raises(rankless.StateError, match="another job has continued the run"):
+            directory.save("step_4", torch.nn.Linear(2, 2))
+        assert latest(tmp_path) == ("step_2" if is_saved else "step_1")
+
+    def test_an_object_whose_checkpoint_another_one_of_its_process_has_abandoned_saves_nothing(
+        self, tmp_path: Path
+    ) -> None:
+        first, second = rankless.RunDirectory(tmp_path), rankless.RunDirectory(tmp_path)
+        for step in (1, 2):
+            first.save(f"step_{step}", state_of(step), step=step)
+        second.restore("step_1", state_of(-1), resume=True)
+        second.save("other", state_of(9), step=2)
+        with pytest.raises(rankless.SupersededError):
+            first.save("step_3", state_of(3), step=3)
+
+    def test_a_job_waits_for_its_own_saves_before_it_resumes(self, tmp_path: Path) -> None:
+        model = torch.nn.Linear(300, 300)
+        checkpointer = rankless.Checkpointer(tmp_path, model=model, signals=(), save_every=1, async_save=True)
+        for step in range(1, 6):
+            checkpointer.step(step)
+            assert checkpointer.resume() == step
+        checkpointer.finalize()
+
 
 class TestTiers:
+    def test_a_job_that_does_not_look_into_the_tier_is_warned(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path / "run", 2, None, tmp_path)
+        checkpointer = rankless.Checkpointer(tmp_path / "run", model=torch.nn.Linear(2, 2), signals=())
+        with pytest.warns(UserWarning, match="a job has used a local tier of it"):
+            assert checkpointer.resume() == 0
+
     def test_a_tier_follows_a_run_that_is_moved(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path / "run", 2, None, tmp_path)
         (tmp_path / "run").rename(tmp_path / "moved")

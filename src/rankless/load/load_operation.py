@@ -414,7 +414,7 @@ class LoadOperation:
         manifest, selected = self._manifest, self.selected
         if manifest is None or selected.locate(self._request.path).parent != self._request.path:
             return None
-        return LoadedBase.of(manifest, selected.tag, selected.newest, selected.token)
+        return LoadedBase.of(manifest, selected.tag, selected.newest, selected.token, selected.seen)
 
 
 def _partly_filled_advice(training: TrainingObjects) -> str:

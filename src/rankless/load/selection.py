@@ -26,13 +26,13 @@ from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import NativeReader, holds_checkpoint, is_native, read_manifest
 from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
-from rankless.run.catalog import cached_checkpoints, find_checkpoint, list_checkpoints_strictly
+from rankless.run.catalog import cached_checkpoints, find_checkpoint
 from rankless.run.claims import read_history
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import all_abandoned_error, describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from rankless.run.object_run import has_lost_manifest, is_named, lost_files_error
-from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
+from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint, look_at_run
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.run.tier_parts_removal import FOLDER
 from rankless.storage.object_path import ObjectPath, make_object_path
@@ -55,7 +55,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 
     ``is_latest``: it was selected as the latest checkpoint, and not by its tag. ``generation``: it is loaded from the
-    local tier; the folder need not exist. ``newest`` and ``token`` are those of
+    local tier; the folder need not exist. ``newest``, ``seen`` and ``token`` are those of
     :class:`rankless.run.claims.LoadedBase`.
     """
 
@@ -66,6 +66,7 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     corrupt: list[CorruptRecord] = []
     generation: GenerationKey | None = None
     newest: int | None = None
+    seen: int = 0
     token: str = ""
 
     def locate(self, run: Path) -> Path:
@@ -279,7 +280,8 @@ class CheckpointSelector:
         path, tag = self._request.path, self._request.tag
         if tag is not None and (resolved := self._resolve_tag(tag)) is not None:
             return self._find_local(resolved) or _select_folder(find_checkpoint(path, resolved), resolved)
-        infos = list_checkpoints_strictly(path)
+        scan = look_at_run(path, is_strict=True)
+        infos = scan.checkpoints
         if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path)) is not None:
             return selected
         self.ignored = describe_ignored_files(path)
@@ -301,8 +303,15 @@ class CheckpointSelector:
         ids = {info.tag: info.id for info in infos}
         corrupt = [CorruptRecord.of(path, tag, ids[tag]) for tag in self.skipped.corrupt]
         newest = max(info.sequence for info in infos if info.run == latest.run and info.is_current)
+        branch = scan.history.runs.get(latest.run)
         return SelectedCheckpoint(
-            str(latest.path), latest.tag, latest.id, is_latest=True, corrupt=corrupt, newest=newest
+            str(latest.path),
+            latest.tag,
+            latest.id,
+            is_latest=True,
+            corrupt=corrupt,
+            newest=newest,
+            seen=0 if branch is None else branch.incarnation,
         )
 
     def _select_itself(self, path: Path) -> SelectedCheckpoint | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,6 +66,13 @@ def list_aliases(path: Path) -> dict[str, Alias]:
             if (alias := read_alias(path, name)) is not None:
                 aliases[name] = alias
     return aliases
+
+
+def find_meant(alias: Alias, infos: Iterable[CheckpointInfo]) -> str:
+    """Return the present tag of the checkpoint that an alias means: an abandoned one may have got another."""
+    same = [info for info in infos if info.id == alias.id and alias.tag in {info.tag, info.saved_as}]
+    tags = [info.tag for info in same if info.tag == alias.tag or not info.is_copy]
+    return alias.tag if alias.tag in tags or not tags else tags[0]
 
 
 def has_alias(info: CheckpointInfo, names: Collection[str]) -> bool:

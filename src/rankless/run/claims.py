@@ -45,7 +45,8 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that a job has loaded.
 
     ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
-    named the checkpoint. ``token`` is that of the job: rank 0's, which has selected the checkpoint.
+    named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is that of the job: rank 0's,
+    which has selected the checkpoint.
     """
 
     id: str
@@ -55,9 +56,10 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     newest: int | None
     token: str
+    seen: int = 0
 
     @classmethod
-    def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str) -> LoadedBase:
+    def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str, seen: int = 0) -> LoadedBase:
         """Return what a job has loaded."""
         return cls(
             id=saved.id,
@@ -67,6 +69,7 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
             tag=tag,
             newest=newest,
             token=token,
+            seen=seen,
         )
 
 
@@ -318,7 +321,7 @@ def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[Known
         return newest.begin_run(secrets.token_hex(8), me, found, above=above)
     current = [saved for saved in found if saved.run == base.run and newest.is_current(saved)]
     last = max((saved.sequence for saved in current), default=base.sequence)
-    if base.newest is not None and last > base.newest:
+    if base.newest is not None and (last > base.newest or _was_claimed_since(run, base, newest)):
         raise StateError(
             f"another job has continued the run in {run} since {base.tag!r} was loaded: load the latest checkpoint, or "
             f"go back to {base.tag!r} by its tag"
@@ -330,6 +333,14 @@ def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[Known
         is_rollback = True
         line = cut_line(_line_of(run, base), base, found)
     return newest.continue_run(base, line, me, found, is_rollback=is_rollback, above=above)
+
+
+def _was_claimed_since(run: Path, base: LoadedBase, newest: Entry) -> bool:
+    """Return whether another process has continued, or rolled back, the run since its latest checkpoint was loaded."""
+    branch = newest.runs.get(base.run)
+    if branch is None or branch.incarnation <= base.seen:
+        return False
+    return (run, Claim(base.run, branch.incarnation)) not in _claimed
 
 
 def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
@@ -350,13 +361,15 @@ def _find_base(job: JobHistory, newest: Entry, found: Sequence[KnownCheckpoint])
 def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     """Raise ``SupersededError`` if another job has continued the run of a job.
 
-    If another object of this process has, the job goes on with its incarnation.
+    If another object of this process has, and has abandoned nothing of this one, the job goes on with its incarnation.
     """
     claimed = job.claim
     if claimed is None or not newest.has_continued(claimed.run, claimed.incarnation):
         return
-    latest = Claim(claimed.run, newest.runs[claimed.run].incarnation)
-    if (run, latest) in _claimed:
+    branch = newest.runs[claimed.run]
+    latest = Claim(claimed.run, branch.incarnation)
+    is_abandoned = dict(branch.line).get(claimed.incarnation, job.sequence) < job.sequence
+    if (run, latest) in _claimed and not is_abandoned:
         job.claim = latest
         return
     by = f" by process {newest.job.pid} on {newest.job.host}" if newest.run == claimed.run else ""
