@@ -142,11 +142,13 @@ class TierJob:
 
         Raises ``SupersededError`` if a later job has announced itself, ``StateError`` if a checkpoint would be lost.
         """
-        if not self._announced:  # nothing was loaded
-            self.job = self.announce(self.folder.find_newest_job())
         self.durable = list_checkpoints_strictly(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
         complete = [info for info in infos if info.status == "complete"]
+        if job.base is None:  # before the announcement: a job that is refused stops no other one
+            self._check_nothing_is_lost(read_history(self.run), complete)
+        if not self._announced:  # nothing was loaded
+            self.job = self.announce(self.folder.find_newest_job())
 
         def check(newest: Entry) -> None:
             if newest.announced > self._announced:
@@ -164,15 +166,15 @@ class TierJob:
             self._tags |= list_names(self.run) - known  # a folder of the user's is no checkpoint, and is not replaced
 
     def _check_nothing_is_lost(self, history: Entry, durable: Sequence[CheckpointInfo]) -> None:
-        """Raise ``StateError`` if only the tier has the newest checkpoint of a run, and nothing has loaded it.
+        """Raise ``StateError`` if only the tier has the newest checkpoint, and nothing has loaded it.
 
-        The next save would remove it.
+        The next save would remove it. An older one than the run directory has is not drained either.
         """
-        newest = {info.run: info.sequence for info in durable if info.is_current}
+        newest = max((info.sequence for info in durable), default=0)
         for manifest in (one.manifest for one in list_offers(self.folder)):
             if manifest is None or not history.is_current(manifest):
                 continue
-            if manifest.sequence > newest.get(manifest.run, 0):
+            if manifest.sequence > newest:
                 raise StateError(
                     f"the local tier {self.folder.path} has the checkpoint {manifest.tag!r} of an earlier job, which"
                     " was not loaded: load it first, with local= as well, run `rankless drain`, or pass another folder"

@@ -33,13 +33,13 @@ def refusing(name: str) -> Any:
     return mock.patch.object(PosixStore, "read_small", staticmethod(refuse))
 
 
+@mock.patch.object(file_memo, "_UNSETTLED_NS", 10**18)  # no manifest is remembered: every file counts as new
 def test_a_run_whose_latest_checkpoint_the_disk_refuses_does_not_begin_again(tmp_path: Path) -> None:
     """Nor does it go back to an older one without a word."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     for name in ("step_1", "step_2"):
-        # No manifest is remembered: every file counts as new.
-        with refusing(name), mock.patch.object(file_memo, "_UNSETTLED_NS", 10**18):
+        with refusing(name):
             for call in (rankless.has_checkpoint, lambda path: save(path, 3), rankless.restore):
                 with pytest.raises(StorageError, match=name):
                     call(tmp_path)
