@@ -11,6 +11,9 @@ from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_ali
 from rankless.storage.object_path import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
+#: The seconds that ranks wait for each other when they look for a checkpoint in their local tiers.
+_TIMEOUT = 600.0
+
 
 def has_checkpoint(path: str | PathLike[str], *, local: LocalTier | str | PathLike[str] | None = None) -> bool:
     """Return whether a run directory has a complete checkpoint, or the local tiers of the hosts of the job have one.
@@ -31,9 +34,10 @@ def has_checkpoint(path: str | PathLike[str], *, local: LocalTier | str | PathLi
     run, tier = parse_location(path), as_local_tier(local)
     if tier is None:
         return any(info.status == "complete" for info in catalog.list_checkpoints_strictly(run))
-    from rankless.load.tier_generations import has_checkpoint_in_tier  # noqa: PLC0415 - it needs torch
+    from rankless.engine.comm.session import RankGroup  # noqa: PLC0415 - it needs torch
+    from rankless.load.tier_generations import has_checkpoint_in_tier  # noqa: PLC0415 - as above
 
-    return has_checkpoint_in_tier(run, tier)
+    return has_checkpoint_in_tier(run, tier, RankGroup(None), _TIMEOUT)
 
 
 def list_checkpoints(path: str | PathLike[str]) -> list[CheckpointInfo]:
@@ -95,6 +99,4 @@ def list_aliases(path: str | PathLike[str]) -> dict[str, str]:
         The tags by alias.
     """
     run = parse_location(path)
-    known = aliases.list_aliases(run)
-    infos = catalog.cached_checkpoints(run) if known else []
-    return {name: aliases.find_meant(alias, infos) for name, alias in known.items()}
+    return aliases.list_meant(run, catalog.cached_checkpoints(run))

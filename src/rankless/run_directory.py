@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -22,7 +22,7 @@ from rankless.engine.comm.process_group_argument import (
 )
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from rankless.errors import CorruptCheckpointError, InvalidArgumentError, RanklessError, StorageError
 from rankless.load.restore_result import RestoreResult
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.observe.reporter import with_progress_bar
@@ -429,11 +429,14 @@ class RunDirectory:
 
     def warn_of_unread_tiers(self) -> None:
         """Warn on the coordinator if jobs have used a local tier of this directory, and this one does not."""
-        if self._tier is None and self.rank == COORDINATOR_RANK and read_history(self.path).announced:
-            warn_caller(
-                f"{self.path} has no checkpoint, but a job has used a local tier of it, which may have one: to look "
-                "there, pass local="
-            )
+        if self._tier is not None or self.rank != COORDINATOR_RANK:
+            return
+        with suppress(RanklessError):  # only a warning: this rank must not fail alone
+            if read_history(self.path).announced:
+                warn_caller(
+                    f"{self.path} has no checkpoint, but a job has used a local tier of it, which may have one: to "
+                    "look there, pass local="
+                )
 
     def is_ahead_of_run(self) -> bool:
         """Return whether the local tier has a checkpoint, of this job or an earlier one. All ranks must call it."""
@@ -441,7 +444,7 @@ class RunDirectory:
             return False
         from rankless.load.tier_generations import has_checkpoint_in_tier  # noqa: PLC0415 - few jobs have a tier
 
-        return has_checkpoint_in_tier(self.path, self._local, self._process_group)
+        return has_checkpoint_in_tier(self.path, self._local, self._current_ranks(), self._timeout)
 
     @property
     def has_undrained(self) -> bool:

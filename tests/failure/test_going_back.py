@@ -5,21 +5,31 @@ Each job is a process of its own, which is killed at its end. A state tells its 
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import rankless
 from rankless.cli.main import app
-from rankless.run.cleanup import clean_up
+from rankless.errors import StorageError
+from rankless.run import cleanup, object_run
+from rankless.run.pending_dir import PendingDirectory
+from rankless.save.object_publication import ObjectPublication
 from tests.golden import reader
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.killed_jobs import run_killed_job
+from tests.helpers.pool import Ranks
 from tests.helpers.tier_runs import state_of
 
 NEVER = 10**9
@@ -65,6 +75,19 @@ def listed(path: Path | str) -> dict[str, bool]:
 def latest(path: Path | str) -> str:
     model = torch.nn.Linear(2, 2)
     return rankless.restore(path, model=model).tag
+
+
+def save_by_groups(path: str) -> None:
+    """Load on all ranks. Then each rank saves by itself, the second one first."""
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    directory = rankless.RunDirectory(path)
+    directory.restore(None, state_of(-1), resume=False)
+    own = rankless.RunDirectory(path, process_group=group)
+    own.history = directory.history
+    for rank in (1, 0):
+        if dist.get_rank() == rank:
+            own.save(f"of_rank_{rank}", state_of(2), step=2)
+        dist.barrier()
 
 
 class TestRollback:
@@ -118,6 +141,13 @@ class TestRollback:
         assert float(rankless.open(tmp_path, "good")["model/bias"][0]) == 3.0
         assert rankless.list_aliases(tmp_path) == {"good": "step_3@1"}
 
+    def test_a_copy_of_the_users_is_not_taken_for_one_that_got_another_tag(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 1)
+        for name in ("step_1@1_backup", "step_1@12", "step_1@1.x"):
+            shutil.copytree(tmp_path / "step_1", tmp_path / name)
+        run_killed_job(partial(train, keep=1), tmp_path, 3)
+        assert listed(tmp_path).keys() == {"step_1@1_backup", "step_1@12", "step_1@1.x", "step_3"}
+
     def test_by_the_command(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
         result = CliRunner().invoke(app, ["rollback", str(tmp_path), "step_1", "--json"])
@@ -150,10 +180,25 @@ class TestBucket:
             directory.restore("step_1", state_of(-1), resume=True)
             directory.save("step_2", state_of(22), step=2)
             assert listed(run) == {"step_2@2": False, "step_1": True, "step_2": True}
-            clean_up(run)
+            cleanup.clean_up(run)
             loaded = state_of(-1)
             assert rankless.restore(run, "step_2@2", loaded).step == 2
             assert torch.equal(loaded["w"], state_of(12)["w"])
+
+    @pytest.mark.parametrize("tag", ["last", "\xe9" * 99])
+    def test_a_clean_up_keeps_what_has_got_another_tag(self, tag: str) -> None:
+        fake = FakeS3()
+        with fake.connected(), mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+            run = fake.store_at("http://fake").path("bucket/run")
+            directory = rankless.RunDirectory(run)
+            for name, step in (("first", 1), (tag, 2)):
+                directory.save(name, state_of(step), step=step)
+            directory.restore("first", state_of(-1), resume=True)
+            directory.save(tag, state_of(12), step=3)
+            (abandoned,) = [info for info in rankless.list_checkpoints(run) if not info.is_current]
+            cleanup.clean_up(run, with_whole=True)
+            assert object_run.is_named(abandoned.path)
+            assert rankless.restore(run, abandoned.tag, state_of(-1)).step == 2
 
 
 class TestOtherJobs:
@@ -185,6 +230,51 @@ class TestOtherJobs:
         directory.save("late", torch.nn.Linear(2, 2), step=9)
         assert listed(tmp_path) == {"late": False, "step_1": True, "step_2": True}
         assert latest(tmp_path) == "step_2"
+
+    @pytest.mark.parametrize("place", ["folder", "bucket"])
+    def test_its_late_overwrite_is_refused_whatever_the_clocks_of_hosts_say(self, tmp_path: Path, place: str) -> None:
+        """Both saves have the same number: neither job has seen the other's checkpoint."""
+        fake = FakeS3()
+        with fake.connected():
+            run = fake.store_at("http://fake").path("bucket/run") if place == "bucket" else tmp_path
+            older, newer = rankless.RunDirectory(run), rankless.RunDirectory(run)
+            older.save("step_1", state_of(1), step=1)
+            owner, name = (ObjectPublication, "publish") if place == "bucket" else (PendingDirectory, "replace")
+            publish = getattr(owner, name)
+
+            seconds_ahead = [600.0]
+
+            def publish_late(*arguments: Any, **options: Any) -> Any:
+                seconds_ahead[0] = 0.0  # on the host of the newer job
+                newer.restore(None, state_of(-1), resume=True)
+                with mock.patch.object(owner, name, publish):
+                    newer.save("last", state_of(2), step=2, overwrite=True)
+                return publish(*arguments, **options)
+
+            ahead = SimpleNamespace(time=lambda: time.time() + seconds_ahead[0])
+            with (
+                mock.patch("rankless.save.checkpoint_save.time", ahead),
+                mock.patch("rankless.save.object_save.time", ahead),
+                mock.patch.object(owner, name, publish_late),
+                pytest.raises(rankless.TagExistsError, match="is newer, and left as it is"),
+            ):
+                older.save("last", state_of(9), step=9, overwrite=True)
+            assert rankless.restore(run, "last", state_of(-1)).step == 2
+
+    def test_ranks_of_one_job_that_save_by_themselves_have_one_incarnation(self, ranks: Ranks, tmp_path: Path) -> None:
+        rankless.save_checkpoint(tmp_path, "step_1", state_of(1), step=1)
+        ranks(2, save_by_groups, str(tmp_path))
+        found = {info.tag: (info.incarnation, info.is_current) for info in rankless.list_checkpoints(tmp_path)}
+        assert found == {"step_1": (1, True), "of_rank_1": (2, True), "of_rank_0": (2, True)}
+
+    def test_a_claim_that_fails_after_a_load_is_made_by_the_first_save(self, tmp_path: Path) -> None:
+        rankless.save_checkpoint(tmp_path, "step_1", state_of(1), step=1)
+        directory = rankless.RunDirectory(tmp_path)
+        failing = mock.patch("rankless.run.claims.create_small", side_effect=StorageError(errno.EROFS, "read-only"))
+        with failing, pytest.warns(UserWarning, match="cannot be written now"):
+            assert directory.restore(None, state_of(-1), resume=True).step == 1
+        directory.save("step_2", state_of(2), step=2)
+        assert [info.incarnation for info in rankless.list_checkpoints(tmp_path)] == [1, 2]
 
     def test_a_job_without_a_tier_abandons_what_the_tier_has_after_its_checkpoint(self, tmp_path: Path) -> None:
         run = tmp_path / "run"

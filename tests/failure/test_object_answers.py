@@ -69,13 +69,14 @@ class TestUnreadablePointers:
     """A pointer that cannot be read may name any checkpoint of its tag."""
 
     @first_of(
-        4,
+        5,
         ("member", "value"),
         [
             ("id", "0123456789abcdef\n"),
             ("sequence", 2**80),
             ("time", 1e308),
             ("nbytes", -5),
+            ("saved_as", "../other"),
             ("checkpoint", "0123456789abcdef\n"),
             ("run", "a"),
             ("sequence", -1),

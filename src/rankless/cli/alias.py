@@ -12,7 +12,7 @@ from rankless.cli.output import print_json
 from rankless.cli.table import Column, Table
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
-from rankless.run.aliases import delete_alias, find_meant, list_aliases
+from rankless.run.aliases import delete_alias, list_meant
 from rankless.run.catalog import list_checkpoints
 from rankless.run.tag_arguments import give_alias
 from rankless.storage.object_path import parse_location
@@ -42,10 +42,8 @@ def alias(
         delete_alias(path, name)
     elif name is not None:
         tag = give_alias(path, name, tag).tag
-    infos = list_checkpoints(path)
-    aliases = {
-        known: escape_control_characters(find_meant(meant, infos)) for known, meant in list_aliases(path).items()
-    }
+    meant = list_meant(path, list_checkpoints(path))
+    aliases = {known: escape_control_characters(of) for known, of in meant.items()}
     if as_json:
         print_json({"aliases": aliases})
     elif name is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Annotated
 
 import typer
@@ -29,13 +28,12 @@ def rollback(
     """
     path = parse_location(run)
     check_run(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it says is printed below
-        abandoned = [info.tag for info in roll_back(path, tag)]
+    latest, later = roll_back(path, tag)
+    abandoned = [info.tag for info in later]
     if as_json:
-        print_json({"latest": tag, "abandoned": abandoned})
+        print_json({"latest": latest.tag, "abandoned": abandoned})
         return
     shown = escape_control_characters(", ".join(abandoned[:5])) + (", ..." if abandoned[5:] else "")
     count = format_count(len(abandoned), "later checkpoint")
     more = f"; {count} abandoned: {shown}" if abandoned else ""
-    terminal_console().print(f"the run goes on from {escape_control_characters(tag)}{more}")
+    terminal_console().print(f"the run goes on from {escape_control_characters(latest.tag)}{more}")

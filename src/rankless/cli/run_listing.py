@@ -11,7 +11,7 @@ from rankless.cli.table import Cell, Column, Table
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_metrics, format_size, format_time
-from rankless.run.aliases import Alias, find_meant, list_aliases
+from rankless.run.aliases import Alias, list_aliases, means
 from rankless.run.catalog import StaleDirectory, list_stale_directories
 from rankless.run.retention import sort_by_metric
 from rankless.run.scan import CheckpointInfo
@@ -62,11 +62,7 @@ class RunListing:
 
     def aliases_of(self, info: CheckpointInfo) -> list[str]:
         """Return the aliases of a checkpoint."""
-        return [
-            name
-            for name, alias in self.aliases.items()
-            if alias.id == info.id and find_meant(alias, self.checkpoints) == info.tag
-        ]
+        return [name for name, alias in self.aliases.items() if means(alias, info)]
 
 
 def _own_bytes(info: CheckpointInfo) -> int:

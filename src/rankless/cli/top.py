@@ -21,6 +21,7 @@ from rankless.cli.table import Cell, Column, Table
 from rankless.errors import StorageError
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_rate, format_seconds, format_size, format_time
+from rankless.run.aliases import list_meant
 from rankless.run.catalog import StaleDirectory, list_checkpoints
 from rankless.run.journal import JournalEntry, read_journal
 from rankless.run.pin import is_pinned
@@ -118,7 +119,7 @@ def _describe_disk(path: Path, complete: Sequence[CheckpointInfo]) -> Iterator[t
 
 def _describe_kept(listing: RunListing, complete: Sequence[CheckpointInfo]) -> str:
     names = store_of(listing.path).list_names(listing.path)
-    aliases = [f"{name} = {alias.tag}" for name, alias in listing.aliases.items()]
+    aliases = [f"{name} = {tag}" for name, tag in list_meant(listing.path, listing.checkpoints).items()]
     pinned = [f"{info.tag} (pinned)" for info in complete if is_pinned(info, names)]
     count = f"{len(complete):,} of {max(len(complete), complete[-1].sequence):,} saves"
     return escape_control_characters(", ".join([count, *aliases, *pinned]))

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.spec_exchange import deduplicate
 from rankless.errors import StateError
 from rankless.ondisk.manifest import Manifest
-from rankless.run.catalog import list_checkpoints
+from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.claims import read_history
 from rankless.run.history import Entry
 from rankless.storage.posix import host_id
@@ -25,9 +24,6 @@ from rankless.tier.parts_in_run import CollectedParts
 from rankless.tier.tier_options import LocalTier
 
 _encode = msgspec.msgpack.Encoder().encode
-
-#: The seconds that ranks wait for each other when they look for a checkpoint.
-_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -83,15 +79,20 @@ def look_at_hosts(tier: TierJob, session: Session) -> TierHosts:
     return _gather(tier, session, list_own, refuses_unknown=False)[0]
 
 
-def has_checkpoint_in_tier(run: Path, local: LocalTier, process_group: ProcessGroupArgument = None) -> bool:
-    """Return, on all ranks, whether the run directory or the tiers of the hosts have a complete checkpoint."""
-    session = RankGroup(process_group).open_session(_TIMEOUT)
+def has_checkpoint_in_tier(run: Path, local: LocalTier, ranks: RankGroup, timeout: float) -> bool:
+    """Return, on all ranks, whether the run directory or the tiers of the hosts have a complete checkpoint.
+
+    ``has_checkpoint`` and the first step of a ``Checkpointer`` that has not resumed call it.
+    """
+    session = ranks.open_session(timeout)
     hosts = look_at_hosts(tier_jobs.get_state(local.path, run), session)
     _, raw = session.vote(
         "looking for a checkpoint",
         lambda: None,
         lambda _: b"",
-        lambda _: _encode(bool(hosts.local) or any(info.status == "complete" for info in list_checkpoints(run))),
+        lambda _: _encode(
+            bool(hosts.local) or any(info.status == "complete" for info in list_checkpoints_strictly(run))
+        ),
     )
     session.leave()
     return msgspec.msgpack.decode(raw, type=bool)
@@ -105,7 +106,7 @@ def _find_unknown(run: Path, offers: Sequence[HostOffer], history: Entry) -> lis
     """Return the labels of generations of runs that neither the history nor a checkpoint of the directory has."""
     labels = [one.manifest for offer in offers for one in offer.generations if one.manifest is not None]
     strange = [manifest for manifest in labels if manifest.run not in history.runs]
-    known = {info.run for info in list_checkpoints(run)} if strange else set()
+    known = {info.run for info in list_checkpoints_strictly(run)} if strange else set()
     return [manifest for manifest in strange if manifest.run not in known]
 
 

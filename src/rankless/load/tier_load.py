@@ -131,7 +131,7 @@ class TierLoad:
         def begin(_: list[bytes]) -> bytes:
             is_local = manifest is not None and key is not None
             loaded = CheckpointInfo.of(self.tier.run / manifest.tag, manifest) if is_local and manifest else None
-            job = JobHistory(base=base)
+            job = JobHistory()
             if base is not None:
                 job.note_loaded(base, resumes=True)
             self.tier.begin_incarnation(job, loaded)

@@ -17,7 +17,7 @@ from rankless.report.health import Finding, judge_checkpoints, judge_saves, judg
 from rankless.report.statistics import Statistics, statistics_columns
 from rankless.report.tensor_columns import NamedTensor, list_tensors, mark_shared, tensor_columns
 from rankless.report.timeline import build_timeline
-from rankless.run.aliases import Alias, list_aliases
+from rankless.run.aliases import list_aliases, means
 from rankless.run.catalog import list_checkpoints, list_stale_directories
 from rankless.run.journal import JournalEntry, read_journal
 from rankless.run.scan import CheckpointInfo
@@ -189,7 +189,7 @@ def _checkpoint_rows(run: Path, infos: Sequence[CheckpointInfo]) -> list[list[An
             info.run,
             info.nbytes,
             info.nbytes if isinstance(info.path, ObjectPath) else own_bytes(info.path),
-            [name for name, alias in aliases.items() if alias == Alias(info.tag, info.id)],
+            [name for name, alias in aliases.items() if means(alias, info)],
             dict(info.metrics),
             info.problem,
         ]

@@ -6,20 +6,19 @@ policy removes it. Rank 0 gives it the new name when it publishes the new checkp
 
 from __future__ import annotations
 
-import itertools
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from rankless.errors import CheckpointReplacedError, TagExistsError
+from rankless.formats.native import holds_checkpoint
 from rankless.run.claims import read_history
+from rankless.run.folder_names import abandoned_tags
 from rankless.run.pointers import Pointer, TagEntry, find_bytes, find_highest_number, pointer_path
 from rankless.run.scan import read_info_strictly
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath
-
-#: The most bytes of the old tag in the new one.
-_MAX_BYTES = 180
 
 
 def name_abandoned(final: Path, run_id: str) -> bool:
@@ -32,12 +31,16 @@ def name_abandoned(final: Path, run_id: str) -> bool:
         return False
     if read_history(final.parent).is_current(info):
         return False
-    for tag in _new_tags(final.name, info.incarnation):
+    for tag in abandoned_tags(final.name, info.incarnation):
         try:
             rename_noreplace(final, final.parent / tag)
         except TagExistsError:
             continue
-        return True
+        if holds_checkpoint(final.parent / tag, info.id):
+            return True
+        with suppress(TagExistsError):  # another job has replaced it between the look and the rename
+            rename_noreplace(final.parent / tag, final)
+        return False
     return False
 
 
@@ -52,16 +55,10 @@ def name_abandoned_object(run: ObjectPath, entry: TagEntry, run_id: str) -> bool
     if read_history(run).is_current_number(pointer.incarnation, pointer.sequence):
         return False
     renamed = msgspec.structs.replace(pointer, saved_as=entry.tag)
-    for tag in _new_tags(entry.tag, pointer.incarnation):
+    for tag in abandoned_tags(entry.tag, pointer.incarnation):
         path, data = pointer_path(run, tag, 1), msgspec.json.encode(renamed)
         if find_highest_number(run, tag) == 0:
             run.store.create_object(path, data)
         if find_bytes(path) == data:
             return True
     return False
-
-
-def _new_tags(tag: str, incarnation: int) -> itertools.chain[str]:
-    short = tag.encode()[:_MAX_BYTES].decode(errors="ignore")
-    first = f"{short}@{incarnation}"
-    return itertools.chain([first], (f"{first}.{number}" for number in range(2, 1000)))

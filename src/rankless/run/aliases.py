@@ -68,11 +68,23 @@ def list_aliases(path: Path) -> dict[str, Alias]:
     return aliases
 
 
-def find_meant(alias: Alias, infos: Iterable[CheckpointInfo]) -> str:
-    """Return the present tag of the checkpoint that an alias means: an abandoned one may have got another."""
-    same = [info for info in infos if info.id == alias.id and alias.tag in {info.tag, info.saved_as}]
-    tags = [info.tag for info in same if info.tag == alias.tag or not info.is_copy]
-    return alias.tag if alias.tag in tags or not tags else tags[0]
+def means(alias: Alias, info: CheckpointInfo) -> bool:
+    """Return whether an alias means a checkpoint, also if that is abandoned and has got another tag since."""
+    if alias.id != info.id:
+        return False
+    return alias.tag == info.tag or (alias.tag == info.saved_as and not info.is_copy)
+
+
+def find_meant(alias: Alias, infos: Iterable[CheckpointInfo]) -> str | None:
+    """Return the present tag of the checkpoint that an alias means; ``None`` if it was removed or replaced."""
+    tags = [info.tag for info in infos if means(alias, info)]
+    return alias.tag if alias.tag in tags else next(iter(tags), None)
+
+
+def list_meant(path: Path, infos: Iterable[CheckpointInfo]) -> dict[str, str]:
+    """Return the tags that the aliases in a run directory mean; of a checkpoint that was removed, its old tag."""
+    known = list(infos)
+    return {name: find_meant(alias, known) or alias.tag for name, alias in list_aliases(path).items()}
 
 
 def has_alias(info: CheckpointInfo, names: Collection[str]) -> bool:
@@ -81,7 +93,7 @@ def has_alias(info: CheckpointInfo, names: Collection[str]) -> bool:
     Raises ``CorruptCheckpointError`` or ``StorageError`` if an alias cannot be read, as it may be of this checkpoint.
     """
     aliases = [read_alias(info.path.parent, name) for name in _alias_names(names)]
-    return Alias(info.tag, info.id) in aliases or (not info.is_copy and Alias(info.saved_as, info.id) in aliases)
+    return any(means(alias, info) for alias in aliases if alias is not None)
 
 
 def _alias_names(names: Collection[str]) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from rankless.errors import NoCheckpointError, StateError, StorageError
+from rankless.errors import NoCheckpointError, RanklessError, StateError
 from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import parse_hidden_name
@@ -112,11 +111,12 @@ def claim_incarnation(path: Path, job: JobHistory) -> None:
     So an older job that is still alive learns it before the first save. If the claim fails, that save tries again.
     """
     if job.claim is None:
-        with suppress(StateError):  # the first save raises it
-            try:
-                job.claim = claim(path, job, _look_at_run(path)[0])
-            except StorageError as error:
-                warn_caller(f"{path} cannot be written now, so other jobs do not know that this one continues: {error}")
+        try:
+            job.claim = claim(path, job, _look_at_run(path)[0])
+        except StateError:  # another job has continued the run meanwhile: the first save raises it, on all ranks
+            return
+        except RanklessError as error:  # the load has succeeded on all ranks: this one must not fail alone
+            warn_caller(f"{path} cannot be written now, so other jobs do not know that this one continues: {error}")
 
 
 def _look_at_run(path: Path) -> tuple[list[CheckpointInfo], Entry]:
@@ -134,8 +134,7 @@ def _look_at_run(path: Path) -> tuple[list[CheckpointInfo], Entry]:
 def independent_identity(path: Path) -> CheckpointIdentity:
     """Return the identity of a checkpoint that continues nothing, and that no job continues: of a conversion."""
     found, history = _look_at_run(path)
-    sequence = min(history.next_sequence(found), LARGEST)
-    return CheckpointIdentity(sequence, secrets.token_hex(8), secrets.token_hex(8))
+    return CheckpointIdentity(history.next_sequence(found), secrets.token_hex(8), secrets.token_hex(8))
 
 
 class StaleDirectory(msgspec.Struct, frozen=True):

@@ -270,13 +270,18 @@ def _allow(newest: Entry) -> None:
 
 
 def claim(
-    run: Path, job: JobHistory, found: Sequence[KnownCheckpoint], check: Callable[[Entry], None] = _allow
+    run: Path,
+    job: JobHistory,
+    found: Sequence[KnownCheckpoint],
+    check: Callable[[Entry], None] = _allow,
+    *,
+    warns: bool = True,
 ) -> Claim:
     """Claim an incarnation for a job, on rank 0, unless other ranks of the job have claimed it.
 
     ``found`` are the checkpoints of the directory, oldest first. ``check`` is called with the entry right before the
-    new one, and raises an error if the claim is too late. Raises ``StateError`` if another job has continued the run
-    since this one has loaded it.
+    new one, and raises an error if the claim is too late. ``warns``: warn of a rollback. Raises ``StateError`` if
+    another job has continued the run since this one has loaded it.
     """
     before = Entry()
 
@@ -289,7 +294,7 @@ def claim(
     if (claimed := _find_own_claim(run, job)) is None:
         entry = add_entry(run, make)
         claimed = Claim(entry.run, entry.number)
-        if job.base is not None and job.base.newest is None:
+        if warns and job.base is not None and job.base.newest is None:
             abandoned = [one for one in found if before.is_current(one) and not entry.is_current(one)]
             _warn_of_rollback(run, job.base.tag, abandoned)
     _claimed.add((run, claimed))

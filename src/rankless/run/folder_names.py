@@ -1,13 +1,21 @@
-"""The names of the folders of checkpoints in an object store: ``TAG.ID``, or ``TAG`` if they were copied there."""
+"""The names of the folders of checkpoints in an object store, and the tags that abandoned checkpoints get.
+
+A folder is called ``TAG.ID``, or ``TAG`` if it was copied there. A checkpoint ``TAG`` of the incarnation 3 that is
+abandoned gets the tag ``TAG@3`` if its tag is needed, or ``TAG@3.2`` and so on if that is taken.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from rankless.storage.object_path import ObjectPath
 
 #: The name of the folder of a checkpoint.
 FOLDER = re.compile(r"(?P<tag>.+)\.(?P<id>[0-9a-f]{16})")
+
+#: The most bytes of a tag that the tag of an abandoned checkpoint begins with, and the most that are tried.
+_SHORT_BYTES, _MOST_TAGS = 180, 1000
 
 
 def checkpoint_folder(run: ObjectPath, tag: str, folder_id: str) -> ObjectPath:
@@ -29,3 +37,21 @@ def tag_of_folder(name: str) -> str:
     """Return the tag of a checkpoint in a run from the name of its prefix."""
     match = FOLDER.fullmatch(name)
     return match["tag"] if match else name
+
+
+def abandoned_prefix(tag: str) -> str:
+    """Return the beginning of the tags that an abandoned checkpoint ``tag`` may get."""
+    return tag.encode()[:_SHORT_BYTES].decode(errors="ignore") + "@"
+
+
+def abandoned_tags(tag: str, incarnation: int) -> Iterator[str]:
+    """Yield the tags that an abandoned checkpoint ``tag`` of an incarnation may get, in the order of preference."""
+    first = f"{abandoned_prefix(tag)}{incarnation}"
+    yield first
+    yield from (f"{first}.{number}" for number in range(2, _MOST_TAGS))
+
+
+def is_abandoned_tag(name: str, tag: str, incarnation: int) -> bool:
+    """Return whether a name is one of :func:`abandoned_tags`, which rankless gives, and not a name of the user's."""
+    first = re.escape(f"{abandoned_prefix(tag)}{incarnation}")
+    return re.fullmatch(rf"{first}(\.[1-9][0-9]{{0,2}})?", name) is not None

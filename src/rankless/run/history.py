@@ -16,6 +16,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from rankless.ondisk.manifest import LARGEST
+
 #: The incarnations that a line keeps although no checkpoint of theirs was listed: a host may still have one.
 _KEPT_IN_LINE = 64
 
@@ -47,6 +49,25 @@ class KnownCheckpoint(Protocol):
 
 
 S = TypeVar("S", bound=KnownCheckpoint)
+
+
+class TaggedCheckpoint(KnownCheckpoint, Protocol):
+    """A checkpoint that has a tag, or is about to get one."""
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """The key that sorts checkpoints from the oldest to the latest."""
+
+
+def is_newer(existing: TaggedCheckpoint, saved: TaggedCheckpoint) -> bool:
+    """Return whether a checkpoint that has a tag is newer than one that would replace it.
+
+    Saves, drains and publications of pointers ask. Of one run, the incarnations decide: a superseded job may have
+    begun its save a moment before the newer job did, and clocks of hosts differ.
+    """
+    if existing.run == saved.run and 0 < existing.incarnation != saved.incarnation > 0:
+        return existing.incarnation > saved.incarnation
+    return existing.age > saved.age
 
 
 class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -144,7 +165,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         That of its own claim is free.
         """
         claimed = [branch.sequence + (name != run) for name, branch in self.runs.items()]
-        return max([*claimed, *(saved.sequence + 1 for saved in found), 1])
+        return min(max([*claimed, *(saved.sequence + 1 for saved in found), 1]), LARGEST)
 
     def announce(self, above: int, job: Job) -> Entry:
         """Return the entry of a job that will look into the local tiers of its hosts, with a number above ``above``."""

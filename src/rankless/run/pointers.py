@@ -20,7 +20,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, RanklessError, StorageError
 from rankless.ondisk.manifest import NAME, Count, Hex64, Manifest, Step
 from rankless.ondisk.validation import is_tag
-from rankless.run.folder_names import checkpoint_folder, tag_of_folder
+from rankless.run.folder_names import abandoned_prefix, checkpoint_folder, tag_of_folder
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import ObjectInfo, map_requests, store_of
 
@@ -209,7 +209,8 @@ def list_pointers(run: ObjectPath, tag: str) -> list[ObjectInfo]:
 def _list_pointers_to(run: ObjectPath, tag: str) -> list[ObjectInfo]:
     """Return all pointers that may name a folder of a tag."""
     found = (info for info in run.store.list_objects(run / TAGS) if _number_of(info.path))
-    return [info for info in found if info.path.parent.name == tag or info.path.parent.name.startswith(f"{tag}@")]
+    prefix = abandoned_prefix(tag)
+    return [info for info in found if info.path.parent.name == tag or info.path.parent.name.startswith(prefix)]
 
 
 def _make_entry(tag: str, ascending: Sequence[ObjectInfo], pointer: Pointer | RanklessError) -> TagEntry:
@@ -259,7 +260,8 @@ def _decode_pointer(info: ObjectInfo) -> Pointer | None:
     """
     data = info.path.store.read_small(info.path, _MAX_POINTER_BYTES)
     with suppress(*_DECODING_ERRORS):
-        return msgspec.json.decode(data, type=Pointer)
+        pointer = msgspec.json.decode(data, type=Pointer)
+        return pointer if not pointer.saved_as or is_tag(pointer.saved_as) else None
     if len(data) != info.size:
         raise StorageError(
             errno.EIO,

@@ -12,10 +12,11 @@ from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import Best, resolve_tag
 
 
-def roll_back(run: Path, tag: str | Best) -> list[CheckpointInfo]:
-    """Make a checkpoint the latest of its run, on one rank. Return the checkpoints that are abandoned by that.
+def roll_back(run: Path, tag: str | Best) -> tuple[CheckpointInfo, list[CheckpointInfo]]:
+    """Make a checkpoint the latest of its run. Return it, and the checkpoints that are abandoned by that.
 
-    A job that is still running gets ``SupersededError`` at its next save. Raises ``NoCheckpointError``.
+    ``rankless rollback`` calls it, in a process of its own. A job that is still running gets ``SupersededError`` at its
+    next save. Raises ``NoCheckpointError``.
     """
     resolved = resolve_tag(run, tag)
     complete = [info for info in list_checkpoints_strictly(run) if info.status == "complete"]
@@ -24,6 +25,6 @@ def roll_back(run: Path, tag: str | Best) -> list[CheckpointInfo]:
         known = ", ".join(info.tag for info in complete) or "none"
         raise NoCheckpointError(f"there is no checkpoint {resolved!r} in {run} that can be read; there are: {known}")
     base = LoadedBase.of(info, info.tag, None, secrets.token_hex(8))
-    claim(run, JobHistory(base=base), complete)
+    claim(run, JobHistory(base=base), complete, warns=False)
     current = {info.id for info in list_checkpoints_strictly(run) if info.is_current}
-    return [info for info in complete if info.is_current and info.id not in current]
+    return info, [info for info in complete if info.is_current and info.id not in current]

@@ -28,7 +28,7 @@ from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics
 from rankless.run.claims import FOLDER, read_history
-from rankless.run.folder_names import is_copied_folder, is_saved_folder, tag_of_folder
+from rankless.run.folder_names import is_abandoned_tag, is_copied_folder, is_saved_folder, tag_of_folder
 from rankless.run.history import Entry
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
@@ -36,9 +36,6 @@ from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
-
-#: The characters of a tag that an abandoned checkpoint keeps in any case.
-_SHORT = 40
 
 _Status = Literal["complete", "damaged", "unreadable"]
 
@@ -105,7 +102,7 @@ class CheckpointInfo:
     @property
     def is_copy(self) -> bool:
         """True if somebody has copied or renamed it: no policy removes it. rankless renames abandoned ones."""
-        return self.tag != self.saved_as and not self.tag.startswith(f"{self.saved_as[:_SHORT]}@{self.incarnation}")
+        return self.tag != self.saved_as and not is_abandoned_tag(self.tag, self.saved_as, self.incarnation)
 
     @property
     def age(self) -> tuple[int, float, str]:

@@ -14,7 +14,7 @@ from rankless.errors import InvalidArgumentError, NoCheckpointError, TagExistsEr
 from rankless.formats.native import holds_checkpoint, is_native, read_manifest
 from rankless.ondisk.validation import check_choice, check_tag
 from rankless.run.added_metrics import remove_metrics_of, write_added_metric
-from rankless.run.aliases import delete_alias, read_alias, write_alias
+from rankless.run.aliases import delete_alias, find_meant, read_alias, write_alias
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.retention import sort_by_metric
 from rankless.run.scan import CheckpointInfo
@@ -85,14 +85,13 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
     complete = [info for info in list_checkpoints_strictly(path) if info.status == "complete"]
     if any(info.tag == tag for info in complete):
         return tag
-    same = [info for info in complete if info.id == alias.id and alias.tag in {info.tag, info.saved_as}]
-    meant = [info.tag for info in same if info.tag == alias.tag or not info.is_copy]
-    if not meant:
+    meant = find_meant(alias, complete)
+    if meant is None:
         raise NoCheckpointError(
             f"the alias {tag!r} in {path} means the checkpoint {alias.tag!r}, which was removed or replaced: set the "
             "alias again"
         )
-    return alias.tag if alias.tag in meant else meant[0]
+    return meant
 
 
 def _find_best(path: Path, selector: Best) -> str:

@@ -37,6 +37,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
+from rankless.run.history import is_newer
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import confirm_lock
@@ -295,5 +296,5 @@ class CheckpointSave(TrainingSave):
         checkpoint_of(self._request.tag).check(folder)
         with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
-            if existing.age > CheckpointInfo.of(self.path, committed).age:
+            if is_newer(existing, CheckpointInfo.of(self.path, committed)):
                 raise TagExistsError(f"another job has saved {self.path} meanwhile; it is newer, and left as it is")

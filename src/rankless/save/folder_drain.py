@@ -34,6 +34,7 @@ from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
+from rankless.run.history import is_newer
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import confirm_lock
@@ -184,7 +185,8 @@ class FolderDrain(GenerationDrain):
         checkpoint_of(self._label.manifest.tag).check(folder)
         with suppress(CorruptCheckpointError, FormatError, NoCheckpointError):
             existing = CheckpointInfo.of(folder, read_manifest(folder))
-            if existing.age >= CheckpointInfo.of(self.path, self._label.manifest).age:
+            own = CheckpointInfo.of(self.path, self._label.manifest)
+            if existing.id == own.id or is_newer(existing, own):
                 raise TagExistsError(f"{self.path} is a newer checkpoint; it was left as it is")
 
 

@@ -22,7 +22,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
-from rankless.run.history import KnownCheckpoint
+from rankless.run.history import KnownCheckpoint, is_newer
 from rankless.run.object_removal import delete_replaced, discard_folder, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
@@ -153,7 +153,7 @@ class ObjectPublication:
         path = self._run / self._tag
         if not overwrite:
             raise TagExistsError(f"{path} exists, and was left as it is: choose another tag, or pass overwrite=True")
-        if isinstance(entry.pointer, Pointer) and entry.pointer.age > pointer.age:
+        if isinstance(entry.pointer, Pointer) and is_newer(entry.pointer, pointer):
             raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
 
     def remove_old_checkpoints(
