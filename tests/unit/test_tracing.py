@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import rankless
 from rankless.errors import InvalidArgumentError, RankTimeoutError, StorageError
 from rankless.observe.spans import span, tracer
+from rankless.observe.trace_format import Clock
 from rankless.storage import posix
 from tests.helpers.chrome_traces import ChromeTrace
 from tests.helpers.slow_writes import slow_down_writes
@@ -321,6 +322,20 @@ class TestTheClock:
         recorded = ChromeTrace(tmp_path / "t.json").only("a")
         moments = [recorded.base + 1000 * at for at in (recorded.start, recorded.stop)]
         assert before - 1e6 <= moments[0] <= moments[1] <= time.time_ns() + 1e6
+
+    def test_a_pause_between_its_readings_does_not_shift_it(self) -> None:
+        read, has_paused = time.time_ns, []
+
+        def read_and_pause_once() -> int:
+            now = read()
+            if not has_paused:
+                has_paused.append(True)
+                time.sleep(0.05)
+            return now
+
+        with mock.patch.object(time, "time_ns", read_and_pause_once):
+            clock = Clock.read()
+        assert clock.offset == pytest.approx(read() - time.perf_counter_ns(), abs=5e6)
 
 
 class TestMerging:

@@ -145,17 +145,16 @@ class TierJob:
         self.durable = list_checkpoints_strictly(self.run)
         infos = [*self.durable, *([] if loaded is None else [loaded])]
         complete = [info for info in infos if info.status == "complete"]
-        if job.base is None:  # before the announcement: a job that is refused stops no other one
-            self._check_nothing_is_lost(read_history(self.run), complete)
-        if not self._announced:  # nothing was loaded
-            self.job = self.announce(self.folder.find_newest_job())
 
         def check(newest: Entry) -> None:
-            if newest.announced > self._announced:
+            if self._announced and newest.announced > self._announced:
                 raise SupersededError(f"another job has continued the run {self.run}")
             if job.base is None:
                 self._check_nothing_is_lost(newest, complete)
 
+        check(read_history(self.run))  # before the announcement: a job that is refused stops no other one
+        if not self._announced:  # nothing was loaded
+            self.job = self.announce(self.folder.find_newest_job())
         claimed = claim(self.run, job, complete, check)
         self._incarnation, self._run_id = claimed.incarnation, claimed.run
         highest = read_history(self.run).next_sequence(complete, claimed.run) - 1
