@@ -1,0 +1,143 @@
+"""``python -m campaigns.run_histories``: random histories of a run, which is the proof of "History" in the failure model.
+
+Jobs with and without a tier, on several hosts, start, save, go back, are killed at any call, stopped and woken; others
+read, pin, copy, move, merge, remove and prune. After each event the oracle compares what is there, and what a job has
+loaded, with what the content of each checkpoint says. It prints the figures of each kind of place, and each violation
+with the history that led to it; ``--seed N --only`` makes it again. It exits with 1 on any violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from campaigns.common.case_runner import report_violations
+from campaigns.common.fork_server import CONTEXT
+from campaigns.run_histories.history import EVENTS, Counts, History, ViolationError
+from campaigns.run_histories.places import KINDS, open_kind
+
+#: What jobs import, before they are forked.
+_MODULES = (
+    *("rankless.load.fallback", "rankless.load.tier_load", "rankless.save.folder_tier_save", "rankless.cli.prune"),
+    *("rankless.save.folder_drain", "rankless.save.object_save", "rankless.save.object_tier_save", "rankless.view"),
+    *("rankless.save.object_drain", "rankless.save.offline_drain", "rankless.cli.rollback", "rankless.evaluation"),
+    *("rankless.cli.alias", "rankless.run.rollback", "rankless.run.abandoned_tags"),
+)
+
+#: The histories that a worker makes before its results are collected.
+_BATCH = 10
+
+
+@dataclass
+class Batch:
+    """The results of some histories."""
+
+    counts: Counts = field(default_factory=Counts)
+    histories: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    """Make the histories, and print the figures."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.run_histories", description=__doc__)
+    parser.add_argument("--histories", type=int, default=5000, help="how many, over all kinds of places")
+    parser.add_argument("--events", type=int, default=26, help="the events of each")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--seed", type=int, default=0, help="that of the first history")
+    parser.add_argument("--only", action="store_true", help="make one history, in the first kind, and print all of it")
+    parser.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1))
+    options = parser.parse_args()
+    if options.only:
+        batch = run_batch(options.kinds[0], options.seed, 1, options.events, prints=True)
+        return report_violations(batch.violations)
+    started, total, violations = time.monotonic(), Counts(), []
+    print("| place | histories | violations |\n|---|---:|---:|", flush=True)
+    for place, kind in enumerate(options.kinds):
+        each = options.histories // len(options.kinds)
+        batches = [
+            (kind, options.seed + place * each + first, min(_BATCH, each - first), options.events)
+            for first in range(0, each, _BATCH)
+        ]
+        found = []
+        with ProcessPoolExecutor(options.workers, CONTEXT) as pool:
+            for batch in pool.map(_run, batches):
+                _add(total, batch.counts)
+                found += batch.violations
+                for violation in batch.violations:
+                    print(violation, file=sys.stderr, flush=True)
+        print(f"| {kind} | {each} | {len(found)} |", flush=True)
+        violations += found
+    pairs = [total.pairs.get((before, after), 0) for before in EVENTS for after in EVENTS]
+    rare = {(before, after) for before in EVENTS for after in EVENTS if total.pairs.get((before, after), 0) < 50}
+    print(f"{total.resumed} of {total.resumes} resumes returned a checkpoint")
+    print(f"each of {len(pairs) - len(rare)} of {len(pairs)} ordered pairs of events occurred at least 50 times")
+    print("errors:", ", ".join(f"{count} {name}" for name, count in sorted(total.errors.items())))
+    print(f"{time.monotonic() - started:.0f} s, {len(violations)} violations")
+    return 1 if violations else 0
+
+
+def _run(batch: tuple[str, int, int, int]) -> Batch:
+    return run_batch(*batch)
+
+
+def run_batch(kind: str, first: int, count: int, events: int, *, prints: bool = False) -> Batch:
+    """Make some histories in one kind of place, one after the other."""
+    torch.set_num_threads(1)
+    logging.getLogger("rankless").addHandler(logging.NullHandler())
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    batch = Batch()
+    with _scratch() as folders, open_kind(kind, folders, CONTEXT) as make:
+        for seed in range(first, first + count):
+            base = Path(tempfile.mkdtemp(dir="/dev/shm"))
+            history = History(make, base, seed, batch.counts)
+            batch.histories += 1
+            try:
+                history.run(events)
+            except ViolationError as error:
+                story = "\n".join(history.log)
+                batch.violations.append(f"{kind}, seed {seed}: {error}\n{story}\n" if not prints else str(error))
+            finally:
+                shutil.rmtree(base, ignore_errors=True)
+            if prints:
+                print("\n".join(history.log))
+    return batch
+
+
+class _scratch:  # noqa: N801 - a context manager
+    """Folders for the kinds of file systems."""
+
+    def __enter__(self) -> dict[str, Path]:
+        self._folders = {"ext4": Path(tempfile.mkdtemp()), "tmpfs": Path(tempfile.mkdtemp(dir="/dev/shm"))}
+        return self._folders
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _add(total: Counts, more: Counts) -> None:
+    for pair, count in more.pairs.items():
+        total.pairs[pair] = total.pairs.get(pair, 0) + count
+    for name, count in more.errors.items():
+        total.errors[name] = total.errors.get(name, 0) + count
+    total.resumes += more.resumes
+    total.resumed += more.resumed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
