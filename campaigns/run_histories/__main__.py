@@ -9,45 +9,20 @@ with the history that led to it; ``--seed N --only`` makes it again. It exits wi
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
-import logging
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from campaigns.common.case_runner import report_violations
 from campaigns.common.fork_server import CONTEXT
-from campaigns.run_histories.history import EVENTS, Counts, History, ViolationError
-from campaigns.run_histories.places import KINDS, open_kind
+from campaigns.run_histories.batches import run_batch
+from campaigns.run_histories.history import EVENTS, Counts
+from campaigns.run_histories.places import KINDS
 
-#: What jobs import, before they are forked.
-_MODULES = (
-    *("rankless.load.fallback", "rankless.load.tier_load", "rankless.save.folder_tier_save", "rankless.cli.prune"),
-    *("rankless.save.folder_drain", "rankless.save.object_save", "rankless.save.object_tier_save", "rankless.view"),
-    *("rankless.save.object_drain", "rankless.save.offline_drain", "rankless.cli.rollback", "rankless.evaluation"),
-    *("rankless.cli.alias", "rankless.run.rollback", "rankless.run.abandoned_tags"),
-)
 
 #: The histories that a worker makes before its results are collected.
 _BATCH = 10
-
-
-@dataclass
-class Batch:
-    """The results of some histories."""
-
-    counts: Counts = field(default_factory=Counts)
-    histories: int = 0
-    violations: list[str] = field(default_factory=list)
 
 
 def main() -> int:
@@ -61,7 +36,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1))
     options = parser.parse_args()
     if options.only:
-        batch = run_batch(options.kinds[0], options.seed, 1, options.events, prints=True)
+        batch = run_batch((options.kinds[0], options.seed, 1, options.events), prints=True)
         return report_violations(batch.violations)
     started, total, violations = time.monotonic(), Counts(), []
     print("| place | histories | violations |\n|---|---:|---:|", flush=True)
@@ -73,7 +48,7 @@ def main() -> int:
         ]
         found = []
         with ProcessPoolExecutor(options.workers, CONTEXT) as pool:
-            for batch in pool.map(_run, batches):
+            for batch in pool.map(run_batch, batches):
                 _add(total, batch.counts)
                 found += batch.violations
                 for violation in batch.violations:
@@ -87,47 +62,6 @@ def main() -> int:
     print("errors:", ", ".join(f"{count} {name}" for name, count in sorted(total.errors.items())))
     print(f"{time.monotonic() - started:.0f} s, {len(violations)} violations")
     return 1 if violations else 0
-
-
-def _run(batch: tuple[str, int, int, int]) -> Batch:
-    return run_batch(*batch)
-
-
-def run_batch(kind: str, first: int, count: int, events: int, *, prints: bool = False) -> Batch:
-    """Make some histories in one kind of place, one after the other."""
-    torch.set_num_threads(1)
-    logging.getLogger("rankless").addHandler(logging.NullHandler())
-    for name in _MODULES:
-        importlib.import_module(name)
-    gc.freeze()
-    batch = Batch()
-    with _scratch() as folders, open_kind(kind, folders, CONTEXT) as make:
-        for seed in range(first, first + count):
-            base = Path(tempfile.mkdtemp(dir="/dev/shm"))
-            history = History(make, base, seed, batch.counts)
-            batch.histories += 1
-            try:
-                history.run(events)
-            except ViolationError as error:
-                story = "\n".join(history.log)
-                batch.violations.append(f"{kind}, seed {seed}: {error}\n{story}\n" if not prints else str(error))
-            finally:
-                shutil.rmtree(base, ignore_errors=True)
-            if prints:
-                print("\n".join(history.log))
-    return batch
-
-
-class _scratch:  # noqa: N801 - a context manager
-    """Folders for the kinds of file systems."""
-
-    def __enter__(self) -> dict[str, Path]:
-        self._folders = {"ext4": Path(tempfile.mkdtemp()), "tmpfs": Path(tempfile.mkdtemp(dir="/dev/shm"))}
-        return self._folders
-
-    def __exit__(self, *_: object) -> None:
-        for folder in self._folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _add(total: Counts, more: Counts) -> None:

@@ -14,7 +14,6 @@ from campaigns.run_histories.oracle import (
     Head,
     World,
     claimed,
-    content_of,
     latest_of,
     owner_of,
     saved,
@@ -459,7 +458,9 @@ class History:
         must = self._must(site, host)
         self._look(site, set())
         named = next((found.content for found in site.known if found.tag == tag), ())
-        self._note(f"job {job.number}{' with tier ' + host if host else ''} in {site.place.name} resumes {tag}: {reply}")
+        self._note(
+            f"job {job.number}{' with tier ' + host if host else ''} in {site.place.name} resumes {tag}: {reply}"
+        )
         if isinstance(reply, str):
             self._note_cut_resume(site, job, named, must, tag, reply)
             return
@@ -599,9 +600,7 @@ class History:
         if content in site.contents and site.worlds is not None:
             site.worlds |= {saved(world, job.run or job.number, content, job.number) for world in site.worlds}
 
-    def _note_cut_save(
-        self, site: Site, job: Job, content: Content, reply: str, removable: set[Content]
-    ) -> None:
+    def _note_cut_save(self, site: Site, job: Job, content: Content, reply: str, removable: set[Content]) -> None:
         run = job.run or job.number
         if job in self._jobs:
             self._jobs.remove(job)

@@ -140,7 +140,9 @@ def _dump(fake: FakeS3, prefix: str) -> dict[str, bytes]:
 
 
 def _copy(fake: FakeS3, source: str, target: str, hidden: str) -> None:
-    for path, stored in [(key.removeprefix(source), kept) for key, kept in fake.objects.items() if key.startswith(source)]:
+    for path, stored in [
+        (key.removeprefix(source), kept) for key, kept in fake.objects.items() if key.startswith(source)
+    ]:
         if hidden or not path.startswith("."):
             fake.objects.setdefault(target + path, replace(stored))
 

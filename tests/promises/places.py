@@ -8,7 +8,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ import rankless
 from rankless import nxd
 from rankless.colossalai import Booster
 from rankless.dcp import FileSystemReader, FileSystemWriter
+from rankless.run.claims import FOLDER
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
 from tests.helpers.pool import Ranks
@@ -456,11 +457,15 @@ def open_place(name: str, tmp_path: Path) -> Iterator[Place]:
 
 
 def count_bytes(place: Place) -> int:
-    """Return the bytes at and below the parent of all outputs, in whatever form."""
+    """Return the bytes at and below the parent of all outputs, in whatever form, without the history of the run.
+
+    Each job adds an entry to it, which stays.
+    """
     parent = place.locate("one").parent
     if isinstance(parent, ObjectPath):
-        return sum(info.size for info in parent.store.list_objects(parent))
-    return sum(file.stat().st_size for file in parent.rglob("*") if file.is_file())
+        return sum(info.size for info in parent.store.list_objects(parent) if info.path.parent.name != FOLDER)
+    files = (file for file in parent.rglob("*") if file.is_file() and file.parent.name != FOLDER)
+    return sum(file.stat().st_size for file in files)
 
 
 def in_new_job(place: Place) -> Place:
@@ -471,11 +476,18 @@ def in_new_job(place: Place) -> Place:
 
 
 def save_in_another_job(place: Place, tag: str, value: float, *, overwrite: bool = False) -> None:
-    """Save by a job that begins and ends now. Of a run it is another process, to which what a job knows belongs."""
+    """Save by a job that begins and ends now. Of a run it is another process, which resumes the run."""
     if isinstance(place, Run):
-        in_killed_job(in_new_job(place).save, tag, value, overwrite=overwrite)
+        in_killed_job(_resume_and_save, in_new_job(place), tag, value, overwrite)
     else:
         place.save(tag, value, overwrite=overwrite)
+
+
+def _resume_and_save(place: Run, tag: str, value: float, overwrite: bool) -> None:
+    directory = rankless.RunDirectory(place.path, local=tier_of(place.local))
+    with suppress(rankless.NoCheckpointError):
+        directory.restore(None, state_of(-1.0), resume=True)
+    replace(place, _directory=directory).save(tag, value, overwrite=overwrite)
 
 
 def in_killed_job(function: Callable[..., object], *arguments: Any, **options: Any) -> None:

@@ -302,7 +302,7 @@ class CheckpointSelector:
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
         ids = {info.tag: info.id for info in infos}
         corrupt = [CorruptRecord.of(path, tag, ids[tag]) for tag in self.skipped.corrupt]
-        newest = max(info.sequence for info in infos if info.run == latest.run and info.is_current)
+        current = [info.sequence for info in infos if info.run == latest.run and info.is_current]
         branch = scan.history.runs.get(latest.run)
         return SelectedCheckpoint(
             str(latest.path),
@@ -310,7 +310,7 @@ class CheckpointSelector:
             latest.id,
             is_latest=True,
             corrupt=corrupt,
-            newest=newest,
+            newest=max(current, default=latest.sequence),  # all that were listed may have been removed since
             seen=0 if branch is None else branch.incarnation,
         )
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
+from rankless.storage.links_and_clones import DISK_ERRORS
 from rankless.storage.posix import fsync_directory, identify, remove_file, wrap_os_errors, write_small
 
 _NOREPLACE, _EXCHANGE = 1, 2
@@ -18,9 +19,6 @@ _AT_FDCWD = -100
 
 #: The errors of a rename to a name that is taken.
 _NAME_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
-
-#: The errors of a hard link on a file system without them.
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 #: The errors of ``renameat2`` on a file system that does not support its flags.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -132,7 +130,7 @@ def create_small(path: Path, data: bytes) -> bool:
             except FileExistsError:
                 return draft.samefile(path)  # the reply to the first attempt of a client was lost
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno in DISK_ERRORS:
                     raise
                 return _rename_if_new(draft, path)
         fsync_directory(path.parent)

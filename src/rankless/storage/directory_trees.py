@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from rankless.storage.atomic_rename import rename_path
+from rankless.storage.links_and_clones import DISK_ERRORS
 from rankless.storage.posix import wrap_os_errors
 
 #: The start of the names that an NFS client gives to removed files that its host has open, until they are closed.
@@ -147,6 +148,6 @@ def _link_file(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
     except OSError as error:
-        if error.errno not in {errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EXDEV}:
+        if error.errno in {*DISK_ERRORS, errno.EEXIST}:
             raise
         shutil.copy2(source, target)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rankless.storage.posix import wrap_os_errors
 
 #: The errors of a disk. All others mean that this file, or this file system, has no links or clones.
-_DISK_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+DISK_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 #: The errors of file systems that never link, or never clone, what a caller asks for.
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV}
@@ -223,6 +223,6 @@ def _is_file(status: os.stat_result, identity: FileIdentity) -> bool:
 
 
 def _raise_disk_error(error: OSError, path: Path) -> None:
-    if error.errno in _DISK_ERRORS:
+    if error.errno in DISK_ERRORS:
         with wrap_os_errors("share", path):
             raise error

@@ -1,0 +1,72 @@
+"""Histories that a worker makes one after the other."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from campaigns.common.fork_server import CONTEXT
+from campaigns.run_histories.history import Counts, History, ViolationError
+from campaigns.run_histories.places import open_kind
+
+#: What jobs import, before they are forked.
+_MODULES = (
+    *("rankless.load.fallback", "rankless.load.tier_load", "rankless.save.folder_tier_save", "rankless.cli.prune"),
+    *("rankless.save.folder_drain", "rankless.save.object_save", "rankless.save.object_tier_save", "rankless.view"),
+    *("rankless.save.object_drain", "rankless.save.offline_drain", "rankless.cli.rollback", "rankless.evaluation"),
+    *("rankless.cli.alias", "rankless.run.rollback", "rankless.run.abandoned_tags"),
+)
+
+
+@dataclass
+class Batch:
+    """The results of some histories."""
+
+    counts: Counts = field(default_factory=Counts)
+    histories: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+def run_batch(batch: tuple[str, int, int, int], *, prints: bool = False) -> Batch:
+    """Make some histories one after the other: the kind of place, the first seed, their number, and their length."""
+    kind, first, count, events = batch
+    torch.set_num_threads(1)
+    logging.getLogger("rankless").addHandler(logging.NullHandler())
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    result = Batch()
+    with _scratch() as folders, open_kind(kind, folders, CONTEXT) as make:
+        for seed in range(first, first + count):
+            base = Path(tempfile.mkdtemp(dir="/dev/shm"))
+            history = History(make, base, seed, result.counts)
+            result.histories += 1
+            try:
+                history.run(events)
+            except ViolationError as error:
+                story = "\n".join(history.log)
+                result.violations.append(f"{kind}, seed {seed}: {error}\n{story}\n" if not prints else str(error))
+            finally:
+                shutil.rmtree(base, ignore_errors=True)
+            if prints:
+                print("\n".join(history.log))
+    return result
+
+
+class _scratch:  # noqa: N801 - a context manager
+    """Folders for the kinds of file systems."""
+
+    def __enter__(self) -> dict[str, Path]:
+        self._folders = {"ext4": Path(tempfile.mkdtemp()), "tmpfs": Path(tempfile.mkdtemp(dir="/dev/shm"))}
+        return self._folders
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
