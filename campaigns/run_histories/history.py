@@ -19,7 +19,7 @@ from campaigns.run_histories.oracle import (
     saved,
     worlds_that_load,
 )
-from campaigns.run_histories.places import BucketPlace, Found, Place, digest, find_checkpoints
+from campaigns.run_histories.places import BucketPlace, Found, Place, find_checkpoints
 from campaigns.run_histories.trainer import NEVER, Reply, Trap
 
 #: The most jobs that live at a time, and the most run directories.
@@ -269,8 +269,8 @@ class History:
         sums = self._sum(site)
         reply = job.ask("read")
         job.kill()
-        if self._sum(site) != sums:
-            raise ViolationError("a reader has changed something")
+        if changed := self._sum(site).items() ^ sums.items():
+            raise ViolationError(f"a reader has changed {sorted({name for name, _ in changed})}")
         must = self._must(site, host)
         if isinstance(reply, str):
             raise ViolationError(f"a reader was {reply}")
@@ -317,7 +317,7 @@ class History:
         self._end_jobs(site)
         site.place.remove()
         site.worlds, site.known = {()}, []
-        site.is_removed = any(tier.acked for tier in site.tiers.values())
+        site.is_removed = bool(site.tiers)
         self._note(f"{site.place.name} is removed")
 
     def copy(self) -> None:
@@ -395,7 +395,7 @@ class History:
             raise ViolationError(f"prune: {reply}")
         self._note(f"{site.place.name} is pruned to {kept}")
         latest = [latest_of(world, site.contents) for world in site.worlds or ()]
-        self._look(site, site.contents - {each[1] for each in latest if each} - self._pinned())
+        self._look(site, site.contents - {each[1] for each in latest if each} - self._pinned(site))
 
     def drain(self) -> None:
         """Write what a tier has into the run directory."""
@@ -546,7 +546,7 @@ class History:
             of_run = {known for known in site.contents if self._run_of[known] == run}
             line = sorted((known for known in of_run if content[: len(known)] == known), key=len)
             removable |= of_run - set(line[len(line) - keep + 1 :])
-        removable -= self._pinned()
+        removable -= self._pinned(site)
         reply = job.ask("save", content, tag=self._tag(job, content), trap=trap, **options)
         self._judge_save(site, job, content, reply, removable=removable)
 
@@ -585,7 +585,7 @@ class History:
                 own = site.worlds
                 own = {claimed(world, run, content, job.number) for world in own}
             site.worlds = {saved(world, run, content, job.number) for world in own} | others
-            if job.tier is None and not site.tiers and not others and site.known[-1].content != content:
+            if job.tier is None and not site.tiers and not has_slept and site.known[-1].content != content:
                 raise ViolationError(f"the highest sequence number is not that of {content}, which was saved last")
         job.content, job.run, job.has_claimed = content, run, True
         for tier in site.tiers.values():
@@ -626,11 +626,11 @@ class History:
 
     def _may_fail(self, site: Site, host: str, reply: Reply) -> bool:
         """Return whether a load is right to fail: the table of the history names the error."""
-        if reply.error not in {"StateError", "NoCheckpointError", "SupersededError", "StorageError", "EmptyRunError"}:
-            return False
-        if site.worlds is None:
+        if site.is_removed and site.tiers and reply.error == "InvalidArgumentError":
             return True
-        if site.is_removed and site.tiers:
+        if reply.error not in {"StateError", "NoCheckpointError", "SupersededError", "EmptyRunError"}:
+            return False
+        if site.worlds is None or (site.is_removed and site.tiers):
             return True
         existing = self._must(site, host)
         return not existing or any(latest_of(world, existing) is None for world in site.worlds)
@@ -684,15 +684,13 @@ class History:
     def _describe(self, site: Site, must: Collection[Content]) -> list[str]:
         return [f"{latest_of(world, must)} of {world}" for world in site.worlds or ()]
 
-    def _sum(self, site: Site) -> list[object]:
-        tiers = [
-            sorted((str(file), file.read_bytes()) for file in tier.path.rglob("*") if file.is_file())
-            for tier in site.tiers.values()
-        ]
-        return [digest(site.place), tiers]
+    def _sum(self, site: Site) -> dict[str, bytes]:
+        """Return the contents of all files of a run directory and its tiers."""
+        files = [file for tier in site.tiers.values() for file in tier.path.rglob("*") if file.is_file()]
+        return {**site.place.read_files(), **{str(file): file.read_bytes() for file in files}}
 
-    def _pinned(self) -> set[Content]:
-        return {content for _, content in self._pins}
+    def _pinned(self, site: Site) -> set[Content]:
+        return {content for job, content in self._pins if job.place.name == site.place.name}
 
     def _add_copy(self, site: Site, copy: Site) -> None:
         copy.known = find_checkpoints(copy.place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import struct
@@ -231,12 +230,6 @@ def _read(files: Mapping[str, bytes], tag: str, folder: str) -> Found | None:
     steps = struct.unpack(f"<{(end - begin) // 8}q", data[8 + length + begin : 8 + length + end])
     content = tuple(step for step in steps if step)
     return Found(tag, content, manifest["id"], manifest["run"], manifest["sequence"])
-
-
-def digest(place: Place) -> str:
-    """Return a text that differs if any file of a place does."""
-    sums = ((path, hashlib.sha256(data).hexdigest()) for path, data in place.read_files().items())
-    return hashlib.sha256(repr(sorted(sums)).encode()).hexdigest()
 
 
 @contextmanager

@@ -147,6 +147,7 @@ def take_over(tier: TierJob, ranks: RankGroup, timeout: float) -> TierHosts:
     session = ranks.open_session(timeout)
 
     def find_newest_job() -> int:
+        tier.reopen_lost_folder()
         return tier.folder.find_newest_job()  # the folder may be refused
 
     _, raw = session.vote(

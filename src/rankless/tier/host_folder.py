@@ -93,11 +93,15 @@ class TierFolder(msgspec.Struct, frozen=True):
                 f"{path} is on a network file system: the local tier needs a folder in the memory or on a disk of "
                 "this host, such as /dev/shm/NAME"
             )
-        return cls._of(path, run, _read_marker(path) or _create_marker(path, run))
+        marker = _read_marker(path) or _create_marker(path, run)
+        folder = cls._of(path, run, marker)
+        if not _is_same_run(marker.run, run):
+            folder._write(_MARKER, msgspec.json.encode(msgspec.structs.replace(marker, run=str(run))))
+        return folder
 
     @classmethod
     def find(cls, path: Path, run: Path) -> Self:
-        """Open the folder that a job has made for a run directory.
+        """Open the folder that a job has made for a run directory, and change nothing.
 
         Raises ``NoCheckpointError`` if there is none, or the errors of :meth:`open`.
         """
@@ -110,29 +114,25 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
-        if not _is_same_run(marker.run, run) and not cls(path, "").follow_move(marker.run, run):
+        if not _is_same_run(marker.run, run) and not cls(path, "")._was_moved(marker.run, run):
             raise InvalidArgumentError(
                 f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier. Do not "
                 f"remove {path}: only it may have the newest checkpoints of that run"
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
 
-    def follow_move(self, recorded: str, run: Path) -> bool:
-        """Note the new path of a run directory that was moved. Return whether it is the one that this folder knows.
+    def _was_moved(self, recorded: str, run: Path) -> bool:
+        """Return whether the run directory that this folder knows was moved from a recorded path.
 
-        A copy is not: the directory is still at the old path.
+        A copy was not: the directory is still at the old path.
         """
         token = parse_run_token(self._read_owner())
         if not token or read_token(run) != token:
             return False
         try:
-            if read_token(_parse_run(recorded, run)) == token:
-                return False
+            return read_token(_parse_run(recorded, run)) != token
         except RanklessError:  # it is unknown what is there
             return False
-        if (marker := _read_marker(self.path)) is not None:
-            self._write(_MARKER, msgspec.json.encode(msgspec.structs.replace(marker, run=str(run))))
-        return True
 
     def take_over(self, job: str) -> None:
         """Make a job the owner of the folder. All its processes on this host may call it.

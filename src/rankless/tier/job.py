@@ -245,6 +245,13 @@ class TierJob:
                 self._tags.add(info.tag)
                 self.durable = durable
 
+    def reopen_lost_folder(self) -> None:
+        """Make a folder that was removed anew at its next use: its next generations are complete again."""
+        self._forget_in_fork()
+        if self._folder is not None and self._folder.is_lost():
+            self._folder, self._slots, self._has_folder = None, None, False
+            self.forget_newest()
+
     def take_over(self, job: str) -> None:
         """Take over the folder for this job, whose text rank 0 has chosen.
 
@@ -271,13 +278,9 @@ class TierJob:
     def take_slot(self, nbytes: int) -> Slot:
         """Return a slot as :meth:`Slots.take`. Raises the errors of :meth:`check_not_replaced`.
 
-        A folder that was removed is made anew: its next generations are complete again. Raises ``StorageError`` if
-        there is only the makeshift one.
+        A folder that was removed is made anew. Raises ``StorageError`` if there is only the makeshift one.
         """
-        self._forget_in_fork()
-        if self._folder is not None and self._folder.is_lost():
-            self._folder, self._slots, self._has_folder = None, None, False
-            self.forget_newest()
+        self.reopen_lost_folder()
         self.check_not_replaced()
         if self.folder.path.parent != self.path.parent:
             raise StorageError(f"there is no folder {self.path} that can be used")
