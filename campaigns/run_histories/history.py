@@ -101,6 +101,8 @@ class History:
                 self._counts.pairs[before, event] = self._counts.pairs.get((before, event), 0) + 1
                 self.log.append(f"-- {event}")
                 _EVENTS[event](self)
+                if any(site.worlds is not None and not site.worlds for site in self._sites):
+                    raise ViolationError("the oracle knows no world in which this may happen")
                 before = event
             self._check_progress()
         except HangError as error:
@@ -247,7 +249,7 @@ class History:
             for place in order:
                 self._judge_resume(site, pair[place], None, replies[place], has_slept=True)
             results |= site.worlds or set()
-        site.worlds = results
+        site.worlds = results or worlds
         for job in pair:
             job.is_doubtful, job.is_challenged = True, False
         savers = [job for job in pair if job in self._jobs]
@@ -256,10 +258,14 @@ class History:
             job.send("save", content, tag=self._tag(job, content))
         for job, content, reply in [(job, content, job.wait()) for job, content in zip(savers, contents, strict=True)]:
             self._judge_save(site, job, content, reply, removable=set(), has_slept=True)
+        if site.worlds is not None and len({job.run for job in savers}) == 2:
+            site.worlds |= {claimed(world, savers[0].run, savers[0].content, savers[0].number) for world in site.worlds}
         if len(savers) == 2 and not host and savers[0].run and savers[0].run == savers[1].run:
             good = [job for job, content in zip(savers, contents, strict=True) if job.content == content]
             if len(good) != 1:
                 raise ViolationError(f"{len(good)} of two jobs at once have saved")
+            if site.worlds is not None:
+                site.worlds = {world for world in site.worlds if owner_of(world, good[0].run) == good[0].number}
 
     def read(self) -> None:
         """Read as an evaluation does: nothing may change."""
@@ -394,8 +400,13 @@ class History:
         if isinstance(reply, str) or reply.error:
             raise ViolationError(f"prune: {reply}")
         self._note(f"{site.place.name} is pruned to {kept}")
-        latest = [latest_of(world, site.contents) for world in site.worlds or ()]
-        self._look(site, site.contents - {each[1] for each in latest if each} - self._pinned(site))
+        before = site.contents
+        self._look(site, before - self._pinned(site))
+        if site.worlds is not None:
+            latest = {world: latest_of(world, before) for world in site.worlds}
+            site.worlds = {world for world, found in latest.items() if not found or found[1] in site.contents}
+            if not site.worlds:
+                raise ViolationError(f"prune has removed the latest checkpoint, which was one of {latest.values()}")
 
     def drain(self) -> None:
         """Write what a tier has into the run directory."""
@@ -414,7 +425,6 @@ class History:
             run = self._run_of[content]
             if site.is_removed and site.worlds is not None:
                 site.worlds = {claimed(world, run, content, -1) for world in site.worlds} | site.worlds
-                site.is_removed = False
 
     def fork(self) -> None:
         """Fork a child of a job, which ends at once: nothing may change."""
@@ -473,6 +483,7 @@ class History:
             if reply.error in {"NoCheckpointError", "EmptyRunError"} and (not must or tag):
                 job.is_challenged = False
                 if not tag:
+                    self._challenge(site, job, 0, certain=False)
                     self._jobs.append(job)
                     return
             elif not (has_slept and reply.error in _SUPERSEDED) and not self._may_fail(site, host, reply):
@@ -485,8 +496,8 @@ class History:
         went_back = any("went back to" in warning for warning in reply.warnings)
         worlds = site.worlds
         if worlds is None:
-            if content not in must:
-                raise ViolationError(f"a resume got {content}, which does not exist")
+            if content not in self._run_of:
+                raise ViolationError(f"a resume got {content}, which was never saved")
             run = self._run_of[content]
             site.worlds = {((Head(run, content, job.number)),)}
         elif tag and not went_back and content == named:
@@ -588,6 +599,9 @@ class History:
             if job.tier is None and not site.tiers and not has_slept and site.known[-1].content != content:
                 raise ViolationError(f"the highest sequence number is not that of {content}, which was saved last")
         job.content, job.run, job.has_claimed = content, run, True
+        for other in [*self._jobs, *self._stopped]:
+            if other.run == run and other.place.name == site.place.name and not other.has_claimed:
+                other.is_challenged = True
         for tier in site.tiers.values():
             if tier.path == job.tier:
                 tier.acked = content
@@ -597,7 +611,7 @@ class History:
         is_tier = job.tier is not None and reply.error in {"StateError", "StorageError", "SupersededError"}
         if not is_superseded and not (is_tier and (job.is_doubtful or not job.run or site.is_removed)):
             raise ViolationError(f"a save of job {job.number} failed: {reply.error}: {reply.message}")
-        if content in site.contents and site.worlds is not None:
+        if (content in site.contents or job.tier) and site.worlds is not None:  # it may only not be drained
             site.worlds |= {saved(world, job.run or job.number, content, job.number) for world in site.worlds}
 
     def _note_cut_save(self, site: Site, job: Job, content: Content, reply: str, removable: set[Content]) -> None:
@@ -615,9 +629,9 @@ class History:
                 site.worlds |= {claimed(world, run, job.content, job.number) for world in site.worlds}
             if job.run == 0:
                 site.worlds |= after
-        if not job.has_claimed:
-            for other in [*self._jobs, *self._stopped]:
-                other.is_doubtful |= other.place.name == site.place.name
+        for other in [*self._jobs, *self._stopped]:
+            if other.place.name == site.place.name and not (job.has_claimed and other.has_claimed):
+                other.is_doubtful = True
         if reply == "stopped":
             job.awaited = lambda reply, has_slept: self._judge_save(
                 site, job, content, reply, removable=removable, has_slept=has_slept
@@ -626,7 +640,7 @@ class History:
 
     def _may_fail(self, site: Site, host: str, reply: Reply) -> bool:
         """Return whether a load is right to fail: the table of the history names the error."""
-        if site.is_removed and site.tiers and reply.error == "InvalidArgumentError":
+        if site.is_removed and site.tiers and reply.error in {"InvalidArgumentError", "TagExistsError"}:
             return True
         if reply.error not in {"StateError", "NoCheckpointError", "SupersededError", "EmptyRunError"}:
             return False
@@ -639,9 +653,9 @@ class History:
         for other in [*self._jobs, *self._stopped]:
             if other is job or other.place.name != site.place.name:
                 continue
-            if other.run == run and certain:
+            if run and other.run == run and certain:
                 other.is_challenged = True
-            elif other.run == run or (other.tier is not None and job.tier is not None) or not other.run:
+            elif other.run == run or other.tier is not None or not other.run:
                 other.is_doubtful = True
 
     def _check_progress(self) -> None:

@@ -43,6 +43,10 @@ class Place(Protocol):
     def name(self) -> str:
         """Its name among those of a history."""
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables that commands need."""
+
     def path(self) -> Any:
         """Return what a job passes to rankless."""
 
@@ -65,6 +69,11 @@ class FolderPlace:
 
     base: Path
     name: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See :class:`Place`."""
+        return {}
 
     def path(self) -> Path:
         """See :class:`Place`."""
@@ -160,6 +169,12 @@ class BucketPlace:
 
     server: Server
     name: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See :class:`Place`."""
+        keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+        return {**keys, "AWS_ENDPOINT_URL": self.server.url}
 
     def path(self) -> Any:
         """See :class:`Place`."""

@@ -98,6 +98,7 @@ class Trainer:
 
     def __init__(self, place: Place, tier: Path | None, host: str, drain_every: int) -> None:
         posix._BOOT_ID = _BootId(host)  # type: ignore[assignment]
+        os.environ.update(place.environment)
         self._place, self._tier, self._drain_every = place, tier, drain_every
         self._directory = self._open()
 
@@ -126,7 +127,10 @@ class Trainer:
         """Do all that changes nothing: list, load for an evaluation, open."""
         rankless.list_checkpoints(self._place.path())
         content = self._restore(self._open(), None, resume=False)
-        if self._tier is None and _decode(torch.as_tensor(rankless.open(self._place.path())["model/content"])) != content:
+        if (
+            self._tier is None
+            and _decode(torch.as_tensor(rankless.open(self._place.path())["model/content"])) != content
+        ):
             raise ValueError("open() and restore() disagree")
         return content
 

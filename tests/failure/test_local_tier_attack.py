@@ -209,7 +209,7 @@ def test_what_is_being_drained_is_not_overwritten_by_an_older_job(tmp_path: Path
     save_steps(older, 1, 2, 3)
     assert older._tier is not None
     job = older._tier.job
-    older._tier.folder.take_over(name_job(99, "", "a"))
+    older._tier.folder.take_over(name_job(99, "", "a"), older.path)
     with pytest.raises(rankless.StateError, match="another job has continued the run"):
         save_steps(older, 4)
     assert older._tier.job == job

@@ -93,11 +93,7 @@ class TierFolder(msgspec.Struct, frozen=True):
                 f"{path} is on a network file system: the local tier needs a folder in the memory or on a disk of "
                 "this host, such as /dev/shm/NAME"
             )
-        marker = _read_marker(path) or _create_marker(path, run)
-        folder = cls._of(path, run, marker)
-        if not _is_same_run(marker.run, run):
-            folder._write(_MARKER, msgspec.json.encode(msgspec.structs.replace(marker, run=str(run))))
-        return folder
+        return cls._of(path, run, _read_marker(path) or _create_marker(path, run))
 
     @classmethod
     def find(cls, path: Path, run: Path) -> Self:
@@ -134,8 +130,10 @@ class TierFolder(msgspec.Struct, frozen=True):
         except RanklessError:  # it is unknown what is there
             return False
 
-    def take_over(self, job: str) -> None:
-        """Make a job the owner of the folder. All its processes on this host may call it.
+    def take_over(self, job: str, run: Path) -> None:
+        """Make a job the owner of the folder, and ``run`` its run directory, which may have been moved.
+
+        All processes of the job on this host may call it.
 
         What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
         Raises ``SupersededError`` if a later job is.
@@ -147,6 +145,8 @@ class TierFolder(msgspec.Struct, frozen=True):
             with suppress(StorageError):  # it only makes room
                 self.remove_abandoned_slots()
             self._write_owner(job)
+        if (marker := _read_marker(self.path)) is not None and not _is_same_run(marker.run, run):
+            self._write(_MARKER, msgspec.json.encode(msgspec.structs.replace(marker, run=str(run))))
 
     def _write_owner(self, job: str) -> None:
         try:

@@ -257,7 +257,7 @@ class TierJob:
 
         Raises ``SupersededError`` if a later job has it.
         """
-        self.folder.take_over(job)
+        self.folder.take_over(job, self.run)
         self.job, self._has_folder = job, True
 
     def is_replaced(self) -> bool:
