@@ -480,7 +480,7 @@ class History:
             self._counts.resumed += not reply.error
         if reply.error:
             self._counts.errors[reply.error] = self._counts.errors.get(reply.error, 0) + 1
-            if reply.error in {"NoCheckpointError", "EmptyRunError"} and (not must or tag):
+            if reply.error in {"NoCheckpointError", "EmptyRunError"} and (not must or tag or has_slept):
                 job.is_challenged = False
                 if not tag:
                     self._challenge(site, job, 0, certain=False)

@@ -26,6 +26,7 @@ from rankless.errors import StorageError
 from rankless.run import cleanup, object_run
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.object_publication import ObjectPublication
+from rankless.tier.host_folder import TierFolder
 from tests.golden import reader
 from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.killed_jobs import run_killed_job
@@ -66,6 +67,12 @@ def train_and_save_the_last_step(run: Path, base: Path) -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.data.fill_(6.0)
     rankless.save_checkpoint(run, "final", model, step=6)
+
+
+def train_nothing_and_save(path: Path, tag: str) -> None:
+    directory = rankless.RunDirectory(path)
+    directory.restore(None, torch.nn.Linear(2, 2), resume=True)
+    directory.save(tag, torch.nn.Linear(2, 2), step=2)
 
 
 def listed(path: Path | str) -> dict[str, bool]:
@@ -293,6 +300,13 @@ class TestOtherJobs:
             directory.save("step_4", torch.nn.Linear(2, 2))
         assert latest(tmp_path) == ("step_2" if is_saved else "step_1")
 
+    def test_a_superseded_job_learns_it_also_if_the_other_one_has_saved_its_step(self, tmp_path: Path) -> None:
+        directory = rankless.RunDirectory(tmp_path)
+        directory.save("step_1", torch.nn.Linear(2, 2), step=1)
+        run_killed_job(train_nothing_and_save, tmp_path, "step_2")
+        with pytest.raises(rankless.SupersededError):
+            directory.save("step_2", torch.nn.Linear(2, 2), step=2)
+
     def test_an_object_whose_checkpoint_another_one_of_its_process_has_abandoned_saves_nothing(
         self, tmp_path: Path
     ) -> None:
@@ -333,6 +347,28 @@ class TestTiers:
         with pytest.raises(rankless.InvalidArgumentError, match="is the local tier of"):
             run_killed_job(train, tmp_path / "copy", 3, None, tmp_path)
         assert run_killed_job(train, tmp_path / "run", 3, None, tmp_path) == 2
+
+    def test_a_reader_of_a_run_that_was_moved_changes_nothing_in_its_tier(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path / "run", 2, None, tmp_path)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        files = {file: file.read_bytes() for file in (tmp_path / "tier").iterdir()}
+        reading = rankless.RunDirectory(tmp_path / "moved", local=tier_of(tmp_path))
+        assert reading.restore(None, torch.nn.Linear(2, 2), resume=False).step == 2
+        assert {file: file.read_bytes() for file in (tmp_path / "tier").iterdir()} == files
+
+    def test_a_tier_that_no_job_has_used_is_free_for_a_run_that_was_moved(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path / "run", 1)
+        run_killed_job(TierFolder.open, tmp_path / "tier", tmp_path / "run")  # a job that was killed at its start
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert run_killed_job(train, tmp_path / "moved", 2, None, tmp_path) == 1
+
+    def test_a_job_loads_after_its_tier_was_removed(self, tmp_path: Path) -> None:
+        directory = rankless.RunDirectory(tmp_path / "run", local=rankless.LocalTier(tmp_path / "tier", drain_every=1))
+        directory.save("step_1", state_of(1), step=1)
+        directory.wait()
+        shutil.rmtree(tmp_path / "tier")
+        assert directory.restore(None, state_of(-1), resume=True).step == 1
+        directory.save("step_2", state_of(2), step=2)
 
     def test_a_run_that_was_removed_is_not_brought_back_by_its_tier(self, tmp_path: Path) -> None:
         run = tmp_path / "run"

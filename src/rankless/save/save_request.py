@@ -19,7 +19,7 @@ from rankless.ondisk.validation import check_number, check_tag
 from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
 from rankless.options import SaveOptions
 from rankless.run.catalog import cached_checkpoints
-from rankless.run.claims import JobHistory
+from rankless.run.claims import JobHistory, check_not_superseded, read_history
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.ownership import checkpoint_of
 from rankless.run.retention import Retention
@@ -97,12 +97,16 @@ class SaveRequest(msgspec.Struct, frozen=True):
     def check_destination(self) -> None:
         """Raise ``TagExistsError`` on rank 0 if the tag is taken, and the save must not replace what has it.
 
+        Raises ``SupersededError`` instead if another job has continued the run.
+
         Saves, saves into the tier and their drains ask here first. A publication asks again when it takes the tag.
         """
         final = self.path / self.tag
         if not self._is_taken(final) or self.find_corrupt() is not None:
             return
         if not self.overwrite:
+            # Another job that has continued the run may have saved this step: another tag would not help.
+            check_not_superseded(self.path, read_history(self.path), self.job)
             raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
         if not isinstance(final, ObjectPath):
             checkpoint_of(self.tag).check(final)

@@ -110,12 +110,17 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     @classmethod
     def _of(cls, path: Path, run: Path, marker: _Marker) -> Self:
-        if not _is_same_run(marker.run, run) and not cls(path, "")._was_moved(marker.run, run):
+        folder = cls(path, "")
+        if not _is_same_run(marker.run, run) and folder._is_used() and not folder._was_moved(marker.run, run):
             raise InvalidArgumentError(
                 f"{path} is the local tier of {marker.run}, not of {run}: pass another folder for the tier. Do not "
                 f"remove {path}: only it may have the newest checkpoints of that run"
             )
         return cls(path, f"{host_id()} {directory_identity(path)} {marker.token}")
+
+    def _is_used(self) -> bool:
+        """Return whether a job has taken over the folder. One that was killed before that has left nothing in it."""
+        return _OWNER in self._list_names() or bool(self.list_parts())
 
     def _was_moved(self, recorded: str, run: Path) -> bool:
         """Return whether the run directory that this folder knows was moved from a recorded path.
