@@ -17,6 +17,7 @@ from campaigns.run_histories.oracle import (
     latest_of,
     owner_of,
     saved,
+    saved_in_place,
     worlds_that_load,
 )
 from campaigns.run_histories.places import BucketPlace, Found, Place, find_checkpoints
@@ -119,7 +120,7 @@ class History:
     def _list_applicable(self) -> list[str]:
         names = list(_EVENTS)
         idle, many = bool(self._idle()), len(self._jobs) + len(self._stopped) >= _MOST_JOBS
-        lacking = set()
+        lacking: set[str] = set()
         if not idle:
             lacking |= _NEED_JOB
         if many:
@@ -314,7 +315,7 @@ class History:
         shutil.rmtree(tier.path, ignore_errors=True)
         for job in [*self._jobs, *self._stopped]:
             if job.tier == tier.path:
-                job.is_doubtful = True
+                job.is_doubtful = job.has_lost_tier = True
         self._note(f"the tier {tier.path.name} is removed")
 
     def remove_run(self) -> None:
@@ -486,7 +487,9 @@ class History:
                     self._challenge(site, job, 0, certain=False)
                     self._jobs.append(job)
                     return
-            elif not (has_slept and reply.error in _SUPERSEDED) and not self._may_fail(site, host, reply):
+            elif not (has_slept and (reply.error in _SUPERSEDED or job.has_lost_tier)) and not self._may_fail(
+                site, host, reply
+            ):
                 job.kill()
                 raise ViolationError(f"a resume failed: {reply.error}: {reply.message}")
             job.kill()
@@ -544,7 +547,7 @@ class History:
         content = (*(job.content[:-1] if overwrite else job.content), self._next_step())
         if len(content) > 60:
             return
-        options = {"overwrite": True} if overwrite else {}
+        options: dict[str, int] = {"overwrite": True} if overwrite else {}
         keep = None if job.tier else keep
         if keep:
             options["keep"] = keep
@@ -596,8 +599,12 @@ class History:
                 own = site.worlds
                 own = {claimed(world, run, content, job.number) for world in own}
             site.worlds = {saved(world, run, content, job.number) for world in own} | others
+            if has_slept:  # its sequence number may be lower than that of another run, which was saved meanwhile
+                site.worlds |= {saved_in_place(world, run, content, job.number) for world in own}
             if job.tier is None and not site.tiers and not has_slept and site.known[-1].content != content:
                 raise ViolationError(f"the highest sequence number is not that of {content}, which was saved last")
+        if job.run and not job.has_claimed:
+            self._challenge(site, job, run, certain=True)
         job.content, job.run, job.has_claimed = content, run, True
         for other in [*self._jobs, *self._stopped]:
             if other.run == run and other.place.name == site.place.name and not other.has_claimed:
@@ -609,7 +616,7 @@ class History:
     def _judge_failed_save(self, site: Site, job: Job, content: Content, reply: Reply) -> None:
         is_superseded = (job.is_challenged or job.is_doubtful) and reply.error in _SUPERSEDED
         is_tier = job.tier is not None and reply.error in {"StateError", "StorageError", "SupersededError"}
-        if not is_superseded and not (is_tier and (job.is_doubtful or not job.run or site.is_removed)):
+        if not is_superseded and not (is_tier and (job.is_doubtful or job.run == 0 or site.is_removed)):
             raise ViolationError(f"a save of job {job.number} failed: {reply.error}: {reply.message}")
         if (content in site.contents or job.tier) and site.worlds is not None:  # it may only not be drained
             site.worlds |= {saved(world, job.run or job.number, content, job.number) for world in site.worlds}

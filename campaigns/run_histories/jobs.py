@@ -35,7 +35,7 @@ class Job:
         self.number, self.place, self.tier, self.host = number, place, tier, host
         self.content: Content = ()
         self.run = 0
-        self.is_challenged = self.is_doubtful = self.has_claimed = False
+        self.is_challenged = self.is_doubtful = self.has_claimed = self.has_lost_tier = False
         self.awaited: Any = None
         self._pipe, theirs = _CONTEXT.Pipe()
         make = partial(Trainer, place, tier, host, drain_every)

@@ -38,6 +38,13 @@ def saved(world: World, run: int, content: Content, job: int) -> World:
     return claimed(world, run, content, job) if owner_of(world, run) in {job, None} else world
 
 
+def saved_in_place(world: World, run: int, content: Content, job: int) -> World:
+    """Return like :func:`saved`, but other runs stay newer than this one."""
+    if owner_of(world, run) != job:
+        return world
+    return tuple(Head(run, content, job) if head.run == run else head for head in world)
+
+
 def owner_of(world: World, run: int) -> int | None:
     """Return the job that has continued a run last."""
     return next((head.owner for head in world if head.run == run), None)

@@ -114,7 +114,7 @@ class Server:
     def __init__(self, profile: Profile, context: BaseContext) -> None:
         self._pipe, theirs = context.Pipe()
         self.profile = profile
-        self._process = context.Process(target=_serve, args=(theirs, profile), daemon=True)  # type: ignore[attr-defined]
+        self._process = context.Process(target=_serve, args=(theirs, profile), daemon=True)
         self._process.start()
         self.url = str(self._pipe.recv())
 

@@ -129,6 +129,17 @@ class TestRollback:
         with pytest.warns(UserWarning, match="goes back to 'step_2': 3 later"):
             assert checkpointer.resume("step_2", again=True) == 2
 
+    def test_a_copy_without_its_history_goes_on_over_the_steps_that_were_abandoned(self, tmp_path: Path) -> None:
+        run, copy = tmp_path / "run", tmp_path / "copy"
+        run_killed_job(train, run, 5)
+        run_killed_job(train, run, 3, "step_2")
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".*"))
+        assert run_killed_job(train, copy, 5) == 3
+        assert listed(copy) == {
+            **{"step_1": True, "step_2": True, "step_3": True, "step_4": True, "step_5": True},
+            **{"step_3@1": True, "step_4@1": False, "step_5@1": False},
+        }
+
     def test_to_an_abandoned_checkpoint(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
         run_killed_job(train, tmp_path, 2, "step_1")

@@ -24,6 +24,10 @@ class Checkpoint:
     sequence: int
     content: tuple[int, ...]
 
+    @property
+    def step(self) -> float:
+        return len(self.content)
+
 
 @dataclass
 class Training:
@@ -182,6 +186,15 @@ def test_without_entries_a_job_takes_all_older_checkpoints_of_the_run_into_its_l
     assert entry.number == 6
     assert entry.is_current(first)
     assert entry.is_current(second)
+
+
+def test_without_entries_later_steps_of_an_older_incarnation_are_abandoned_by_the_next_claim() -> None:
+    """The run has gone back to before them, or the newer incarnation had no need to save a lower step."""
+    old = [Checkpoint(f"{at:016x}", "r" * 16, 1, at, tuple(range(at))) for at in (1, 2, 3, 4)]
+    newest = Checkpoint("b" * 16, "r" * 16, 2, 5, (0, 1, 9))
+    found = [*old, newest]
+    entry = Entry().continue_run(newest, Entry().line_to(newest, found), Job("job"), found, is_rollback=False)
+    assert [entry.is_current(saved) for saved in found] == [True, True, True, False, True]
 
 
 def test_a_checkpoint_of_an_incarnation_whose_entry_is_lost_is_current() -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from rankless.errors import StateError, StorageError, SupersededError
 from rankless.observe.warning import warn_caller
-from rankless.run.history import Entry, Job, KnownCheckpoint, cut_line
+from rankless.run.history import Entry, FoundCheckpoint, Job, KnownCheckpoint, cut_line
 from rankless.run.pointers import read_back
 from rankless.storage import posix
 from rankless.storage.atomic_rename import create_small
@@ -272,7 +272,7 @@ def _allow(newest: Entry) -> None:
 def claim(
     run: Path,
     job: JobHistory,
-    found: Sequence[KnownCheckpoint],
+    found: Sequence[FoundCheckpoint],
     check: Callable[[Entry], None] = _allow,
     *,
     warns: bool = True,
@@ -319,7 +319,7 @@ def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint])
         )
 
 
-def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[KnownCheckpoint], *, above: int) -> Entry:
+def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint], *, above: int) -> Entry:
     base = _find_base(job, newest, found)
     me = describe_job(job.token)
     if base is None:
@@ -355,7 +355,7 @@ def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
     return () if branch is None else branch.line
 
 
-def _find_base(job: JobHistory, newest: Entry, found: Sequence[KnownCheckpoint]) -> LoadedBase | None:
+def _find_base(job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint]) -> LoadedBase | None:
     """Return what the job continues: what it has loaded here, or the newest checkpoint of a run that it has loaded."""
     if job.base is not None:
         return job.base

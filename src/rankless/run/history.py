@@ -48,6 +48,14 @@ class KnownCheckpoint(Protocol):
         """Its sequence number."""
 
 
+class FoundCheckpoint(KnownCheckpoint, Protocol):
+    """A checkpoint that a directory has."""
+
+    @property
+    def step(self) -> float | None:
+        """Its training step, if it has one."""
+
+
 S = TypeVar("S", bound=KnownCheckpoint)
 
 
@@ -200,19 +208,19 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             del runs[name]
         return Entry(branch.incarnation, job, run, self.announced, {**runs, run: branch})
 
-    def line_to(self, base: KnownCheckpoint, found: Collection[KnownCheckpoint]) -> Line:
+    def line_to(self, base: KnownCheckpoint, found: Collection[FoundCheckpoint]) -> Line:
         """Return the line of what continues a checkpoint that is current.
 
-        Of incarnations whose entries are lost, it has all older checkpoints: what a reader of manifests alone takes.
+        Of incarnations whose entries are lost, it has all older checkpoints, which a reader of manifests alone takes for
+        current, but none of a later step: the run has gone back to before that.
         """
         branch = self.runs.get(base.run, Branch(0, 0))
-        unknown = {
-            saved.incarnation: base.sequence
-            for saved in found
-            if saved.run == base.run
-            and branch.incarnation <= saved.incarnation < base.incarnation
-            and saved.sequence < base.sequence
-        }
+        step = next((saved.step for saved in found if saved.id == base.id), None)
+        unknown: dict[int, int] = {}
+        for saved in sorted(found, key=lambda saved: saved.sequence):
+            is_before = saved.sequence < base.sequence and (step is None or saved.step is None or saved.step <= step)
+            if saved.run == base.run and branch.incarnation <= saved.incarnation < base.incarnation and is_before:
+                unknown[saved.incarnation] = saved.sequence
         return cut_line((*branch.line, *sorted(unknown.items())), base, found)
 
 
