@@ -1,4 +1,4 @@
-"""Tests the tree of a run's incarnations against claims whose bases, and checkpoints whose state, were noted at the time."""
+"""Tests the tree of a run's incarnations against what was noted when each of them was claimed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,12 @@ def story() -> Story:
 
 def test_each_incarnation_has_its_job_its_base_and_its_checkpoints(story: Story) -> None:
     first, second = story.tree().incarnations
-    assert (first.job, first.begins, first.base, first.goes_back) == (Job("token", "node-1", 42, 1e9), True, None, False)
+    assert (first.job, first.begins, first.base, first.goes_back) == (
+        Job("token", "node-1", 42, 1e9),
+        True,
+        None,
+        False,
+    )
     assert (second.job, second.begins) == (Job("token", "node-2", 42, 1e9), False)
     assert (second.base, second.base_tag, second.goes_back) == (Place(1, 1), "step_1", True)
     assert (tags(first.checkpoints), tags(second.checkpoints)) == (["step_1", "step_2", "step_3"], ["step_4"])
@@ -206,9 +211,7 @@ def test_the_branch_of_a_lost_entry_is_in_those_of_other_runs(story: Story) -> N
 
 
 def without_job(tree: RunTree, number: int) -> RunTree:
-    known = tuple(
-        msgspec.structs.replace(one, job=None) if one.number == number else one for one in tree.incarnations
-    )
+    known = tuple(msgspec.structs.replace(one, job=None) if one.number == number else one for one in tree.incarnations)
     return msgspec.structs.replace(tree, incarnations=known)
 
 
@@ -217,6 +220,7 @@ def test_the_base_of_an_incarnation_whose_entry_is_lost_is_in_later_lines(story:
     story.save(3)
     lost = story.tree(lost=[2]).by_number[2]
     assert (lost.job, lost.base, lost.begins, tags(lost.checkpoints)) == (None, Place(1, 1), False, ["step_4"])
+    assert (lost.goes_back, tags(lost.abandoned)) == (True, ["step_2", "step_3"])
     first = story.tree(lost=[1, 2]).by_number[1]
     assert (first.job, first.base, first.begins) == (None, None, False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -49,9 +49,8 @@ def ls(  # noqa: PLR0917 - options of the command
     path = parse_location(run)
     if local is None:
         check_run(path)
-    for option, is_given in (("--json", as_json), ("--local", local is not None), ("--tree", tree)):
-        if watch and is_given:
-            raise InvalidArgumentError(f"--watch and {option} cannot be used together: leave one of them out")
+    if watch:
+        _check_alone("--watch", {"--json": as_json, "--local": local is not None, "--tree": tree})
     tier = None if local is None else _list_tier(run, local)
     if watch:
         _watch(path, best, show_all=show_all)
@@ -74,6 +73,12 @@ def ls(  # noqa: PLR0917 - options of the command
         raise typer.Exit(1)
     is_corrupt = any(info.status != "complete" for info in checkpoints) or (tier is not None and tier.is_corrupt)
     raise typer.Exit(1 if is_corrupt else 0)
+
+
+def _check_alone(option: str, others: Mapping[str, bool]) -> None:
+    """Raise ``InvalidArgumentError`` if one of other options is given, too."""
+    for other in (name for name, is_given in others.items() if is_given):
+        raise InvalidArgumentError(f"{option} and {other} cannot be used together: leave one of them out")
 
 
 def _list_tier(run: str, local: str) -> TierListing:

@@ -82,28 +82,29 @@ class _RowPlanner:
             else:
                 columns.append(self._plan_column(row, len(columns)))
 
-    def _plan_column(self, part: _Part | None, depth: int) -> Iterator[TreeRow | _Part]:
+    def _plan_column(self, first: _Part, depth: int) -> Iterator[TreeRow | _Part]:
         """Yield the rows of a column, and the parts that are in the next one."""
-        while part is not None:
-            incarnation, stops = part.incarnation, self._stops.get(part.incarnation.number, [])
+        following: _Part | None = first
+        while following is not None:
+            part, following = following, None
+            stops = self._stops.get(part.incarnation.number, [])
             if part.first == 0:
-                yield TreeRow("incarnation", depth, (incarnation,))
-            part, following = None, part.first
-            while part is None and following < len(stops):
-                stop, following = stops[following], following + 1
+                yield TreeRow("incarnation", depth, (part.incarnation,))
+            for after, stop in enumerate(stops[part.first :], part.first + 1):
                 for info in stop.checkpoints:
                     yield TreeRow("checkpoint", depth, checkpoint=info)
-                has_more = following < len(stops)
+                has_more = after < len(stops)
                 goes_on = self._find_continuation(stop.children, has_more=has_more)
-                sides = [_Part(incarnation, following)] if goes_on is not None and has_more else []
                 others = [child for child in stop.children if child is not goes_on]
-                sides += [_Part(child) for child in others if not self._is_quiet(child)]
-                for side in sides:
+                sides = [_Part(part.incarnation, after)] if goes_on is not None and has_more else []
+                for side in [*sides, *(_Part(child) for child in others if not self._is_quiet(child))]:
                     yield TreeRow("fork", depth)
                     yield side
                 if quiet := tuple(filter(self._is_quiet, others)):
                     yield TreeRow("quiet", depth, quiet)
-                part = None if goes_on is None else _Part(goes_on)
+                if goes_on is not None:
+                    following = _Part(goes_on)
+                    break
 
     def _find_continuation(self, children: Sequence[Incarnation], *, has_more: bool) -> Incarnation | None:
         """Return the incarnation with which a column goes on: the current line, or the newest one at its end."""

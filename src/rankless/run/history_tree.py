@@ -1,15 +1,14 @@
 """The tree of the incarnations of each run: which one continued which checkpoint, and which one abandoned others.
 
-This module is pure. An entry of the history knows the branch of each run after one claim, so the branches of all entries
-are the tree. Entries may be lost: what lines of other branches say of an incarnation is taken then, and an incarnation
-that only checkpoints name has no job.
+This module is pure. An entry of the history knows the branch of each run after one claim, so the branches of all
+entries are the tree. Of an incarnation whose entry is lost, the tree has what lines of other branches say, and no job.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -81,7 +80,9 @@ def build_trees(entries: Iterable[Entry], infos: Sequence[CheckpointInfo]) -> li
             branches[run].setdefault(branch.incarnation, branch)
     places = {info.run: place for place, info in enumerate(infos) if info.status == "complete"}
     return [
-        _Growth(run, jobs, branches[run], (info for info in infos if info.status == "complete" and info.run == run)).tree
+        _Growth(
+            run, jobs, branches[run], (info for info in infos if info.status == "complete" and info.run == run)
+        ).tree
         for run in sorted(places, key=places.__getitem__)
     ]
 
@@ -96,8 +97,12 @@ class _Growth:
         self._infos = sorted(infos, key=lambda info: (*info.age, info.tag))
         by_place = sorted(self._infos, key=lambda info: info.is_copy, reverse=True)
         self._at = {Place(info.incarnation, info.sequence): info for info in by_place}
-        self._lines = {number: dict(branches[number].line) for number in sorted(branches)}
-        self._next = dict(pairwise(self._lines))
+        self._saved: dict[int, list[CheckpointInfo]] = defaultdict(list)
+        for info in self._infos:
+            self._saved[info.incarnation].append(info)
+        lines = {number: dict(branch.line) for number, branch in branches.items()} | self._find_lost_lines()
+        self._lines = {number: lines[number] for number in sorted(lines)}
+        self._next = dict(pairwise(sorted(branches)))
         self._previous = {after: before for before, after in self._next.items()}
         self._before = _places_before(branches.values())
         self._bases = self._find_bases({*branches, *(info.incarnation for info in self._infos)})
@@ -105,10 +110,20 @@ class _Growth:
         for info in self._infos:
             if not info.is_current and (number := self._find_abandoning(info)) is not None:
                 self._abandoned[number].append(info)
-        self._saved: dict[int, list[CheckpointInfo]] = defaultdict(list)
-        for info in self._infos:
-            self._saved[info.incarnation].append(info)
         self.tree = RunTree(run, tuple(self._describe(number) for number in sorted(self._bases)), max(self._bases))
+
+    def _find_lost_lines(self) -> dict[int, dict[int, int]]:
+        """Return the lines of incarnations whose entries are lost: later lines begin with them.
+
+        Only places in incarnations that have checkpoints are kept: a line may be long.
+        """
+        lost: dict[int, dict[int, int]] = {}
+        for branch in self._branches.values():
+            line = {number: sequence for number, sequence in branch.line if number in self._saved}
+            for place, number in enumerate(line):
+                if number not in self._branches and number not in lost:
+                    lost[number] = dict(islice(line.items(), place))
+        return lost
 
     def _find_bases(self, numbers: set[int]) -> dict[int, Place | None]:
         """Return the bases of incarnations, and of all that they are based on."""
@@ -149,17 +164,19 @@ class _Growth:
     def _goes_back(self, number: int) -> bool:
         """Return whether an incarnation abandoned what was there. What a superseded job saved later does not count."""
         branch, before = self._branches.get(number), self._previous.get(number)
+        own = min((info.sequence for info in self._saved[number]), default=0)
+        claimed = own if branch is None else branch.sequence
+        if any(info.sequence < claimed for info in self._abandoned[number]):
+            return True
         if branch is None:
             return False
-        if any(info.sequence < branch.sequence for info in self._abandoned[number]):
-            return True
         # The abandoned checkpoints may be removed. The entry before may be lost, so what is noted may be older.
         has_noted = before is not None and branch.rolled_back_to not in {"", self._branches[before].rolled_back_to}
         base = self._at.get(self._bases[number] or Place(0, -1))
         return has_noted and (base is None or base.id == branch.rolled_back_to)
 
     def _is_empty(self, number: int) -> bool:
-        """Return whether the next incarnation did not go back, and went on from the same place: it saw nothing newer."""
+        """Return whether the next incarnation found nothing of it: that did not go back, and has the same base."""
         after = self._next.get(number)
         return after is not None and self._bases[number] == self._bases[after] and not self._goes_back(after)
 
