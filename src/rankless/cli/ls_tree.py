@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from rankless.cli.format_incarnation import describe_base, describe_incarnation, incarnation_record
 from rankless.cli.run_listing import RUN_CHARACTERS, RunListing
 from rankless.cli.tree_rows import TreeRow, plan_rows
 from rankless.observe.terminal import escape_control_characters
@@ -94,41 +95,6 @@ class TreeListing:
             "unreadable_entries": self.history.unreadable,
             "entries_left_out": self.history.left_out,
         }
-
-
-def incarnation_record(one: Incarnation) -> dict[str, Any]:
-    """Return an incarnation as JSON."""
-    return {
-        "incarnation": one.number,
-        "host": one.job.host if one.job else None,
-        "pid": one.job.pid if one.job else None,
-        "time": one.job.time if one.job else None,
-        "begins": one.begins,
-        "base": None
-        if one.base is None
-        else {"incarnation": one.base.incarnation, "sequence": one.base.sequence, "tag": one.base_tag or None},
-        "goes_back": one.goes_back,
-        "checkpoints": [info.tag for info in one.checkpoints],
-        "abandoned": [info.tag for info in one.abandoned],
-    }
-
-
-def describe_incarnation(one: Incarnation) -> str:
-    """Return the number of an incarnation, and its job: ``incarnation 2 on node-1, process 42, 2026-11-27 11:40``."""
-    if one.job is None:
-        return f"incarnation {one.number}, whose job is not known" if one.number else "jobs that are not known"
-    host = f" on {one.job.host}" if one.job.host else ""
-    return escape_control_characters(
-        f"incarnation {one.number}{host}, process {one.job.pid}, {format_time(one.job.time)}"
-    )
-
-
-def describe_base(one: Incarnation) -> str:
-    """Return what an incarnation has continued, such as ``went back to step_10``; empty if it is not known."""
-    if one.base is None:
-        return "began the run" if one.begins else ""
-    tag = escape_control_characters(one.base_tag) or "a checkpoint that is removed"
-    return f"went back to {tag}" if one.goes_back else f"continued {tag}"
 
 
 def _checkpoints_of(tree: RunTree) -> Iterator[CheckpointInfo]:

@@ -235,14 +235,14 @@ class ShownHistory(msgspec.Struct, frozen=True):
     left_out: int = 0
 
 
-def read_entries(run: Path, wanted: Collection[int] = (), *, since: int = 0, limit: int = _MAX_SHOWN) -> ShownHistory:
-    """Return the entries of the history of a run directory from the number ``since`` on, to show them.
+def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
+    """Return the entries of the history of a run directory, to show them.
 
-    At most ``limit`` are looked at: those of the numbers ``wanted``, then the newest ones. What cannot be read is
+    Their number is bounded: those of the numbers ``wanted`` come first, then the newest ones. What cannot be read is
     counted, and raises nothing. A branch that a newer entry has is left out of the older ones.
     """
-    listed = [number for number in _list_entries(run) if number >= since]
-    chosen = sorted(sorted(listed, key=lambda number: (number not in wanted, -number))[:limit], reverse=True)
+    listed = sorted(_list_entries(run), key=lambda number: (number not in wanted, -number))
+    chosen = sorted(listed[:_MAX_SHOWN], reverse=True)
     entries: list[Entry] = []
     looked_at = nbytes = 0
     seen: set[tuple[str, int]] = set()

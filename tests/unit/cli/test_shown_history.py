@@ -1,4 +1,4 @@
-"""Tests ``rankless ls --tree``: which job continued which checkpoint, and where the run went back."""
+"""Tests what ``ls --tree`` and ``show`` say of the history: which job continued which checkpoint, and what it left."""
 
 from __future__ import annotations
 
@@ -14,39 +14,27 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 import rankless
-from rankless.cli import ls_tree
 from rankless.run import claims
 from rankless.run.claims import FOLDER, read_entries
 from rankless.run.history import Branch, Entry, Job
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.fake_s3 import FakeS3
+from tests.helpers.run_directories import save_step, train_as_job
 
 JOB = rf"{re.escape(socket.gethostname())}, process {os.getpid()}, \d{{4}}-\d\d-\d\d \d\d:\d\d"
 SAVED = r"  \d{4}-\d\d-\d\d \d\d:\d\d"
-
-
-def train(path: Path | str, last: int, tag: str | None = None) -> None:
-    """Resume as a job of its own, from a tag or the latest checkpoint, and save each step up to the last."""
-    run = rankless.RunDirectory(path)
-    first = 0
-    if rankless.has_checkpoint(path):
-        restored = run.restore(tag, {"w": torch.zeros(2)}, resume=True)
-        first = int(restored.step or 0)
-    for step in range(first + 1, last + 1):
-        run.save(f"step_{step}", {"w": torch.full((2,), float(step))}, step=step)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps that went back to the first one, to which three jobs more came, which saved nothing."""
     path = tmp_path_factory.mktemp("tree") / "run"
-    train(path, 3)
-    train(path, 2, "step_1")
+    train_as_job(path, 3)
+    train_as_job(path, 2, "step_1")
     for _ in range(3):
-        train(path, 0)
+        train_as_job(path, 0)
     rankless.set_alias(path, "good", "step_3")
     return path
 
@@ -147,7 +135,7 @@ def test_a_crash_loop_is_one_line(run: Path) -> None:
 
 def test_reading_is_bounded_and_says_what_it_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of jobs that have saved something are read first."""
-    monkeypatch.setattr(ls_tree, "read_entries", lambda path, wanted: read_entries(path, wanted, limit=3))
+    monkeypatch.setattr(claims, "_MAX_SHOWN", 3)
     lines = show(run)
     assert lines[1:7] == GRAPH[1:7]
     assert lines[8:] == [
@@ -197,11 +185,11 @@ def test_a_copy_without_hidden_names_has_only_checkpoints(run: Path) -> None:
 def test_several_runs_are_apart_and_those_without_a_checkpoint_are_counted(run: Path) -> None:
     for _ in range(2):
         write_entry(run, newest_entry(run).begin_run(os.urandom(8).hex(), Job("t", "node", 7, 1e9), []))
-    rankless.save_checkpoint(run, "of_another", {"w": torch.ones(2)})
+    save_step(run, 9)
     lines = show(run)
     heads = [line for line in lines if line.startswith("run ")]
     assert [head.split(": ")[1] for head in heads] == ["4 checkpoints", "1 checkpoint"]
-    assert lines[-3:] == ["│ incarnation 8; began the run", "● of_another  latest", "2 more runs without a checkpoint"]
+    assert lines[-3:] == ["│ incarnation 8; began the run", "● step_9  latest", "2 more runs without a checkpoint"]
     assert invoke_json("ls", run, "--tree")["tree"]["empty_runs"] == 2
 
 
@@ -261,10 +249,10 @@ def test_in_a_bucket_each_entry_is_a_request(monkeypatch: pytest.MonkeyPatch) ->
     fake = FakeS3()
     with fake.connected():
         path = fake.store_at("http://fake").path("bucket/run")
-        train(path, 3)
-        train(path, 2, "step_1")
+        train_as_job(path, 3)
+        train_as_job(path, 2, "step_1")
         for _ in range(3):
-            train(path, 0)
+            train_as_job(path, 0)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with fake.served() as url:
@@ -275,3 +263,51 @@ def test_in_a_bucket_each_entry_is_a_request(monkeypatch: pytest.MonkeyPatch) ->
         lines = show(path)
     assert [line.removesuffix(", good") for line in lines[1:]] == [line.removesuffix(", good") for line in GRAPH[1:]]
     assert len(fake.requests) - 2 * plain <= 5 + 1
+
+
+def show_header(path: Path, *options: str) -> dict[str, str]:
+    """The first lines of ``show`` by their names, each as one line, without hosts, processes and times."""
+    text = invoke("show", path, *options).stdout.split("\n\n")[0]
+    joined = re.sub(r"\n +", " ", text)
+    lines = [re.split(r" {2,}", re.sub(rf" on {JOB}", "", line), maxsplit=1) for line in joined.splitlines()]
+    return dict(lines)
+
+
+class TestShow:
+    def test_a_current_checkpoint(self, made: Path) -> None:
+        header = show_header(made)
+        assert header["saved by"] == "incarnation 2, which went back to step_1"
+        assert header["state"] == "current"
+        record = invoke_json("show", made)
+        assert (record["incarnation"], record["current"], record["abandoned_by"]) == (2, True, None)
+        assert record["saved_by"] == invoke_json("ls", made, "--tree")["tree"]["runs"][0]["incarnations"][1]
+
+    def test_an_abandoned_checkpoint(self, made: Path) -> None:
+        header = show_header(made / "step_3")
+        assert header["saved by"] == "incarnation 1, which began the run"
+        assert header["state"] == "abandoned by incarnation 2, which went back to step_1"
+        record = invoke_json("show", made, "--tag", "good")
+        first, second = invoke_json("ls", made, "--tree")["tree"]["runs"][0]["incarnations"][:2]
+        assert (record["incarnation"], record["current"]) == (1, False)
+        assert (record["saved_by"], record["abandoned_by"]) == (first, second)
+
+    def test_if_the_entries_are_lost_no_job_is_known(self, run: Path) -> None:
+        for number in (1, 2):
+            (run / FOLDER / f"{number:08d}.json").unlink()
+        header = show_header(run / "step_3")
+        assert header["saved by"] == "incarnation 1, whose job is not known"
+        assert header["state"] == "abandoned by incarnation 2, whose job is not known, which went back to step_1"
+
+    def test_without_a_history_it_has_the_number_only(self, run: Path, tmp_path: Path) -> None:
+        shutil.copytree(run / "step_3", tmp_path / "alone" / "step_3")
+        header = show_header(tmp_path / "alone" / "step_3")
+        assert (header["incarnation"], "saved by" in header, "state" in header) == ("1", False, False)
+        record = invoke_json("show", tmp_path / "alone" / "step_3")
+        assert (record["incarnation"], record["current"], record["saved_by"]) == (1, None, None)
+
+    def test_hostile_texts_are_escaped(self, run: Path) -> None:
+        entry = read_entries(run).entries[3]
+        write_entry(run, msgspec.structs.replace(entry, job=Job("t", "a\x1b[2Jb", 7, 1e9)))
+        text = invoke("show", run / "step_3").stdout
+        assert "\x1b" not in text
+        assert r"on a\x1b[2Jb" in text
