@@ -62,6 +62,26 @@ class RunTree(msgspec.Struct, frozen=True):
         """The incarnations by their numbers."""
         return {one.number: one for one in self.incarnations}
 
+    def ancestors_of(self, info: CheckpointInfo) -> list[CheckpointInfo]:
+        """Return the checkpoints that led to one of the run, oldest first, and that one as the last.
+
+        Before an incarnation whose base is unknown, all older checkpoints count.
+        """
+        by_number, line = self.by_number, {info.incarnation: info.sequence}
+        oldest = by_number[info.incarnation]
+        while oldest.base is not None:
+            line[oldest.base.incarnation] = oldest.base.sequence
+            oldest = by_number[oldest.base.incarnation]
+        if not oldest.begins:
+            line |= {number: line[oldest.number] for number in by_number if number < oldest.number}
+        led = [
+            other
+            for one in self.incarnations
+            for other in one.checkpoints
+            if other != info and other.sequence <= line.get(one.number, -1)
+        ]
+        return [*sorted(led, key=lambda other: (*other.age, other.tag)), info]
+
     def find_abandoning(self, info: CheckpointInfo) -> Incarnation | None:
         """Return the incarnation that abandoned a checkpoint; ``None`` if it is current, or if that is unknown."""
         return next((one for one in self.incarnations if info in one.abandoned), None)
