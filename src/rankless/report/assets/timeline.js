@@ -122,14 +122,14 @@ function drawTimeline(root, events, width, onPoint) {
   series.forEach(([title, unit, pick, format, paths], number) => {
     const isLast = number === series.length - 1, host = make('div', {});
     root.append(make('div', { class: 'chart' }, make('h3', {}, title, make('span', {}, unit)), host));
-    const makeSeries = (name, dash) => ({ stroke: color(name), fill: paths ? color(name) : null, width: paths ? 0 : 2, dash, paths,
-      points: { show: events.length < 60 && !paths, size: 5, fill: color(name) }, spanGaps: true });
+    const makeSeries = (name, spanGaps, dash) => ({ stroke: color(name), fill: paths ? color(name) : null, width: paths ? 0 : 2, dash, paths,
+      points: { show: events.length < 60 && !paths, size: 5, fill: color(name) }, spanGaps });
     const axis = { stroke: color('--muted'), grid: { stroke: color('--line'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
     new uPlot({
       width, height: [116, 96, 128][number], padding: [8, 12, isLast ? 0 : 6, 0], legend: { show: false },
       cursor: { sync: { key: 'saves' }, y: false, drag: { x: false, y: false } },
       scales: { x: { time: false, range: [-0.5, Math.max(0.5, events.length - 0.5)] }, y: { range: (_, __, high) => [0, (high || 1) * (number ? 1.12 : 1.4)] } },
-      series: [{}, makeSeries('--accent'), makeSeries('--abandoned', [4, 4])],
+      series: [{}, makeSeries('--accent', true), makeSeries('--abandoned', false, [4, 4])],
       axes: [
         { ...axis, size: isLast ? 28 : 0, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 70,
           values: (_, ticks) => ticks.map((place) => !isLast || (events[place]?.step ?? null) === null ? '' : `step ${formatStep(events[place].step)}`) },
@@ -156,31 +156,40 @@ function drawLabel(ctx, text, x, top, isLeft) {
   ctx.fillText(text, start, top + 11 * ratio);
 }
 
-// Mark failures, resumes and rollbacks: dots, dashed and solid lines, with the number of ranks where it changes.
+// Mark failures, resumes and rollbacks: dots, dashed and solid lines.
 function drawMarks(chart, events, isFirst) {
   const { ctx, bbox } = chart, ratio = devicePixelRatio;
-  let ranks = 0;
+  const findX = (place) => Math.round(chart.valToPos(place, 'x', true));
   ctx.save();
-  ctx.font = `${11 * ratio}px system-ui`;
-  events.forEach((entry, place) => {
-    const x = Math.round(chart.valToPos(place, 'x', true));
-    if (entry.kind === 'resumed' || entry.kind === 'rollback') {
-      ctx.strokeStyle = color(entry.kind === 'resumed' ? '--note' : '--bad');
-      ctx.setLineDash(entry.kind === 'resumed' ? [4 * ratio, 3 * ratio] : []);
+  events.forEach(({ kind }, place) => {
+    const x = findX(place);
+    if (kind === 'resumed' || kind === 'rollback') {
+      ctx.strokeStyle = color(kind === 'resumed' ? '--note' : '--bad');
+      ctx.setLineDash(kind === 'resumed' ? [4 * ratio, 3 * ratio] : []);
       ctx.lineWidth = 1.5 * ratio;
       ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
     }
-    if (entry.kind === 'failed') {
+    if (kind === 'failed') {
       ctx.fillStyle = color('--bad');
       ctx.beginPath(); ctx.arc(x, bbox.top + bbox.height - 5 * ratio, 4 * ratio, 0, 7); ctx.fill();
     }
-    if (isFirst && entry.kind === 'rollback') {
-      drawLabel(ctx, `back to ${shorten(entry.tag)}`, x, bbox.top + 15 * ratio, place > events.length * 0.7);
+  });
+  if (isFirst) drawTexts(ctx, bbox, events, findX);
+  ctx.restore();
+}
+
+// Write the number of ranks where it changes, and to which checkpoint the run went back, in a line below. They are drawn after all marks.
+function drawTexts(ctx, bbox, events, findX) {
+  const ratio = devicePixelRatio;
+  let ranks = 0;
+  ctx.font = `${11 * ratio}px system-ui`;
+  events.forEach((entry, place) => {
+    if (entry.kind === 'rollback') {
+      drawLabel(ctx, `back to ${shorten(entry.tag)}`, findX(place), bbox.top + 15 * ratio, place > events.length * 0.7);
     }
-    if (isFirst && entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
+    if (entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
       ranks = entry.ranks;
-      drawLabel(ctx, formatCount(ranks, 'rank'), x, bbox.top, place > events.length * 0.85);
+      drawLabel(ctx, formatCount(ranks, 'rank'), findX(place), bbox.top, place > events.length * 0.85);
     }
   });
-  ctx.restore();
 }
