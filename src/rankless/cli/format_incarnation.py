@@ -29,7 +29,7 @@ def incarnation_record(one: Incarnation) -> dict[str, Any]:
 def describe_incarnation(one: Incarnation) -> str:
     """Return the number of an incarnation, and its job: ``incarnation 2 on node-1, process 42, 2026-11-27 11:40``."""
     if one.job is None:
-        return f"incarnation {one.number}, whose job is not known" if one.number else "jobs that are not known"
+        return f"incarnation {one.number}, whose job is not known" if one.number else "no known incarnation"
     host = f" on {one.job.host}" if one.job.host else ""
     return escape_control_characters(
         f"incarnation {one.number}{host}, process {one.job.pid}, {format_time(one.job.time)}"

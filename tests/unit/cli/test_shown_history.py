@@ -193,6 +193,16 @@ def test_several_runs_are_apart_and_those_without_a_checkpoint_are_counted(run: 
     assert invoke_json("ls", run, "--tree")["tree"]["empty_runs"] == 2
 
 
+def test_a_conversion_belongs_to_no_job(run: Path) -> None:
+    invoke("convert", run / "step_1", run / "converted", "--to", "native")
+    lines = show(run)
+    assert [line for line in lines if not line.startswith("run ")][-2:] == [
+        "│ no known incarnation",
+        "● converted  latest",
+    ]
+    assert show_header(run / "converted")["saved by"] == "no known incarnation"
+
+
 def test_a_rollback_without_a_job_is_shown_before_the_next_save(run: Path) -> None:
     invoke("rollback", run, "step_3")
     lines = show(run)
