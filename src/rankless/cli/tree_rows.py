@@ -29,8 +29,8 @@ class TreeRow(msgspec.Struct, frozen=True):
     checkpoint: CheckpointInfo | None = None
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """A part of an incarnation in a column: its places from the one with the index ``first`` on."""
+class _Segment(msgspec.Struct, frozen=True):
+    """A segment of an incarnation in a column: its places from the one with the index ``first`` on."""
 
     incarnation: Incarnation
     first: int = 0
@@ -72,7 +72,7 @@ class _RowPlanner:
 
     def plan(self, root: Incarnation) -> Iterator[TreeRow]:
         """Yield the rows of an incarnation and of all that continued it. Columns are a stack: they may be many."""
-        columns = [self._plan_column(_Part(root), 0)]
+        columns = [self._plan_column(_Segment(root), 0)]
         while columns:
             row = next(columns[-1], None)
             if row is None:
@@ -82,28 +82,28 @@ class _RowPlanner:
             else:
                 columns.append(self._plan_column(row, len(columns)))
 
-    def _plan_column(self, first: _Part, depth: int) -> Iterator[TreeRow | _Part]:
-        """Yield the rows of a column, and the parts that are in the next one."""
-        following: _Part | None = first
+    def _plan_column(self, first: _Segment, depth: int) -> Iterator[TreeRow | _Segment]:
+        """Yield the rows of a column, and the segments that are in the next one."""
+        following: _Segment | None = first
         while following is not None:
-            part, following = following, None
-            stops = self._stops.get(part.incarnation.number, [])
-            if part.first == 0:
-                yield TreeRow("incarnation", depth, (part.incarnation,))
-            for after, stop in enumerate(stops[part.first :], part.first + 1):
+            segment, following = following, None
+            stops = self._stops.get(segment.incarnation.number, [])
+            if segment.first == 0:
+                yield TreeRow("incarnation", depth, (segment.incarnation,))
+            for after, stop in enumerate(stops[segment.first :], segment.first + 1):
                 for info in stop.checkpoints:
                     yield TreeRow("checkpoint", depth, checkpoint=info)
                 has_more = after < len(stops)
                 goes_on = self._find_continuation(stop.children, has_more=has_more)
                 others = [child for child in stop.children if child is not goes_on]
-                sides = [_Part(part.incarnation, after)] if goes_on is not None and has_more else []
-                for side in [*sides, *(_Part(child) for child in others if not self._is_quiet(child))]:
+                sides = [_Segment(segment.incarnation, after)] if goes_on is not None and has_more else []
+                for side in [*sides, *(_Segment(child) for child in others if not self._is_quiet(child))]:
                     yield TreeRow("fork", depth)
                     yield side
                 if quiet := tuple(filter(self._is_quiet, others)):
                     yield TreeRow("quiet", depth, quiet)
                 if goes_on is not None:
-                    following = _Part(goes_on)
+                    following = _Segment(goes_on)
                     break
 
     def _find_continuation(self, children: Sequence[Incarnation], *, has_more: bool) -> Incarnation | None:

@@ -91,22 +91,16 @@ def build_timeline(
 
     ``history`` is the newest entry of the history. At most ``limit`` times that the run went back are in it, too.
     """
-    known = {_name_save(entry) for entry in journal if entry.kind == "saved"}
-    from_manifests = [
-        save
-        for info in checkpoints
-        if info.status == "complete" and not known & {_name_save(save := _describe_save(info)), (save.tag, save.run, 0)}
+    known = {(entry.tag, entry.run, entry.sequence) for entry in journal if entry.kind == "saved"}
+    saves = [_describe_save(info) for info in checkpoints if info.status == "complete"]
+    from_manifests = [  # lines of a journal may lack the sequence number
+        save for save in saves if known.isdisjoint((save.tag, save.run, sequence) for sequence in (save.sequence, 0))
     ]
     entries = sorted([*journal, *from_manifests], key=lambda entry: entry.time)
     kept = _sample_entries(entries, limit)
     back = [(one.job.time, one) for tree in trees for one in tree.incarnations if one.goes_back and one.job is not None]
     rollbacks = [one for _, one in sorted(back, key=lambda item: item[0])]
     return Timeline(kept, len(entries) - len(kept), bool(journal), sample_evenly(rollbacks, limit), history)
-
-
-def _name_save(entry: JournalEntry) -> tuple[str, str, int]:
-    """Return what tells a save from others. Old lines of a journal have no sequence number."""
-    return entry.tag, entry.run, entry.sequence
 
 
 def _describe_save(info: CheckpointInfo) -> JournalEntry:

@@ -238,11 +238,14 @@ class ShownHistory(msgspec.Struct, frozen=True):
 def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     """Return the entries of the history of a run directory, to show them.
 
-    Their number is bounded: those of the numbers ``wanted`` come first, then the newest ones. What cannot be read is
-    counted, and raises nothing. A branch that a newer entry has is left out of the older ones.
+    Their number is bounded: the newest one comes first, then those of the numbers ``wanted``, then all others from the
+    newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has is left
+    out of the older ones.
     """
-    listed = sorted(_list_entries(run), key=lambda number: (number not in wanted, -number))
-    chosen = sorted(listed[:_MAX_SHOWN], reverse=True)
+    listed = _list_entries(run)
+    newest = max(listed, default=0)
+    by_use = sorted(listed, key=lambda number: (number != newest, number not in wanted, -number))
+    chosen = sorted(by_use[:_MAX_SHOWN], reverse=True)
     entries: list[Entry] = []
     looked_at = nbytes = 0
     seen: set[tuple[str, int]] = set()

@@ -34,7 +34,7 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
         base_tag: The tag of the checkpoint there; empty if that is removed.
         begins: Whether it is known to have begun the run.
         checkpoints: Its checkpoints, oldest first.
-        abandoned: The checkpoints that were current before its claim, and were not any more after it.
+        abandoned: The checkpoints that are not current since its claim.
         goes_back: Whether the run went back to an older checkpoint with it.
         is_empty: Whether it is known that it saved nothing.
     """

@@ -145,6 +145,11 @@ def test_reading_is_bounded_and_says_what_it_left_out(run: Path, monkeypatch: py
     assert invoke_json("ls", run, "--tree")["tree"]["entries_left_out"] == 2
 
 
+def test_the_newest_entry_is_always_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_MAX_SHOWN", 2)
+    assert [entry.number for entry in read_entries(run, {1, 2, 3}).entries] == [5, 3]
+
+
 def test_the_bytes_that_are_read_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "_MAX_SHOWN_BYTES", 1)
     monkeypatch.setattr(claims, "_BATCH", 2)
