@@ -313,6 +313,12 @@ class TestShow:
         assert header["saved by"] == "incarnation 1, whose job is not known"
         assert header["state"] == "abandoned by incarnation 2, whose job is not known, which went back to step_1"
 
+    def test_a_history_that_cannot_be_read_hides_nothing_else(self, run: Path) -> None:
+        (run / FOLDER / "00000009.json").mkdir()
+        assert "00000009.json" in invoke("ls", run, code=1).stderr
+        header = show_header(run / "step_3")
+        assert (header["tag"], header["incarnation"], "state" in header) == ("step_3", "1", False)
+
     def test_without_a_history_it_has_the_number_only(self, run: Path, tmp_path: Path) -> None:
         shutil.copytree(run / "step_3", tmp_path / "alone" / "step_3")
         header = show_header(tmp_path / "alone" / "step_3")
