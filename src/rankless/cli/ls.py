@@ -12,7 +12,6 @@ import typer
 from rankless.cli.checkpoint_argument import Local, check_run
 from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.live_view import LiveView, show_live
-from rankless.cli.ls_tree import TreeListing
 from rankless.cli.output import print_error, print_json
 from rankless.cli.run_listing import RunListing, build_table
 from rankless.cli.table import Table
@@ -24,6 +23,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import parse_location
 
 if TYPE_CHECKING:
+    from rankless.cli.ls_tree import TreeListing
     from rankless.cli.tier.ls_local import TierListing
 
 
@@ -56,7 +56,7 @@ def ls(  # noqa: PLR0917 - options of the command
         _watch(path, best, show_all=show_all)
     listing = RunListing.of(path, list_checkpoints(path), best)
     checkpoints, shown = listing.checkpoints, listing.leftovers if show_all else []
-    trees = TreeListing.of(path, checkpoints) if tree else None
+    trees = _list_trees(path, checkpoints) if tree else None
     if as_json:
         _print_json(listing, shown, tier, trees)
     elif trees is not None and checkpoints:
@@ -85,6 +85,12 @@ def _list_tier(run: str, local: str) -> TierListing:
     with leave_on_interrupt():
         from rankless.cli.tier.ls_local import TierListing  # noqa: PLC0415 - NumPy is slow to import
     return TierListing.of(run, local)
+
+
+def _list_trees(path: Path, checkpoints: Sequence[CheckpointInfo]) -> TreeListing:
+    with leave_on_interrupt():
+        from rankless.cli.ls_tree import TreeListing  # noqa: PLC0415 - a plain list needs none of it
+    return TreeListing.of(path, checkpoints)
 
 
 def _watch(path: Path, best: str | None, *, show_all: bool) -> NoReturn:
