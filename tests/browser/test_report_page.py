@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import rankless
 from rankless.run.journal import JournalEntry, append_entry
 from tests.helpers.commands import invoke
 from tests.helpers.large_pages import make_large_page
+from tests.helpers.run_directories import train_as_job
 
 sync_api = pytest.importorskip("playwright.sync_api")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -80,6 +82,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for step, tag in enumerate((HOSTILE, "constructor", "__proto__")):
         rankless.save_checkpoint(hostile, tag, tensors, step=step, metrics={HOSTILE: 1.0, "__proto__": 2.0})
         tensors = {**tensors, "small": tensors["large"] * 1e-300}
+    train_as_job(folder / "branched", 3)
+    train_as_job(folder / "branched", 2, "step_1")
     rankless.save_checkpoint(folder / "empty", "a", {"w": torch.empty(0)}, rng=False)
     rankless.save_checkpoint(folder / "flat", "a", {f"p{number:04d}": torch.ones(3) for number in range(2000)})
     rankless.save_checkpoint(folder / "model", "a", {"w": torch.ones(9)})
@@ -87,6 +91,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "run": (run, "--stats"),
         "flat": (folder / "flat",),
         "model": (folder / "model",),
+        "branched": (folder / "branched",),
         "difference": (run / "step_5", run / "step_6"),
         "hostile": (hostile, "--stats"),
         "empty": (folder / "empty", "--stats"),
@@ -136,7 +141,7 @@ class Tab:
 
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["run", "difference", "hostile", "empty", "large"])
+@pytest.mark.parametrize("name", ["run", "branched", "difference", "hostile", "empty", "large"])
 def test_nothing_is_wrong_with_any_page(
     browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int
 ) -> None:
@@ -233,8 +238,30 @@ def test_the_table_of_events_has_all_of_them(browser: Any, pages: dict[str, Path
     tab.context.close()
 
 
+def test_a_run_that_went_back_says_so(browser: Any, pages: dict[str, Path]) -> None:
+    """In the legend of the charts, their description, the table of events and that of checkpoints."""
+    tab = Tab(browser, pages["branched"])
+    legend = tab.page.locator("#view-saves ul.legend").first.inner_text()
+    assert ("the run went back" in legend, "abandoned" in legend) == (True, True)
+    description = tab.page.locator("#view-saves [role=img]").get_attribute("aria-label")
+    assert "1 rollback, 2 abandoned saves." in description
+    tab.page.locator("details summary").first.click()
+    events = tab.page.locator("details tbody tr").all()
+    texts = [event.locator("td").all_inner_texts()[1] for event in events]
+    went_back = f"went back to step_1, abandoned 2 checkpoints (incarnation 2 on {socket.gethostname()})"
+    saves = ["saved step_1", "saved step_2, now abandoned", "saved step_3, now abandoned", "saved step_2"]
+    assert [text for text in texts if text.startswith("saved")] == saves[::-1]
+    assert texts.index("saved step_2") < texts.index(went_back) < texts.index("saved step_3, now abandoned")
+    statuses = tab.page.locator("#view-checkpoints tbody tr").all()
+    assert [status.locator("td").all_inner_texts()[7] for status in statuses] == [
+        *("complete", "complete", "abandoned", "abandoned")
+    ]
+    assert tab.problems == []
+    tab.context.close()
+
+
 @pytest.mark.parametrize("width", [390, 1400])
-@pytest.mark.parametrize("name", ["run", "difference", "large"])
+@pytest.mark.parametrize("name", ["run", "branched", "difference", "large"])
 def test_labels_and_controls_are_not_cut_off(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
     tab = Tab(browser, pages[name], viewport={"width": width, "height": 900})
     cut = tab.page.evaluate("""() => [...document.querySelectorAll('.frame b, .choice, .card dd, .head .cell')]

@@ -79,7 +79,7 @@ def make_large_page(checkpoints: int) -> bytes:
             "verified": {},
             "focus": infos[-1].tag,
             "checkpoints": [
-                [each.tag, each.status, each.step, each.time, 64, each.run, 10**11, 10**11, [], {"loss": 0.1}, ""]
+                [each.tag, each.status, each.step, each.time, 64, each.run, 10**11, 10**11, [], {"loss": 0.1}, "", True]
                 for each in shown
             ],
             "checkpoints_omitted": len(infos) - len(shown),

@@ -20,6 +20,17 @@ def save_step(path: Path, step: int, **options: Any) -> None:
     rankless.save_checkpoint(path, f"step_{step}", {"w": torch.full((4,), float(step))}, step=step, **options)
 
 
+def train_as_job(path: Path | str, last: int, tag: str | None = None) -> None:
+    """Resume as a job of its own, from a tag or the latest checkpoint, and save each step up to the last."""
+    run = rankless.RunDirectory(path)
+    first = 0
+    if rankless.has_checkpoint(path):
+        restored = run.restore(tag, {"w": torch.zeros(2)}, resume=True)
+        first = int(restored.step or 0)
+    for step in range(first + 1, last + 1):
+        run.save(f"step_{step}", {"w": torch.full((2,), float(step))}, step=step)
+
+
 def list_tags(path: Path) -> list[str]:
     return [info.tag for info in rankless.list_checkpoints(path)]
 

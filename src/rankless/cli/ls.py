@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -22,6 +23,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import parse_location
 
 if TYPE_CHECKING:
+    from rankless.cli.ls_tree import TreeListing
     from rankless.cli.tier.ls_local import TierListing
 
 
@@ -31,6 +33,7 @@ def ls(  # noqa: PLR0917 - options of the command
     best: Annotated[
         str | None, typer.Option(metavar="METRIC[:max]", help="Mark the best checkpoint by a metric.")
     ] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Show which job continued which checkpoint.")] = False,
     local: Local = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the list again when it changes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
@@ -40,22 +43,24 @@ def ls(  # noqa: PLR0917 - options of the command
     "own" is the disk space that no other checkpoint shares; it is shown if checkpoints share files. Corrupt checkpoints
     are listed before all others, then "abandoned" ones, from which the run went back. "complete" means that the
     save was completed; only verify reads the tensors. The exit code is 1 if there is no checkpoint, or a corrupt one.
+    With --tree show the history: the job that saved each checkpoint, what it continued, and where the run went back.
     With --local also list what the local tier has on this host.
     """
     path = parse_location(run)
     if local is None:
         check_run(path)
-    if watch and as_json:
-        raise InvalidArgumentError("--watch and --json cannot be used together: leave one of them out")
-    if watch and local is not None:
-        raise InvalidArgumentError("--watch and --local cannot be used together: leave one of them out")
+    if watch:
+        _check_alone("--watch", {"--json": as_json, "--local": local is not None, "--tree": tree})
     tier = None if local is None else _list_tier(run, local)
     if watch:
         _watch(path, best, show_all=show_all)
     listing = RunListing.of(path, list_checkpoints(path), best)
     checkpoints, shown = listing.checkpoints, listing.leftovers if show_all else []
+    trees = _list_trees(path, checkpoints) if tree else None
     if as_json:
-        _print_json(listing, shown, tier)
+        _print_json(listing, shown, tier, trees)
+    elif trees is not None and checkpoints:
+        _print_tree(trees, listing, shown)
     elif checkpoints or shown:
         _print_table(listing, shown)
     if tier is not None and not as_json:
@@ -70,10 +75,22 @@ def ls(  # noqa: PLR0917 - options of the command
     raise typer.Exit(1 if is_corrupt else 0)
 
 
+def _check_alone(option: str, others: Mapping[str, bool]) -> None:
+    """Raise ``InvalidArgumentError`` if one of other options is given, too."""
+    for other in (name for name, is_given in others.items() if is_given):
+        raise InvalidArgumentError(f"{option} and {other} cannot be used together: leave one of them out")
+
+
 def _list_tier(run: str, local: str) -> TierListing:
     with leave_on_interrupt():
         from rankless.cli.tier.ls_local import TierListing  # noqa: PLC0415 - NumPy is slow to import
     return TierListing.of(run, local)
+
+
+def _list_trees(path: Path, checkpoints: Sequence[CheckpointInfo]) -> TreeListing:
+    with leave_on_interrupt():
+        from rankless.cli.ls_tree import TreeListing  # noqa: PLC0415 - a plain list needs none of it
+    return TreeListing.of(path, checkpoints)
 
 
 def _watch(path: Path, best: str | None, *, show_all: bool) -> NoReturn:
@@ -85,9 +102,11 @@ def _watch(path: Path, best: str | None, *, show_all: bool) -> NoReturn:
     show_live(path, build)
 
 
-def _print_json(listing: RunListing, leftovers: Sequence[StaleDirectory], tier: TierListing | None) -> None:
+def _print_json(
+    listing: RunListing, leftovers: Sequence[StaleDirectory], tier: TierListing | None, trees: TreeListing | None
+) -> None:
     checkpoints = listing.checkpoints
-    table = {
+    table: dict[str, object] = {
         "path": str(listing.path),
         "latest": next((info.tag for info in checkpoints[-1:] if info.status == "complete"), None),
         "best": listing.best or None,
@@ -104,7 +123,11 @@ def _print_json(listing: RunListing, leftovers: Sequence[StaleDirectory], tier: 
             for leftover in leftovers
         ],
     }
-    print_json(table if tier is None else {**table, "local": tier.as_record()})
+    if trees is not None:
+        table["tree"] = trees.as_record()
+    if tier is not None:
+        table["local"] = tier.as_record()
+    print_json(table)
 
 
 def _as_record(listing: RunListing, info: CheckpointInfo) -> dict[str, object]:
@@ -126,6 +149,14 @@ def _as_record(listing: RunListing, info: CheckpointInfo) -> dict[str, object]:
         "bytes": info.nbytes if readable else None,
         "own_bytes": listing.own[info.tag] if readable else None,
     }
+
+
+def _print_tree(trees: TreeListing, listing: RunListing, leftovers: Sequence[StaleDirectory]) -> None:
+    """Print the graph, after a table of what is not in it: corrupt checkpoints, and leftovers."""
+    unread = replace(listing, checkpoints=[info for info in listing.checkpoints if info.status != "complete"])
+    if unread.checkpoints or leftovers:
+        _print_table(unread, leftovers)
+    trees.print_graph(terminal_console(), listing)
 
 
 def _print_table(listing: RunListing, leftovers: Sequence[StaleDirectory]) -> None:

@@ -26,7 +26,7 @@ _SHARING = 0.95
 _SEVERAL = 2
 
 #: How many characters of the id of a run are shown.
-_RUN_CHARACTERS = 6
+RUN_CHARACTERS = 6
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _format_row(listing: RunListing, info: CheckpointInfo, now: float) -> list[C
         format_time(info.time),
         format_age(now - info.time),
         str(info.world_size or ""),
-        info.run[:_RUN_CHARACTERS],
+        info.run[:RUN_CHARACTERS],
         format_size(info.nbytes),
         format_size(listing.own[info.tag]),
         _complete_status(info, marks),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rankless.observe.units import format_count
 from rankless.report.statistics import Statistics
 from rankless.run.catalog import StaleDirectory
+from rankless.run.history_tree import RunTree
 from rankless.run.journal import JournalEntry
 from rankless.run.scan import CheckpointInfo
 
@@ -41,6 +42,20 @@ def judge_checkpoints(checkpoints: Sequence[CheckpointInfo], leftovers: Sequence
         findings.append(
             ("note", f"{format_count(unfinished, 'unfinished save')}: still running, or interrupted (rankless prune)")
         )
+    return findings
+
+
+def judge_history(trees: Sequence[RunTree]) -> list[Finding]:
+    """Return a finding for each run that has abandoned checkpoints, which says where it went back last."""
+    findings: list[Finding] = []
+    for tree in trees:
+        by = [one for one in tree.incarnations if one.abandoned]
+        if not by:
+            continue
+        count, back = sum(len(one.abandoned) for one in by), [one for one in by if one.goes_back]
+        last = f": the run went back, last to {back[-1].base_tag or 'a checkpoint that is removed'}" if back else ""
+        verb = "is" if count == 1 else "are"
+        findings.append(("note", f"{format_count(count, 'checkpoint')} {verb} abandoned{last} (rankless ls --tree)"))
     return findings
 
 

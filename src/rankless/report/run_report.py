@@ -13,12 +13,22 @@ from typing import Any
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, StorageError
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, inspect_exact_path
 from rankless.report.compaction import sample_evenly
-from rankless.report.health import Finding, judge_checkpoints, judge_saves, judge_values, judge_verification
+from rankless.report.health import (
+    Finding,
+    judge_checkpoints,
+    judge_history,
+    judge_saves,
+    judge_values,
+    judge_verification,
+)
 from rankless.report.statistics import Statistics, statistics_columns
 from rankless.report.tensor_columns import NamedTensor, list_tensors, mark_shared, tensor_columns
 from rankless.report.timeline import build_timeline
 from rankless.run.aliases import list_aliases, means
 from rankless.run.catalog import list_checkpoints, list_stale_directories
+from rankless.run.claims import read_entries
+from rankless.run.history import Entry
+from rankless.run.history_tree import build_trees
 from rankless.run.journal import JournalEntry, read_journal
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.links_and_clones import own_bytes
@@ -55,14 +65,16 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
     """Return the data of the report of a run, with the tensors of the checkpoint ``tag``."""
     checkpoints, leftovers = list_checkpoints(run), list_stale_directories(run)
     journal, journal_findings = _read_journal(run)
-    complete = [info for info in checkpoints if info.status == "complete"]
-    focus = next(info for info in reversed(complete) if info.tag == tag)
-    until_focus = complete[: complete.index(focus) + 1]
+    entries = read_entries(run, {info.incarnation for info in checkpoints}).entries
+    trees = build_trees(entries, checkpoints)
+    focus = next(info for info in reversed(checkpoints) if info.status == "complete" and info.tag == tag)
+    until_focus = next(tree for tree in trees if tree.run == focus.run).ancestors_of(focus)
     history, unread = _read_history(until_focus, options)
     shown = sample_evenly(checkpoints, options.limit(_MAX_CHECKPOINTS))
     inspected = inspect_exact_path(focus.path)
     findings = [
         *judge_checkpoints(checkpoints, leftovers),
+        *judge_history(trees),
         *journal_findings,
         *judge_saves(journal),
         *judge_verification(options.verified),
@@ -74,8 +86,14 @@ def describe_run(run: Path, tag: str, options: ReportOptions) -> dict[str, Any]:
         "focus": tag,
         "checkpoints": _checkpoint_rows(run, shown),
         "checkpoints_omitted": len(checkpoints) - len(shown),
-        "timeline": build_timeline(checkpoints, journal, options.limit(_MAX_ENTRIES)).as_record(),
-        **_describe_tensors(inspected, _find_before(until_focus), history),
+        "timeline": build_timeline(
+            checkpoints,
+            journal,
+            options.limit(_MAX_ENTRIES),
+            history=entries[0] if entries else Entry(),
+            trees=trees,
+        ).as_record(),
+        **_describe_tensors(inspected, until_focus[-2] if len(until_focus) > 1 else None, history),
         "statistics_omitted": max(0, len(until_focus) - options.limit(_MAX_STATISTICS)),
     }
 
@@ -133,12 +151,6 @@ def _compare_with(tensors: Sequence[NamedTensor], inspected: InspectedCheckpoint
         return ""
 
 
-def _find_before(until_focus: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the newest checkpoint of the same run that is older than the last one."""
-    focus = until_focus[-1]
-    return next((info for info in reversed(until_focus[:-1]) if info.run == focus.run), None)
-
-
 def _read_journal(run: Path) -> tuple[list[JournalEntry], list[Finding]]:
     """Return the journal, or a finding if it cannot be read."""
     try:
@@ -148,9 +160,8 @@ def _read_journal(run: Path) -> tuple[list[JournalEntry], list[Finding]]:
 
 
 def _read_history(infos: Sequence[CheckpointInfo], options: ReportOptions) -> tuple[History, list[Finding]]:
-    """Return the statistics of checkpoints of the run of the last one, which are sampled if there are many."""
-    same_run = [info for info in infos if info.run == infos[-1].run]
-    sampled = sample_evenly(same_run, options.limit(_MAX_STATISTICS))
+    """Return the statistics of checkpoints, which are sampled if there are many."""
+    sampled = sample_evenly(infos, options.limit(_MAX_STATISTICS))
     return _collect_statistics([(info.tag, partial(inspect_exact_path, info.path)) for info in sampled], options)
 
 
@@ -192,6 +203,7 @@ def _checkpoint_rows(run: Path, infos: Sequence[CheckpointInfo]) -> list[list[An
             [name for name, alias in aliases.items() if means(alias, info)],
             dict(info.metrics),
             info.problem,
+            info.is_current,
         ]
         for info in infos
     ]

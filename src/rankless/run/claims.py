@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from rankless.run.pointers import read_back
 from rankless.storage import posix
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import store_of
+from rankless.storage.store import map_requests, store_of
 
 #: The folder of the history in a run directory.
 FOLDER = ".history"
@@ -34,8 +34,17 @@ _SUFFIX = ".json"
 #: The most entries that are remembered, and the most bytes of one.
 _MAX_REMEMBERED, _MAX_BYTES = 2**12, 2**24
 
+#: The most entries that are read to show a history, and the most bytes of all of them.
+_MAX_SHOWN, _MAX_SHOWN_BYTES = 1000, 2**26
+
+#: The entries that are read at a time to show a history.
+_BATCH = 16
+
 #: The most attempts to claim while other jobs do.
 _ATTEMPTS = 1000
+
+#: The errors of bytes that are no entry.
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 #: The attempts to read an entry that is listed, and the seconds between.
 _READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
@@ -203,7 +212,7 @@ def _decode_entry(path: Path) -> Entry | None:
         if error.errno == errno.ENOENT:
             raise FileNotFoundError(str(path)) from error
         raise
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _UNDECODABLE:
         return None
 
 
@@ -213,6 +222,53 @@ def _find_entry(run: Path, number: int) -> Entry | None:
     with suppress(FileNotFoundError):
         return _read_listed(run, number, etags[number]) if number in etags else None
     return None
+
+
+class ShownHistory(msgspec.Struct, frozen=True):
+    """The entries of a history, from the newest to the oldest.
+
+    ``unreadable`` of those that were looked at are corrupt or cannot be read now. ``left_out`` were not looked at.
+    """
+
+    entries: Sequence[Entry] = ()
+    unreadable: int = 0
+    left_out: int = 0
+
+
+def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
+    """Return the entries of the history of a run directory, to show them.
+
+    Their number is bounded: the newest one comes first, then those of the numbers ``wanted``, then all others from the
+    newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has is left
+    out of the older ones.
+    """
+    listed = _list_entries(run)
+    newest = max(listed, default=0)
+    by_use = sorted(listed, key=lambda number: (number != newest, number not in wanted, -number))
+    chosen = sorted(by_use[:_MAX_SHOWN], reverse=True)
+    entries: list[Entry] = []
+    looked_at = nbytes = 0
+    seen: set[tuple[str, int]] = set()
+    while looked_at < len(chosen) and nbytes < _MAX_SHOWN_BYTES:
+        batch = chosen[looked_at : looked_at + _BATCH]
+        looked_at += len(batch)
+        for number, (entry, size) in zip(batch, map_requests(lambda one: _look_at_entry(run, one), batch), strict=True):
+            nbytes += size
+            if entry is not None and entry.number == number:
+                new = {name: branch for name, branch in entry.runs.items() if (name, branch.incarnation) not in seen}
+                seen |= {(name, branch.incarnation) for name, branch in new.items()}
+                entries.append(msgspec.structs.replace(entry, runs=new))
+    return ShownHistory(entries, looked_at - len(entries), len(listed) - looked_at)
+
+
+def _look_at_entry(run: Path, number: int) -> tuple[Entry | None, int]:
+    """Return an entry and its size in bytes; no entry if it is corrupt or cannot be read."""
+    path = _path_of(run, number)
+    try:
+        data = store_of(path).read_small(path, _MAX_BYTES)
+        return msgspec.json.decode(data, type=Entry), len(data)
+    except (StorageError, *_UNDECODABLE):
+        return None, 0
 
 
 def _path_of(run: Path, number: int) -> Path:

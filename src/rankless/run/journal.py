@@ -45,6 +45,9 @@ MAX_PLACEMENT = 8
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
+#: Numbers of the history, which are not shown.
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
 #: The hosts of consecutive ranks: the name of a host, and the number of ranks on it.
 Placement = tuple[tuple[str, _Count], ...]
 
@@ -73,6 +76,8 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         error: Why the save failed.
         placement: The hosts of its ranks, from rank 0 on, as far as there is room for them.
         phases: How many seconds each phase of the save took on rank 0, in order: see :class:`rankless.Saved`.
+        incarnation: The incarnation that saved the checkpoint; 0 if it is not known, as of all but saves.
+        sequence: The sequence number of the checkpoint that was saved.
     """
 
     kind: Literal["saved", "failed", "resumed", "removed"]
@@ -89,6 +94,8 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     placement: Placement = ()
     phases: tuple[tuple[str, _Seconds], ...] = ()
+    incarnation: _Number = 0
+    sequence: _Number = 0
 
 
 def describe_event(event: Event, time: float) -> JournalEntry | None:

@@ -75,7 +75,15 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         if entry is not None:
             manifest, size = self._label.manifest, self._session.size
             append_entry(
-                self._tier.run, msgspec.structs.replace(entry, step=manifest.step, run=manifest.run, world_size=size)
+                self._tier.run,
+                msgspec.structs.replace(
+                    entry,
+                    step=manifest.step,
+                    run=manifest.run,
+                    world_size=size,
+                    incarnation=manifest.incarnation,
+                    sequence=manifest.sequence,
+                ),
             )
         self._options.on_event(event)
 

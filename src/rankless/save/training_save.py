@@ -169,6 +169,8 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
                     world_size=self._session.size,
                     hosts=self._hosts,
                     placement=self._placement,
+                    incarnation=self._identity.incarnation,
+                    sequence=self._identity.sequence,
                 ),
             )
         self._request.on_event(event)

@@ -1,5 +1,7 @@
 """Tests the data of reports against the runs that they are of."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from rankless.report.timeline import build_timeline
 from rankless.run.journal import NAME, JournalEntry
 from tests.helpers.front_coded import decode_names
 from tests.helpers.large_pages import make_large_page, measure
+from tests.helpers.run_directories import train_as_job
 
 
 class Net(torch.nn.Module):
@@ -186,3 +189,71 @@ def test_tensors_of_several_models_have_the_name_of_their_model(tmp_path: Path) 
     tensors = describe_checkpoint(tmp_path / "a", PLAIN)["tensors"]
     trained = dict(zip(decode_names(tensors["names"]), tensors["trained"], strict=True))
     assert trained == {"disc/weight": "f", "gen/weight": "t", "gen/weight/momentum_buffer": "t"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, and of another job that went back to the first one and saved another second step."""
+    path = tmp_path_factory.mktemp("back") / "run"
+    train_as_job(path, 3)
+    train_as_job(path, 2, "step_1")
+    return path
+
+
+class TestRunThatWentBack:
+    @staticmethod
+    def abandoned_saves(data: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        left = data["timeline"]["abandoned"]
+        entries = enumerate(data["timeline"]["entries"])
+        return [(entry[2], place in left) for place, entry in entries if entry[0] == "saved"]
+
+    def test_the_timeline_has_abandoned_saves_apart(self, path: Path) -> None:
+        data = describe_run(path, "step_2", PLAIN)
+        expected = [("step_1", False), ("step_2", True), ("step_3", True), ("step_2", False)]
+        assert self.abandoned_saves(data) == expected
+
+    def test_saves_are_known_to_be_abandoned_after_they_are_removed(self, path: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(path, tmp_path / "run")
+        shutil.rmtree(copy / "step_3")
+        assert ("step_3", True) in self.abandoned_saves(describe_run(copy, "step_2", PLAIN))
+
+    def test_without_a_journal_the_manifests_tell_it(self, path: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(path, tmp_path / "run")
+        (copy / NAME).unlink()
+        data = describe_run(copy, "step_2", PLAIN)
+        expected = [("step_1", False), ("step_2", True), ("step_3", True), ("step_2", False)]
+        assert self.abandoned_saves(data) == expected
+
+    def test_the_timeline_has_the_job_that_went_back(self, path: Path) -> None:
+        data = describe_run(path, "step_2", PLAIN)
+        claimed = json.loads((path / ".history/00000002.json").read_text())["job"]
+        assert data["timeline"]["rollbacks"] == [[claimed["time"], "step_1", claimed["host"], 2, 2]]
+        text = "2 checkpoints are abandoned: the run went back, last to step_1 (rankless ls --tree)"
+        assert ("note", text) in data["findings"]
+
+    def test_the_table_of_checkpoints_says_which_are_current(self, path: Path) -> None:
+        rows = describe_run(path, "step_2", PLAIN)["checkpoints"]
+        assert [(row[0], row[11]) for row in rows] == [
+            ("step_2@1", False),
+            ("step_3", False),
+            ("step_1", True),
+            ("step_2", True),
+        ]
+
+    @pytest.mark.parametrize(
+        ("tag", "led"), [("step_2", ["step_1", "step_2"]), ("step_3", ["step_1", "step_2@1", "step_3"])]
+    )
+    def test_statistics_are_those_of_the_checkpoints_that_led_to_the_one_shown(
+        self, path: Path, tag: str, led: list[str]
+    ) -> None:
+        statistics = {"model/w": measure(np.array([1.0]))}
+        data = describe_run(path, tag, ReportOptions(lambda _: statistics))
+        assert data["statistics"]["tags"] == led
+        assert data["before"] == led[-2]
+
+    def test_without_a_history_all_older_checkpoints_of_the_run_led_to_it(self, path: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(path, tmp_path / "run")
+        shutil.rmtree(copy / ".history")
+        data = describe_run(copy, "step_2", ReportOptions(lambda _: {"model/w": measure(np.array([1.0]))}))
+        assert data["statistics"]["tags"] == ["step_1", "step_2@1", "step_3", "step_2"]
+        assert (data["timeline"]["abandoned"], data["timeline"]["rollbacks"]) == ([], [])

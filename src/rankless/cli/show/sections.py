@@ -9,6 +9,7 @@ from itertools import chain, islice, repeat
 from textwrap import wrap
 from typing import Any
 
+from rankless.cli.format_incarnation import describe_base, describe_incarnation
 from rankless.cli.format_values import format_lines
 from rankless.cli.show.module_sizes import ModuleSummary
 from rankless.cli.table import Column, Table
@@ -20,6 +21,8 @@ from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_count, format_metrics, format_size, format_time
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import Provenance
+from rankless.run.history_tree import Incarnation
+from rankless.run.lineage import Lineage
 from rankless.run.object_run import tag_of
 
 #: The maximum number of lines per value.
@@ -35,8 +38,8 @@ _LARGE = 1_000
 _TEXT_WIDTH = 66
 
 
-def header_section(inspected: InspectedCheckpoint) -> Table:
-    """Return a table of the checkpoint's path, format, size and provenance."""
+def header_section(inspected: InspectedCheckpoint, lineage: Lineage | None) -> Table:
+    """Return a table of the checkpoint's path, format, size, provenance, and place in the history of its run."""
     files = inspected.file_sizes()
     rows = [("path", str(inspected.path)), ("format", inspected.reader.format)]
     if parameters := _format_parameters(inspected.reader.groups):
@@ -54,6 +57,7 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
                 format_time(manifest.time)
                 + (f" by {format_count(provenance.world_size, 'rank')}" if provenance.world_size else ""),
             ),
+            *_lineage_rows(manifest.incarnation, lineage),
             *_wrap_rows("with", _format_versions(provenance)),
             *_wrap_rows("metrics", escape_control_characters(format_metrics(inspected.metrics))),
         ]
@@ -61,6 +65,22 @@ def header_section(inspected: InspectedCheckpoint) -> Table:
     return Table(
         [Column("", style="bold"), Column("")], [(name, escape_control_characters(text)) for name, text in rows if text]
     )
+
+
+def _lineage_rows(incarnation: int, lineage: Lineage | None) -> Iterator[tuple[str, str]]:
+    if lineage is None:
+        yield "incarnation", str(incarnation or "")
+        return
+    yield from _wrap_rows("saved by", _describe_with_base(lineage.saved_by))
+    if lineage.is_current:
+        yield "state", "current"
+    else:
+        by = f" by {_describe_with_base(lineage.abandoned_by)}" if lineage.abandoned_by else ""
+        yield from _wrap_rows("state", f"abandoned{by}")
+
+
+def _describe_with_base(one: Incarnation) -> str:
+    return ", which ".join(filter(None, (describe_incarnation(one), describe_base(one))))
 
 
 def _wrap_rows(name: str, text: str) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, NamedTuple
 
 import typer
@@ -9,16 +10,19 @@ import typer
 from rankless.cli import checkpoint_argument
 from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.completion import complete_checkpoints
+from rankless.cli.format_incarnation import incarnation_record
 from rankless.cli.format_values import as_plain_value
 from rankless.cli.output import print_error, print_json
 from rankless.cli.show import sections
 from rankless.cli.show.module_sizes import fold_modules, summarize_modules
+from rankless.errors import StorageError
 from rankless.formats.reader import FamilyReader
 from rankless.inspection import inspected_checkpoint
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from rankless.inspection.name_patterns import match_names
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.ondisk.data_files import TensorInfo
+from rankless.run.lineage import Lineage, find_lineage
 from rankless.run.object_run import tag_of
 from rankless.storage.object_path import parse_location
 
@@ -91,7 +95,7 @@ def _print_sections(
     inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], layout: _Layout
 ) -> None:
     out = terminal_console()
-    tables = [sections.header_section(inspected)]
+    tables = [sections.header_section(inspected, _find_lineage(inspected))]
     if layout.whole:
         modules = summarize_modules(inspected.reader.groups, layout.depth)
         tables += [sections.summary_section(fold_modules(modules) if layout.folded else modules)]
@@ -103,6 +107,14 @@ def _print_sections(
         out.print(*[""] * bool(i), table)
     for note in inspected.notes:
         out.print(escape_control_characters(note), style="yellow")
+
+
+def _find_lineage(inspected: InspectedCheckpoint) -> Lineage | None:
+    """Return the lineage of a checkpoint; ``None`` if it has none, or if its run cannot be read: it is shown anyway."""
+    if (manifest := inspected.manifest) is not None:
+        with suppress(StorageError):
+            return find_lineage(inspected.path, manifest.id, manifest.incarnation)
+    return None
 
 
 def _tensors_by_name(inspected: InspectedCheckpoint) -> dict[str, TensorInfo]:
@@ -117,7 +129,8 @@ def _ties_by_name(inspected: InspectedCheckpoint) -> dict[str, str]:
 def _json_record(
     inspected: InspectedCheckpoint, tensors: dict[str, TensorInfo], tied: dict[str, str], depth: int | None
 ) -> dict[str, object]:
-    manifest, files = inspected.manifest, inspected.file_sizes()
+    manifest, files, lineage = inspected.manifest, inspected.file_sizes(), _find_lineage(inspected)
+    abandoned_by = lineage.abandoned_by if lineage else None
     return {
         "path": str(inspected.path),
         "format": inspected.reader.format,
@@ -125,6 +138,10 @@ def _json_record(
         "tag": tag_of(inspected.path) if manifest else None,
         "step": manifest.step if manifest else None,
         "sequence": manifest.sequence if manifest else None,
+        "incarnation": manifest.incarnation if manifest else None,
+        "current": lineage.is_current if lineage else None,
+        "saved_by": incarnation_record(lineage.saved_by) if lineage else None,
+        "abandoned_by": incarnation_record(abandoned_by) if abandoned_by else None,
         "time": manifest.time if manifest else None,
         "world_size": manifest.provenance.world_size if manifest else None,
         "metrics": inspected.metrics,

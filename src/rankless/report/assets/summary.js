@@ -55,16 +55,18 @@ function makeSides(data, tensors) {
 function makeCheckpoints(data) {
   const rows = [...data.checkpoints].reverse();
   const columns = [['tag', 'text'], ['step', 'right'], ['saved', 'nowrap'], ['ranks', 'right'], ['run', 'nowrap'], ['size', 'right'], ['own disk', 'right'], ['status', 'text'], ['metrics', 'text']];
-  const cells = rows.map(([tag, status, step, time, ranks, run, bytes, own, aliases, metrics, problem]) => [
+  const cells = rows.map(([tag, status, step, time, ranks, run, bytes, own, aliases, metrics, problem, isCurrent]) => [
     aliases.length ? `${tag} (${aliases.join(', ')})` : tag, formatStep(step), formatTime(time), ranks ? String(ranks) : '–', run.slice(0, 6),
-    formatBytes(bytes), formatBytes(own), describeStatus(data, tag, status, problem),
+    formatBytes(bytes), formatBytes(own), describeStatus(data, tag, isCurrent ? status : 'abandoned', problem),
     Object.entries(metrics).map(([name, value]) => `${name} ${formatNumber(value)}`).join(', ')]);
-  const note = data.checkpoints_omitted ? `${rows.length} of ${(rows.length + data.checkpoints_omitted).toLocaleString('en')}, sampled evenly; --full shows all` : 'newest first; own disk is what no other checkpoint shares';
-  return panel('checkpoints', 'Checkpoints', note, makeTable('Checkpoints', columns, cells, (row) => (rows[row][1] === 'complete' ? null : 'failed')));
+  const hasAbandoned = rows.some((row) => !row[11]);
+  const order = `newest first${hasAbandoned ? ', then those from which the run went back' : ''}`;
+  const note = data.checkpoints_omitted ? `${rows.length} of ${(rows.length + data.checkpoints_omitted).toLocaleString('en')}, sampled evenly; --full shows all` : `${order}; own disk is what no other checkpoint shares`;
+  return panel('checkpoints', 'Checkpoints', note, makeTable('Checkpoints', columns, cells, (row) => (rows[row][1] !== 'complete' ? 'failed' : rows[row][11] ? null : 'abandoned')));
 }
 
 function describeStatus(data, tag, status, problem) {
   const verified = Object.hasOwn(data.verified, tag) ? data.verified[tag] : null;
-  if (status !== 'complete') return `${status}: ${problem}`;
+  if (problem) return `${status}: ${problem}`;
   return verified ? `${status}, ${verified.status}` : status;
 }

@@ -1,9 +1,15 @@
 // The timeline of saves: three charts with one axis, and all events as a table.
 
-function readEntries({ entries, placements, phases: names }) {
-  return entries.map(([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement, phases]) => ({
-    kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement: placements[placement],
+// The entries, and the times that the run went back as entries of their own, in the order of time.
+function readEntries({ entries, placements, phases: names, abandoned, rollbacks }) {
+  const left = new Set(abandoned);
+  const saves = entries.map(([kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement, phases], place) => ({
+    kind, time, tag, step, ranks, hosts, stall, seconds, bytes, shared, error, placement: placements[placement], isAbandoned: left.has(place),
     phases: phases.map((spent, number) => [names[number], spent]).filter(([, spent]) => spent !== null), rate: seconds ? (bytes - shared) / seconds : 0 }));
+  const back = rollbacks.map(([time, tag, host, incarnation, count]) => ({
+    kind: 'rollback', time, tag: tag || 'a checkpoint that is removed', step: null, ranks: 0, hosts: 0, stall: 0, seconds: 0, bytes: 0, shared: 0, error: '',
+    placement: [], isAbandoned: false, phases: [], rate: 0, job: `incarnation ${incarnation}${host ? ` on ${host}` : ''}`, count }));
+  return [...saves, ...back].sort((one, other) => one.time - other.time);
 }
 
 // Which ranks ran on which hosts, such as "node-1: ranks 0–3, node-2: rank 4".
@@ -22,7 +28,7 @@ function describeHosts({ hosts, ranks, placement }) {
 const describePhases = (phases) => phases.map(([name, seconds]) => `${name} ${formatSeconds(seconds)}`).join(', ');
 
 const describeEntry = (entry) => ({
-  saved: () => `saved ${entry.tag}`, failed: () => `failed to save ${entry.tag}`,
+  saved: () => `saved ${entry.tag}${entry.isAbandoned ? ', now abandoned' : ''}`, rollback: () => `went back to ${entry.tag}, abandoned ${formatCount(entry.count, 'checkpoint')} (${entry.job})`, failed: () => `failed to save ${entry.tag}`,
   resumed: () => `resumed from ${entry.tag}`, removed: () => `removed ${entry.tag}`,
 })[entry.kind]();
 
@@ -53,12 +59,14 @@ function makeTimeline(data) {
 function summarizeTimeline(entries, timed) {
   const count = (kind) => entries.filter((entry) => entry.kind === kind).length;
   return `Charts of ${formatCount(timed.length, 'save')}: training stopped for ${formatSeconds(median(timed.map((entry) => entry.stall)))} (median), `
-    + `durable after ${formatSeconds(median(timed.map((entry) => entry.seconds)))}. ${formatCount(count('failed'), 'failure')}, ${formatCount(count('resumed'), 'resume')}. The table of events has the same data.`;
+    + `durable after ${formatSeconds(median(timed.map((entry) => entry.seconds)))}. ${formatCount(count('failed'), 'failure')}, ${formatCount(count('resumed'), 'resume')}, `
+    + `${formatCount(count('rollback'), 'rollback')}, ${formatCount(entries.filter((entry) => entry.isAbandoned).length, 'abandoned save')}. The table of events has the same data.`;
 }
 
 function makeTimelineLegend(entries) {
-  const has = (kind) => entries.some((entry) => entry.kind === kind);
-  const items = [['failed', 'save failed'], ['resumed', 'training resumed']].filter(([kind]) => has(kind));
+  const has = (kind) => entries.some((entry) => entry.kind === kind || (kind === 'abandoned' && entry.isAbandoned));
+  const items = [['failed', 'save failed'], ['resumed', 'training resumed'], ['rollback', 'the run went back'], ['abandoned', 'abandoned: not in the line that goes on']]
+    .filter(([kind]) => has(kind));
   return make('ul', { class: 'legend', 'aria-hidden': 'true' }, ...items.map(([kind, text]) => make('li', {}, make('span', { class: `swatch ${kind}` }), text)));
 }
 
@@ -85,9 +93,9 @@ function makeEvents(data) {
     details.append(makeTable('Events, newest first', columns, rows.map((entry) => [
       formatTime(entry.time), describeEntry(entry), formatStep(entry.step), entry.ranks ? String(entry.ranks) : '', describeHosts(entry),
       entry.kind === 'saved' && entry.seconds ? formatSeconds(entry.stall) : '', entry.seconds ? formatSeconds(entry.seconds) : '',
-      entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', describePhases(entry.phases), entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : null)));
+      entry.kind === 'saved' && entry.seconds ? `${formatBytes(entry.rate)}/s` : '', describePhases(entry.phases), entry.error]), (row) => (rows[row].kind === 'failed' ? 'failed' : rows[row].isAbandoned ? 'abandoned' : null)));
   });
-  return panel('events', 'Events', 'saves, failures, resumes and removals, with the hosts of ranks', details);
+  return panel('events', 'Events', 'saves, failures, resumes, rollbacks and removals, with the hosts of ranks', details);
 }
 
 // Draw now and whenever the width or the theme changes.
@@ -104,21 +112,24 @@ function drawWhenSized(element, draw) {
 
 function drawTimeline(root, events, width, onPoint) {
   const places = events.map((_, place) => place);
-  const values = (pick) => events.map((entry) => (entry.kind === 'saved' && entry.seconds ? pick(entry) : null));
+  // Abandoned saves are a series of their own, so that the line of the current ones leads past them.
+  const values = (pick, isAbandoned) => events.map((entry) => (entry.kind === 'saved' && entry.seconds && entry.isAbandoned === isAbandoned ? pick(entry) : null));
   const series = [
-    ['Training stopped for', 'seconds', values((entry) => entry.stall), formatSeconds, uPlot.paths.bars({ size: [0.7, 14] })],
-    ['Durable after', 'seconds', values((entry) => entry.seconds), formatSeconds, null],
-    ['Rate', 'of bytes that were written', values((entry) => entry.rate), (rate) => `${formatBytes(rate)}/s`, null],
+    ['Training stopped for', 'seconds', (entry) => entry.stall, formatSeconds, uPlot.paths.bars({ size: [0.7, 14] })],
+    ['Durable after', 'seconds', (entry) => entry.seconds, formatSeconds, null],
+    ['Rate', 'of bytes that were written', (entry) => entry.rate, (rate) => `${formatBytes(rate)}/s`, null],
   ];
-  series.forEach(([title, unit, numbers, format, paths], number) => {
+  series.forEach(([title, unit, pick, format, paths], number) => {
     const isLast = number === series.length - 1, host = make('div', {});
     root.append(make('div', { class: 'chart' }, make('h3', {}, title, make('span', {}, unit)), host));
+    const makeSeries = (name, spanGaps, dash) => ({ stroke: color(name), fill: paths ? color(name) : null, width: paths ? 0 : 2, dash, paths,
+      points: { show: events.length < 60 && !paths, size: 5, fill: color(name) }, spanGaps });
     const axis = { stroke: color('--muted'), grid: { stroke: color('--line'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
     new uPlot({
       width, height: [116, 96, 128][number], padding: [8, 12, isLast ? 0 : 6, 0], legend: { show: false },
       cursor: { sync: { key: 'saves' }, y: false, drag: { x: false, y: false } },
       scales: { x: { time: false, range: [-0.5, Math.max(0.5, events.length - 0.5)] }, y: { range: (_, __, high) => [0, (high || 1) * (number ? 1.12 : 1.4)] } },
-      series: [{}, { stroke: color('--accent'), fill: paths ? color('--accent') : null, width: paths ? 0 : 2, paths, points: { show: events.length < 60 && !paths, size: 5, fill: color('--accent') }, spanGaps: true }],
+      series: [{}, makeSeries('--accent', true), makeSeries('--abandoned', false, [4, 4])],
       axes: [
         { ...axis, size: isLast ? 28 : 0, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 70,
           values: (_, ticks) => ticks.map((place) => !isLast || (events[place]?.step ?? null) === null ? '' : `step ${formatStep(events[place].step)}`) },
@@ -128,9 +139,11 @@ function drawTimeline(root, events, width, onPoint) {
         draw: [(chart) => drawMarks(chart, events, number === 0)],
         setCursor: [(chart) => { const entry = events[chart.cursor.idx]; if (entry) onPoint(entry); }],
       },
-    }, [places, numbers], host);
+    }, [places, values(pick, false), values(pick, true)], host);
   });
 }
+
+const shorten = (tag) => (tag.length > 24 ? `${tag.slice(0, 23)}…` : tag);
 
 // A text beside a line, on the colour of the panel: else lines of the grid would strike it through.
 function drawLabel(ctx, text, x, top, isLeft) {
@@ -143,28 +156,40 @@ function drawLabel(ctx, text, x, top, isLeft) {
   ctx.fillText(text, start, top + 11 * ratio);
 }
 
-// Mark failures and resumes: dots and dashed lines, with the number of ranks where it changes.
+// Mark failures, resumes and rollbacks: dots, dashed and solid lines.
 function drawMarks(chart, events, isFirst) {
   const { ctx, bbox } = chart, ratio = devicePixelRatio;
-  let ranks = 0;
+  const findX = (place) => Math.round(chart.valToPos(place, 'x', true));
   ctx.save();
-  ctx.font = `${11 * ratio}px system-ui`;
-  events.forEach((entry, place) => {
-    const x = Math.round(chart.valToPos(place, 'x', true));
-    if (entry.kind === 'resumed') {
-      ctx.strokeStyle = color('--note');
-      ctx.setLineDash([4 * ratio, 3 * ratio]);
+  events.forEach(({ kind }, place) => {
+    const x = findX(place);
+    if (kind === 'resumed' || kind === 'rollback') {
+      ctx.strokeStyle = color(kind === 'resumed' ? '--note' : '--bad');
+      ctx.setLineDash(kind === 'resumed' ? [4 * ratio, 3 * ratio] : []);
       ctx.lineWidth = 1.5 * ratio;
       ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
     }
-    if (entry.kind === 'failed') {
+    if (kind === 'failed') {
       ctx.fillStyle = color('--bad');
       ctx.beginPath(); ctx.arc(x, bbox.top + bbox.height - 5 * ratio, 4 * ratio, 0, 7); ctx.fill();
     }
-    if (isFirst && entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
+  });
+  if (isFirst) drawTexts(ctx, bbox, events, findX);
+  ctx.restore();
+}
+
+// Write the number of ranks where it changes, and to which checkpoint the run went back, in a line below. They are drawn after all marks.
+function drawTexts(ctx, bbox, events, findX) {
+  const ratio = devicePixelRatio;
+  let ranks = 0;
+  ctx.font = `${11 * ratio}px system-ui`;
+  events.forEach((entry, place) => {
+    if (entry.kind === 'rollback') {
+      drawLabel(ctx, `back to ${shorten(entry.tag)}`, findX(place), bbox.top + 15 * ratio, place > events.length * 0.7);
+    }
+    if (entry.ranks && entry.ranks !== ranks && entry.kind !== 'failed') {
       ranks = entry.ranks;
-      drawLabel(ctx, formatCount(ranks, 'rank'), x, bbox.top, place > events.length * 0.85);
+      drawLabel(ctx, formatCount(ranks, 'rank'), findX(place), bbox.top, place > events.length * 0.85);
     }
   });
-  ctx.restore();
 }
