@@ -52,7 +52,7 @@ class Tier:
 class Site:
     """A run directory, and what the oracle knows of it.
 
-    ``worlds`` is ``None`` after two copies were merged: then the next load decides. ``is_removed``: the tiers do not
+    ``worlds`` is ``None`` after two copies were merged: then the next load decides. ``is_removed``: the tiers may not
     know the run directory that is there now.
     """
 
@@ -61,6 +61,8 @@ class Site:
     known: list[Found] = field(default_factory=list)
     tiers: dict[str, Tier] = field(default_factory=dict)
     is_removed: bool = False
+    #: Then the numbers of different runs do not follow each other: a save into a tier does not wait for storage.
+    had_tiers: bool = False
 
     @property
     def contents(self) -> set[Content]:
@@ -286,7 +288,7 @@ class History:
             if site.contents and not self._may_fail(site, host, reply):
                 raise ViolationError(f"a reader failed: {reply.error}: {reply.message}")
         elif site.worlds is not None and not any(
-            worlds_that_load(site.worlds, reply.content, must, any_run=bool(site.tiers))
+            worlds_that_load(site.worlds, reply.content, must, any_run=site.had_tiers)
         ):
             raise ViolationError(f"a reader got {reply.content}")
 
@@ -330,7 +332,7 @@ class History:
     def copy(self) -> None:
         """Copy a run directory while its jobs do nothing."""
         site = self._any_site(with_known=True)
-        copy = Site(site.place.copy(self._next_name()), site.worlds)
+        copy = Site(site.place.copy(self._next_name()), site.worlds, had_tiers=site.had_tiers)
         self._note(f"{site.place.name} is copied to {copy.place.name}")
         self._add_copy(site, copy)
 
@@ -347,14 +349,14 @@ class History:
         by_number = {self._run_of[found.content]: found.sequence for found in site.known}
         world = tuple(sorted(heads, key=lambda head: -by_number.get(head.run, 0)))
         self._note(f"{site.place.name} is copied to {place.name} without its history")
-        self._add_copy(site, Site(place, {world}))
+        self._add_copy(site, Site(place, {world}, had_tiers=site.had_tiers))
 
     def copy_while_saving(self) -> None:
         """Copy a run directory while a job is in the middle of a save."""
         job = self._any_job()
         site = self._site_of(job)
         self._save(job, trap=self._trap("stop"))
-        copy = Site(site.place.copy(self._next_name()), site.worlds)
+        copy = Site(site.place.copy(self._next_name()), site.worlds, had_tiers=site.had_tiers)
         self._note(f"{site.place.name} is copied to {copy.place.name}")
         self._add_copy(site, copy)
 
@@ -371,7 +373,7 @@ class History:
         source, target = self.random.sample(self._sites, 2)
         self._end_jobs(target)
         source.place.copy(target.place.name)
-        target.worlds = None
+        target.worlds, target.is_removed = None, bool(target.tiers)
         self._look(target, set())
         self._note(f"{source.place.name} is merged into {target.place.name}")
 
@@ -507,7 +509,7 @@ class History:
             run = self._run_of[content]
             site.worlds = {claimed(world, run, content, job.number) for world in worlds}
         else:
-            fits = list(worlds_that_load(worlds, content, must, any_run=bool(site.tiers)))
+            fits = list(worlds_that_load(worlds, content, must, any_run=site.had_tiers))
             if not fits and not has_slept:
                 raise ViolationError(f"a resume got {content}, and should be one of {self._describe(site, must)}")
             run = self._run_of[content]
@@ -552,15 +554,15 @@ class History:
         if keep:
             options["keep"] = keep
         removable: set[Content] = set()
-        if overwrite:
-            tag = self._tag(job, content)
-            removable |= {found.content for found in site.known if found.tag == tag}
         if keep and not job.is_challenged:
             run = job.run or job.number
             of_run = {known for known in site.contents if self._run_of[known] == run}
             line = sorted((known for known in of_run if content[: len(known)] == known), key=len)
             removable |= of_run - set(line[len(line) - keep + 1 :])
         removable -= self._pinned(site)
+        if overwrite:
+            tag = self._tag(job, content)
+            removable |= {found.content for found in site.known if found.tag == tag}
         reply = job.ask("save", content, tag=self._tag(job, content), trap=trap, **options)
         self._judge_save(site, job, content, reply, removable=removable)
 
@@ -590,7 +592,7 @@ class History:
             return
         if job.is_challenged and not has_slept and job.tier is None:
             raise ViolationError(f"job {job.number} was superseded, and has saved {content}")
-        if job.tier is None and content not in site.contents and not job.is_challenged:
+        if job.tier is None and content not in site.contents and not job.is_challenged and not has_slept:
             raise ViolationError(f"{content} was saved, and is not there")
         if not job.is_challenged and site.worlds is not None:
             own = {world for world in site.worlds if owner_of(world, run) in {job.number, None}}
@@ -601,14 +603,15 @@ class History:
             site.worlds = {saved(world, run, content, job.number) for world in own} | others
             if has_slept:  # its sequence number may be lower than that of another run, which was saved meanwhile
                 site.worlds |= {saved_in_place(world, run, content, job.number) for world in own}
-            if job.tier is None and not site.tiers and not has_slept and site.known[-1].content != content:
+            if job.tier is None and not site.had_tiers and not has_slept and site.known[-1].content != content:
                 raise ViolationError(f"the highest sequence number is not that of {content}, which was saved last")
         if job.run and not job.has_claimed:
             self._challenge(site, job, run, certain=True)
         job.content, job.run, job.has_claimed = content, run, True
         for other in [*self._jobs, *self._stopped]:
             if other.run == run and other.place.name == site.place.name and not other.has_claimed:
-                other.is_challenged = True
+                other.is_challenged |= job.tier is None
+                other.is_doubtful = True
         for tier in site.tiers.values():
             if tier.path == job.tier:
                 tier.acked = content
@@ -732,6 +735,7 @@ class History:
         self._numbers += 1
         tier = None
         if host:
+            site.had_tiers = True
             path = self._base / f"tier-{self._sites.index(site)}-{host}"
             tier = site.tiers.setdefault(host, Tier(path)).path
         return Job(self._numbers, site.place, tier, host or "a", self.random.choice([1, 2, NEVER]))
