@@ -10,7 +10,6 @@ from typing import Any, Unpack
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.load.restore_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
-from rankless.run.corruption import CorruptRecord
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_metrics
@@ -18,6 +17,7 @@ from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
+from rankless.save.job_memory import JobMemory
 from rankless.save.metrics import read_metrics
 from rankless.storage.object_path import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
@@ -30,16 +30,11 @@ _MAX_DEFAULTS = 16
 
 
 class _DefaultDirectories:
-    """The most recently used default run directories.
-
-    They share the record of the runs that this process has saved or loaded, and of the checkpoints it found corrupt.
-    Those of one path share the base of incremental saves.
-    """
+    """The most recently used default run directories. They share what this process has loaded and saved."""
 
     def __init__(self) -> None:
         self._directories: dict[_Settings, RunDirectory] = {}
-        self._runs: set[str] = set()
-        self._corrupt: set[CorruptRecord] = set()
+        self._memory = JobMemory()
 
     def get_directory(self, settings: _Settings) -> RunDirectory:
         """Return the run directory with these settings, and create it if there is none."""
@@ -56,10 +51,7 @@ class _DefaultDirectories:
         self, path: Path, timeout: float, group: ProcessGroupArgument, local: LocalTier | None
     ) -> RunDirectory:
         directory = RunDirectory(path, process_group=group, timeout=timeout, local=local)
-        directory.history.runs, directory.corrupt = self._runs, self._corrupt
-        for other in self._directories.values():
-            if other.path == directory.path:
-                directory.base, directory.history = other.base, other.history
+        directory.memory = self._memory
         return directory
 
     def drain(self) -> None:
@@ -68,8 +60,8 @@ class _DefaultDirectories:
             directory.drain()
 
     def clear(self) -> None:
-        """Forget all run directories, and the runs and corrupt checkpoints that they have recorded."""
-        self._directories, self._runs, self._corrupt = {}, set(), set()
+        """Forget all run directories, and what was loaded and saved."""
+        self._directories, self._memory = {}, JobMemory()
 
 
 _defaults = _DefaultDirectories()

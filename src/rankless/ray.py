@@ -100,14 +100,15 @@ class RayCheckpointer(Checkpointer):
             NoCheckpointError: The latest checkpoint that was reported to Ray is missing or has no valid manifest.
             CorruptCheckpointError: The checkpoint is corrupt. There is no fallback to an older one, because the
                 steps after it would get the names of checkpoints that Ray knows.
-            InvalidArgumentError: ``on_corruption`` was passed, or there are checkpoints of later steps than ``tag``;
-                and all other errors of :meth:`rankless.Checkpointer.resume`.
+            InvalidArgumentError: ``on_corruption`` was passed, or there are checkpoints of later steps than ``tag``, or
+                than the one to which ``rankless rollback`` went back; and all other errors of
+                :meth:`rankless.Checkpointer.resume`.
         """
         if "on_corruption" in more:
             raise InvalidArgumentError("resume has no argument on_corruption under Ray: there is no fallback")
-        unreported, selected = self._find_unreported(), check_tag_argument(tag)
-        if selected is not None:
-            self._check_latest(selected)
+        selected = check_tag_argument(tag)
+        self._check_latest(selected)
+        unreported = self._find_unreported()
         reports = (
             selected is None and not self._has_begun
         )  # else they are of this process, which has passed them to Ray
@@ -123,7 +124,7 @@ class RayCheckpointer(Checkpointer):
         Ray forgets the reports that it has not processed when a worker fails, so there can be several. Raises
         ``NoCheckpointError`` if the latest one that Ray knows is lost.
         """
-        reported, complete = ray.train.get_checkpoint(), self._list_complete()
+        reported, complete = ray.train.get_checkpoint(), [info for info in self._list_complete() if info.is_current]
         known = None if reported is None else Path(reported.path)
         number = self._count_known(known, [info.tag for info in complete])
         # Another host may list the folder as it was before.
@@ -159,11 +160,19 @@ class RayCheckpointer(Checkpointer):
     def _list_complete(self) -> list[CheckpointInfo]:
         return [info for info in self.list() if info.status == "complete"]
 
-    def _check_latest(self, tag: str | Best) -> None:
-        """Raise ``InvalidArgumentError`` if there are checkpoints of later steps, whose names would be used again."""
-        complete, name = self._list_complete(), resolve_tag(self.path, tag)
-        steps = [info.step for info in complete if info.tag == name and info.step is not None]
-        later = [info.tag for info in complete if steps and info.step is not None and info.step > steps[0]]
+    def _check_latest(self, tag: str | Best | None) -> None:
+        """Raise ``InvalidArgumentError`` if there are checkpoints of later steps, whose names would be used again.
+
+        Without a tag there are some if the command ``rankless rollback`` has abandoned the latest one that Ray knows.
+        """
+        complete, reported = self._list_complete(), ray.train.get_checkpoint()
+        if tag is None:
+            name, known = complete[-1].tag if complete else "", Path(reported.path).name if reported else ""
+            later = [info.tag for info in complete if info.tag == known and not info.is_current]
+        else:
+            name = resolve_tag(self.path, tag)
+            steps = [info.step for info in complete if info.tag == name and info.step is not None]
+            later = [info.tag for info in complete if steps and info.step is not None and info.step > steps[0]]
         later = ray.train.collective.broadcast_from_rank_zero(later)
         if later:
             raise InvalidArgumentError(

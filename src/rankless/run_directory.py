@@ -32,8 +32,7 @@ from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.ondisk.validation import check_keys, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import claim_incarnation, list_checkpoints
-from rankless.run.claims import JobHistory, numbering_of, read_history
-from rankless.run.corruption import CorruptRecord
+from rankless.run.claims import JobHistory, read_history
 from rankless.run.retention import Retention, as_policy
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
@@ -42,6 +41,7 @@ from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
 from rankless.save.checkpoint_save import CheckpointSave
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
+from rankless.save.job_memory import JobMemory
 from rankless.save.metrics import copy_metrics
 from rankless.save.save_request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
@@ -99,12 +99,8 @@ class RunDirectory:
         self.path = parse_location(path)
         self._local = as_local_tier(local)
         self._tier = self._find_tier(self._local)
-        #: What this job has loaded and saved here. A save continues it, and retention affects no other run.
-        self.history = JobHistory(numbering=numbering_of(self.path))
-        #: The checkpoints that loads found corrupt. A save may take their tags.
-        self.corrupt: set[CorruptRecord] = set()
-        #: The checkpoint with which the next save may share files.
-        self.base = Base()
+        #: What this job has loaded and saved, here and elsewhere. Objects of one job may share it.
+        self.memory = JobMemory()
         #: The options of a save that passes none.
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
@@ -116,6 +112,16 @@ class RunDirectory:
         #: Whether the newest save asked for statistics: what drains it later lets them be computed.
         self._measures_newest = False
         self._ranks: RankGroup | None = None
+
+    @property
+    def history(self) -> JobHistory:
+        """The history of this job here: a save continues what it has loaded, and retention affects no other run."""
+        return self.memory.of(self.path).history
+
+    @property
+    def _base(self) -> Base:
+        """The checkpoint with which the next save may share files."""
+        return self.memory.of(self.path).base
 
     @property
     def _on_event(self) -> OnEvent:
@@ -173,7 +179,8 @@ class RunDirectory:
                 nothing is removed. Others are removed after this one is committed, and only checkpoints of the same
                 run. A process continues the run that it loaded from; if it loaded nothing, it starts a new run. Renamed
                 or copied checkpoints are never removed.
-            overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``.
+            overwrite: Replace a checkpoint with this tag in one atomic step instead of raising ``TagExistsError``. One
+                that the run has abandoned gets another tag instead, as without ``overwrite``.
             async_save: Return as soon as the training state may change again, and write in the background. The next
                 save to the same path, :func:`rankless.finalize` and the end of the process wait for the background
                 save. If that has failed, the next save begins, and then raises its error. By default as in the
@@ -233,7 +240,7 @@ class RunDirectory:
         check_ranks_are_joined(self._process_group)
         turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
         with span("save", "call", str(tag)), turn:
-            request = replace(request, job=self.history, corrupt=frozenset(self.corrupt))
+            request = replace(request, job=self.history, corrupt=frozenset(self.memory.corrupt))
             self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
             request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
             if request.async_save:
@@ -265,7 +272,7 @@ class RunDirectory:
             from rankless.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
 
             return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
-        return CheckpointSave(request, self._current_ranks(), self._plans, self.base, self._timeout)
+        return CheckpointSave(request, self._current_ranks(), self._plans, self._base, self._timeout)
 
     def _make_tier_save(self, request: SaveRequest, tier: TierJob, local: LocalTier) -> TrainingSave:
         if isinstance(self.path, ObjectPath):
@@ -274,7 +281,7 @@ class RunDirectory:
             return ObjectTierSave(request, self.path, self._current_ranks(), self._plans, self._timeout, tier, local)
         from rankless.save.folder_tier_save import FolderTierSave  # noqa: PLC0415 - as above
 
-        return FolderTierSave(request, self._current_ranks(), self._plans, self.base, self._timeout, tier, local)
+        return FolderTierSave(request, self._current_ranks(), self._plans, self._base, self._timeout, tier, local)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """Return the event listener, on the coordinator combined with a progress bar."""
@@ -395,18 +402,28 @@ class RunDirectory:
         with self._with_progress_bar(title, request.on_event) as listener:
             tier = None if self._tier is None else self._open_tier(self._tier, resumes=resumes)
             restored = load_with_fallback(
-                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.corrupt, tier
+                replace(request, on_event=listener), self._current_ranks(), self._timeout, self.memory.corrupt, tier
             )
         if tier is not None and resumes and restored.source == "local tier":
             self._drain_assembled(tier, self._on_event, self._keep)
-        if restored.run:
-            self.history.runs.add(restored.run)
-        if restored.base is not None:
-            self.history.note_loaded(restored.base, resumes=resumes)
-            if claims and self._tier is None and self._current_ranks().rank == COORDINATOR_RANK:
-                claim_incarnation(self.path, self.history)
-        self.base.checkpoint = self._find_base(restored)
+        self._note_loaded(restored, resumes=resumes, claims=claims)
         return restored
+
+    def _note_loaded(self, restored: RestoreResult, *, resumes: bool, claims: bool) -> None:
+        """Remember what was loaded: the next save into its directory continues it, and may share files with it.
+
+        ``claims``: claim an incarnation now, if it is a checkpoint of this directory. After a load by the path of a
+        checkpoint the training may go on in any directory, so the first save claims.
+        """
+        if restored.base is None or restored.path is None:  # it is in another format
+            self._base.checkpoint = None
+            return
+        is_of_run = restored.path.parent == self.path
+        known = self.memory.of(self.path if is_of_run else restored.path.resolve().parent)
+        known.history.note_loaded(restored.base, resumes=resumes)
+        known.base.checkpoint = self._find_base(restored)
+        if claims and is_of_run and self._tier is None and self._current_ranks().rank == COORDINATOR_RANK:
+            claim_incarnation(self.path, self.history)
 
     @traced("open the local tier", "import")
     def _open_tier(self, tier: TierJob, *, resumes: bool) -> TierLoad:
@@ -472,10 +489,8 @@ class RunDirectory:
 
     @traced("find the base of the next save", "read")
     def _find_base(self, restored: RestoreResult) -> BaseCheckpoint | None:
-        """Return the loaded checkpoint if it is one of this run directory: the next save may share files with it."""
-        if not restored.id or restored.path is None or restored.path.parent != self.path:
-            return None
-        if restored.source != "run directory":
+        """Return the loaded checkpoint, unless only the local tier has it: the next save may share files with it."""
+        if not restored.id or restored.path is None or restored.source != "run directory":
             return None
         if isinstance(self.path, ObjectPath):  # objects cannot be linked
             return None

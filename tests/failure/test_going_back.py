@@ -9,6 +9,7 @@ import errno
 import json
 import shutil
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import rankless
+from rankless import api
 from rankless.cli.main import app
 from rankless.errors import StorageError
 from rankless.run import cleanup, object_run
@@ -90,7 +92,7 @@ def save_by_groups(path: str) -> None:
     directory = rankless.RunDirectory(path)
     directory.restore(None, state_of(-1), resume=False)
     own = rankless.RunDirectory(path, process_group=group)
-    own.history = directory.history
+    own.memory = directory.memory
     for rank in (1, 0):
         if dist.get_rank() == rank:
             own.save(f"of_rank_{rank}", state_of(2), step=2)
@@ -126,7 +128,7 @@ class TestRollback:
         checkpointer = rankless.Checkpointer(tmp_path, model=model, signals=())
         with pytest.warns(UserWarning, match="went back to 'step_2' already"):
             assert checkpointer.resume("step_2") == 5
-        with pytest.warns(UserWarning, match="goes back to 'step_2': 3 later"):
+        with pytest.warns(UserWarning, match="goes back to 'step_2' again: 3 later"):
             assert checkpointer.resume("step_2", again=True) == 2
 
     def test_a_copy_without_its_history_goes_on_over_the_steps_that_were_abandoned(self, tmp_path: Path) -> None:
@@ -139,6 +141,22 @@ class TestRollback:
             **{"step_1": True, "step_2": True, "step_3": True, "step_4": True, "step_5": True},
             **{"step_3@1": True, "step_4@1": False, "step_5@1": False},
         }
+
+    @pytest.mark.parametrize("has_tier", [False, True])
+    def test_what_is_abandoned_is_not_overwritten(self, tmp_path: Path, *, has_tier: bool) -> None:
+        tier = tier_of(tmp_path / "host") if has_tier else None
+        with rankless.RunDirectory(tmp_path / "run", local=tier) as directory:
+            for step in (1, 2):
+                directory.save(f"step_{step}", state_of(step), step=step)
+                directory.finalize()
+            directory.restore("step_1", state_of(-1), resume=True)
+            for value in (12, 22):  # the second one replaces the first
+                directory.save("step_2", state_of(value), step=2, overwrite=True)
+                directory.finalize()
+        abandoned = "step_2@2" if has_tier else "step_2@1"  # the first number is that with which it opened the tier
+        assert listed(tmp_path / "run") == {abandoned: False, "step_1": True, "step_2": True}
+        assert float(rankless.open(tmp_path / "run", abandoned)["model/w"][0]) == 2.0
+        assert float(rankless.open(tmp_path / "run", "step_2")["model/w"][0]) == 22.0
 
     def test_to_an_abandoned_checkpoint(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
@@ -182,6 +200,90 @@ class TestRollback:
         with pytest.raises(rankless.NoCheckpointError, match="are abandoned: pass the tag"):
             rankless.open(tmp_path)
         assert run_killed_job(train, tmp_path, 4, "step_3") == 3
+
+
+def go_on_from(path: Path | str, run: Path | str, last: int, *, resume: bool | None = None) -> list[str]:
+    """Load a checkpoint by its path, and overwrite the steps up to the last. Return the warnings."""
+    model = torch.nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = int(rankless.restore(path, None, model, resume=resume).step or 0)
+        for step in range(first + 1, last + 1):
+            model.bias.data.fill_(10.0 * first + step)
+            rankless.save_checkpoint(run, f"step_{step}", model, step=step, overwrite=True)
+    return [str(one.message) for one in caught]
+
+
+class TestPaths:
+    """A checkpoint that is loaded by its own path, as frameworks do, and whose next steps have the same names again."""
+
+    def test_the_path_means_the_same_as_the_tag(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 4)
+        (warning,) = run_killed_job(go_on_from, tmp_path / "step_2", tmp_path, 3)
+        assert "goes back to 'step_2': 2 later checkpoint(s) are abandoned" in warning
+        assert listed(tmp_path) == {
+            "step_3@1": False,
+            "step_4": False,
+            "step_1": True,
+            "step_2": True,
+            "step_3": True,
+        }
+        assert float(rankless.open(tmp_path, "step_3@1")["model/bias"][0]) == 3.0
+        assert latest(tmp_path) == "step_3"
+        assert run_killed_job(go_on_from, tmp_path, tmp_path, 5) == []
+        assert latest(tmp_path) == "step_5"
+
+    def test_the_path_of_the_latest_is_no_rollback(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 2)
+        assert run_killed_job(go_on_from, tmp_path / "step_2", tmp_path, 4) == []
+        assert listed(tmp_path) == {f"step_{step}": True for step in range(1, 5)}
+
+    def test_a_link_leads_to_the_run(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        run_killed_job(train, run, 3)
+        (tmp_path / "good").symlink_to(run / "step_1")
+        (tmp_path / "runs").symlink_to(tmp_path)
+        run_killed_job(go_on_from, tmp_path / "good", tmp_path / "runs/run", 2)
+        assert listed(run) == {"step_2@1": False, "step_3": False, "step_1": True, "step_2": True}
+
+    def test_a_training_in_another_folder_changes_nothing_in_the_first_one(self, tmp_path: Path) -> None:
+        run, other = tmp_path / "run", tmp_path / "other"
+        run_killed_job(train, run, 3)
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        run_killed_job(partial(go_on_from, resume=True), run / "step_1", other, 2)
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+        assert listed(other) == {"step_2": True}
+
+    def test_a_load_for_an_evaluation_changes_nothing_for_a_job_that_trains(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            rankless.save_checkpoint(tmp_path, f"step_{step}", state_of(step), step=step)
+        rankless.restore(tmp_path / "step_1", None, state_of(-1))
+        rankless.save_checkpoint(tmp_path, "step_3", state_of(3), step=3)
+        assert listed(tmp_path) == {"step_1": True, "step_2": True, "step_3": True}
+
+    def test_a_save_shares_unchanged_files_with_it(self, tmp_path: Path) -> None:
+        model = torch.nn.Linear(100, 2).requires_grad_(requires_grad=False)
+        with mock.patch("rankless.save.incremental._MIN_BYTES", 0):
+            rankless.save_checkpoint(tmp_path, "first", model)
+            with mock.patch.object(api, "_defaults", api._DefaultDirectories()):  # as another process
+                rankless.restore(tmp_path / "first", None, model)
+                rankless.save_checkpoint(tmp_path, "second", model)
+        (file,) = (tmp_path / "second/model").glob("*.safetensors")
+        assert file.samefile(tmp_path / "first/model" / file.name)
+
+    def test_in_a_bucket(self) -> None:
+        fake = FakeS3()
+        with fake.connected(), mock.patch.object(api, "_defaults", api._DefaultDirectories()):
+            run = fake.store_at("http://fake").path("bucket/run")
+            for step in (1, 2):
+                rankless.save_checkpoint(run, f"step_{step}", state_of(step), step=step)
+            rankless.restore(run / "step_1", None, state_of(-1), resume=True)
+            with pytest.warns(UserWarning, match="goes back to 'step_1'"):
+                rankless.save_checkpoint(run, "step_2", state_of(12), step=2, overwrite=True)
+            assert listed(run) == {"step_2@1": False, "step_1": True, "step_2": True}
+            loaded = state_of(-1)
+            rankless.restore(run, "step_2@1", loaded)
+            assert torch.equal(loaded["w"], state_of(2)["w"])
 
 
 class TestBucket:

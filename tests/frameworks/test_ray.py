@@ -26,8 +26,10 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
+from typer.testing import CliRunner
 
 import rankless
+from rankless.cli.main import app
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, NoCheckpointError, RankTimeoutError
 from rankless.ray import RayCheckpointer
 
@@ -362,6 +364,18 @@ def test_a_run_does_not_go_on_at_an_older_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path / "run", 2, report_own_checkpoints, own=[], fails=0)
     fit(tmp_path / "run", 2, resume_from_older)
     assert tags(tmp_path / "run") == ["step_2", "step_4", "step_6", "step_8"]
+
+
+def resume_after_a_rollback(config: dict[str, Any]) -> None:
+    checkpointer = RayCheckpointer(model=torch.nn.Linear(2, 2), save_every=2)
+    with pytest.raises(InvalidArgumentError, match="cannot go on at 'step_2': it has 'step_6'"):
+        checkpointer.resume()
+
+
+def test_a_run_does_not_go_on_after_a_rollback(tmp_path: Path) -> None:
+    fit(tmp_path / "run", 2, report_own_checkpoints, own=[], fails=0)
+    assert CliRunner().invoke(app, ["rollback", str(tmp_path / "run"), "step_2"]).exit_code == 0
+    fit(tmp_path / "run", 2, resume_after_a_rollback)
 
 
 def create_invalid(config: dict[str, Any]) -> None:

@@ -401,9 +401,30 @@ def go_back_and_stop(manager: Any, folder: str) -> int:
     return again.step
 
 
-@pytest.mark.parametrize("manager", [TitanManager, CheckpointManager])
-def test_the_latest_checkpoint_is_that_of_the_highest_step(ranks: Ranks, tmp_path: Path, manager: Any) -> None:
-    assert ranks(1, go_back_and_stop, manager, str(tmp_path)) == [6]
+@pytest.mark.parametrize(("manager", "latest"), [(TitanManager, 6), (CheckpointManager, 4)])
+def test_the_latest_checkpoint_is_that_of_the_highest_step_but_for_abandoned_ones(
+    ranks: Ranks, tmp_path: Path, manager: Any, latest: int
+) -> None:
+    assert ranks(1, go_back_and_stop, manager, str(tmp_path)) == [latest]
+
+
+def train_from(folder: str, load_step: int, steps: int) -> int:
+    """Load a step, or the latest one, and train. Return the step that was loaded."""
+    training = Training(CheckpointManager, folder, **FULL)
+    training.checkpointer.load(step=load_step)
+    start = training.step
+    training.train(steps)
+    return start
+
+
+def test_a_run_that_went_back_goes_on_with_its_new_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    """Although those that it has left have higher steps. They stay."""
+    assert ranks(1, train_from, str(tmp_path), -1, 8) == [0]
+    assert ranks(1, train_from, str(tmp_path), 2, 4) == [2]
+    assert ranks(1, train_from, str(tmp_path), -1, 6) == [4]
+    infos = rankless.list_checkpoints(tmp_path / "checkpoint")
+    assert [info.tag for info in infos if info.is_current] == ["step-2", "step-4", "step-6"]
+    assert {info.tag for info in infos if not info.is_current} == {"step-4@1", "step-6@1", "step-8"}
 
 
 def load_step(manager: Any, folder: str, step: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rankless import api
 from rankless.components import component_calls as components_api
 from rankless.components.pending_saves import PendingSaves
 from rankless.live_copy import copy_state as live_api
+from rankless.run import claims
 from rankless.save.background import background_saves
 from tests.helpers.torch_limits import forget_meshes
 
@@ -112,6 +113,7 @@ def _serve(pipe: Connection, port: int) -> None:
         result = _run(function, args)
         # The default instances would keep the group, and each group has threads that wake up all the time.
         api._defaults.clear()
+        claims._claimed.clear()
         while background_saves._flights:
             with suppress(Exception):  # that of a save which the task did not wait for
                 api.finalize()

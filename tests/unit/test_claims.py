@@ -97,6 +97,20 @@ def test_a_job_cannot_continue_what_another_one_has_continued_since_it_was_loade
     assert not read_history(tmp_path).is_current(later)
 
 
+def test_a_load_by_name_completes_one_of_the_latest(tmp_path: Path) -> None:
+    """A framework has read its own state from the latest checkpoint; another job has saved one more meanwhile."""
+    first = claim(tmp_path, JobHistory(), [])
+    saved = [info(first.run, first.incarnation, sequence) for sequence in (1, 2)]
+    job = JobHistory()
+    job.note_loaded(base_of(saved[0], newest=1), resumes=False)
+    job.note_loaded(base_of(saved[0], newest=None), resumes=True)
+    with pytest.raises(StateError, match="load the latest checkpoint, or go back to 'step_1' by its tag"):
+        claim(tmp_path, job, saved)
+    job.note_loaded(base_of(saved[0], newest=None), resumes=True)  # which the error advises
+    with pytest.warns(UserWarning, match="goes back to 'step_1'"):
+        claim(tmp_path, job, saved)
+
+
 def test_a_corrupt_entry_is_passed_over(tmp_path: Path) -> None:
     first = claim(tmp_path, JobHistory(), [])
     claim(tmp_path, JobHistory(), [])

@@ -26,8 +26,8 @@ from rankless.errors import InvalidArgumentError, MismatchError
 from rankless.formats.native import is_native
 from rankless.lightning.atomic_output import atomic_output
 from rankless.lightning.checkpoints import LightningCheckpoints
-from rankless.run.lookup import resolve_checkpoint_path
 from rankless.state.model.fsdp1 import uses_fsdp1
+from rankless.view import Checkpoint
 from rankless.view import open as open_checkpoint
 
 #: Functions by the user's keys: each gets a name and a tensor, and returns whether the tensor is saved.
@@ -107,7 +107,9 @@ class _FabricStrategy(Strategy):
             self._checkpoints.restore(path, model, optimizer, strict=strict)
             return {}
         split = _SplitState.from_state(state or {})
-        keys, others = _read_contents(path, split)
+        opened = open_checkpoint(path)
+        path = opened.path  # of a run directory the latest checkpoint
+        keys, others = _read_contents(opened, split)
         _check_keys(split, keys, others, path, strict=strict)
         self._checkpoints.restore(
             path,
@@ -135,13 +137,13 @@ def _restore_structure(given: Mapping[str, Any], saved: list[str]) -> Any:
     return _single_state(objects) if len(saved) == 1 else objects or None
 
 
-def _read_contents(path: Path, requested: _SplitState) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
+def _read_contents(opened: Checkpoint, requested: _SplitState) -> tuple[Mapping[str, list[str]], dict[str, Any]]:
     """Return the keys of models and optimizers, and all other values.
 
     A checkpoint that Lightning wrote does not record these keys, so the requested ones are returned.
     """
-    content = open_checkpoint(path).values.get("user_content") or {}
-    if is_native(resolve_checkpoint_path(path)):
+    content = opened.values.get("user_content") or {}
+    if is_native(opened.path):
         return content["keys"], dict(content["state"])
     return {"models": list(requested.models), "optimizers": list(requested.optimizers)}, dict(content)
 

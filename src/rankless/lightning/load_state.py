@@ -46,7 +46,7 @@ def load_optimizers(
 ) -> None:
     """Fill as many optimizers as there are states, by the names of the model's parameters; then the random states.
 
-    Further optimizers are left unchanged, as in Lightning.
+    Further optimizers are left unchanged, as in Lightning, which loads optimizers only if the training goes on.
     """
     filled = list(optimizers)[: len(states)]
     is_read = _on_any_rank(not all(isinstance(state, NotRead) for state in states))
@@ -58,7 +58,7 @@ def load_optimizers(
             checkpoint, training, partial(hooked_optimizers, states=states) if is_read else None, strict=True
         )
     if isinstance(checkpoint.reader, NativeReader):  # Lightning's own files have no random states
-        restore(checkpoint.path, rng=True)
+        restore(checkpoint.path, rng=True, resume=True)
 
 
 def _check_groups(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer]) -> None:

@@ -143,7 +143,8 @@ class LoadOperation:
         self.is_applying = True
         self._session.run_on_all("putting values in place", targets.apply)
         if self._tier is not None:
-            self._tier.finish(self._session, self._manifest, self.selected.generation, self._find_base())
+            base = self._find_base() if folder.parent == self._request.path else None
+            self._tier.finish(self._session, self._manifest, self.selected.generation, base)
         result = self._build_result(targets, verified=verified)
         self._reporter.report_unread(folder, [note[:3] for note in reader.unread if note.group == CONTENT])
         self._reporter.report_not_requested(folder, result.not_requested)
@@ -410,9 +411,9 @@ class LoadOperation:
         )
 
     def _find_base(self) -> LoadedBase | None:
-        """Return what a save needs to continue the checkpoint, if it is one of the run directory."""
+        """Return what a save needs to continue the checkpoint, unless it is in another format."""
         manifest, selected = self._manifest, self.selected
-        if manifest is None or selected.locate(self._request.path).parent != self._request.path:
+        if manifest is None:
             return None
         return LoadedBase.of(manifest, selected.tag, selected.newest, selected.token, selected.seen)
 

@@ -44,7 +44,7 @@ class RestoreResult:
         not_requested: The components that the checkpoint has and that nothing was passed for, such as
             ``"stateful/ema"``.
         sequence: The position in the order of all saves into the run directory; 0 for formats other than rankless's.
-        base: What a save needs to continue the checkpoint; ``None`` if it is not in the run directory that was passed.
+        base: What a save into its directory needs to continue it; ``None`` for formats other than rankless's.
     """
 
     user_content: Any

@@ -15,21 +15,20 @@ from rankless.errors import CheckpointReplacedError, TagExistsError
 from rankless.formats.native import holds_checkpoint
 from rankless.run.claims import read_history
 from rankless.run.folder_names import abandoned_tags
+from rankless.run.history import KnownCheckpoint
 from rankless.run.pointers import Pointer, TagEntry, find_bytes, find_highest_number, pointer_path
-from rankless.run.scan import read_info_strictly
+from rankless.run.scan import CheckpointInfo, read_info_strictly
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath
 
 
-def name_abandoned(final: Path, run_id: str) -> bool:
-    """Give the checkpoint at a path another tag if it is an abandoned one of a run. Return whether it has one."""
-    try:
-        info = read_info_strictly(final, final.name)
-    except CheckpointReplacedError:
-        return False
-    if info is None or info.status != "complete" or (info.run, info.saved_as) != (run_id, final.name):
-        return False
-    if read_history(final.parent).is_current(info):
+def name_abandoned(final: Path, saved: KnownCheckpoint) -> bool:
+    """Give the checkpoint at a path another tag if it is an abandoned one of the run of ``saved``, which takes its tag.
+
+    Return whether it has one.
+    """
+    info = _find_abandoned(final, saved)
+    if info is None:
         return False
     for tag in abandoned_tags(final.name, info.incarnation):
         try:
@@ -44,13 +43,25 @@ def name_abandoned(final: Path, run_id: str) -> bool:
     return False
 
 
-def name_abandoned_object(run: ObjectPath, entry: TagEntry, run_id: str) -> bool:
-    """Give the checkpoint of a tag in an object store another tag, too, if it is an abandoned one of a run.
+def _find_abandoned(final: Path, saved: KnownCheckpoint) -> CheckpointInfo | None:
+    """Return the checkpoint at a path if it is an abandoned one of the run of ``saved``."""
+    try:
+        info = read_info_strictly(final, final.name)
+    except CheckpointReplacedError:
+        return None
+    if info is None or info.status != "complete" or (info.run, info.saved_as) != (saved.run, final.name):
+        return None
+    if info.incarnation == saved.incarnation:  # of the job itself: the history need not be read
+        return None
+    return None if read_history(final.parent).is_current(info) else info
 
-    Return whether it has one: then the tag is free.
-    """
+
+def name_abandoned_object(run: ObjectPath, entry: TagEntry, saved: KnownCheckpoint) -> bool:
+    """Do the same in an object store: give the checkpoint of a tag another one, too. Then the tag is free."""
     pointer = entry.pointer
-    if not isinstance(pointer, Pointer) or pointer.run != run_id or pointer.saved_as:
+    if not isinstance(pointer, Pointer) or pointer.run != saved.run or pointer.saved_as:
+        return False
+    if pointer.incarnation == saved.incarnation:
         return False
     if read_history(run).is_current_number(pointer.incarnation, pointer.sequence):
         return False

@@ -51,11 +51,11 @@ _READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
 
 
 class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that a job has loaded.
+    """A checkpoint that a job has loaded, of a run directory or by its own path.
 
     ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
     named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is that of the job: rank 0's,
-    which has selected the checkpoint.
+    which has selected the checkpoint. ``resumes``: the training goes on from it.
     """
 
     id: str
@@ -66,6 +66,7 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     newest: int | None
     token: str
     seen: int = 0
+    resumes: bool = False
 
     @classmethod
     def of(cls, saved: KnownCheckpoint, tag: str, newest: int | None, token: str, seen: int = 0) -> LoadedBase:
@@ -105,8 +106,8 @@ _numberings: dict[Path, Numbering] = {}
 
 
 def numbering_of(run: Path) -> Numbering:
-    """Return the numbering of a run directory in this process."""
-    return _numberings.setdefault(run, Numbering())
+    """Return the numbering of a run directory in this process. Links to it lead to the same."""
+    return _numberings.setdefault(run.resolve(), Numbering())
 
 
 class JobHistory(msgspec.Struct):
@@ -136,7 +137,17 @@ class JobHistory(msgspec.Struct):
         self.runs.add(base.run)
         self.sequence = max(self.sequence, base.sequence)
         if resumes or (self.claim is None and self.base is None):
-            self.base, self.claim, self.token = base, None, base.token
+            known = self.base if self.base is not None and self._completes(base) else base
+            self.base, self.claim, self.token = msgspec.structs.replace(known, resumes=resumes), None, base.token
+
+    def _completes(self, base: LoadedBase) -> bool:
+        """Return whether a load by name completes an earlier one, which may have selected the latest checkpoint.
+
+        A framework reads its own state from the latest checkpoint first, and then the model and the optimizer by the
+        path of that.
+        """
+        first = self.base
+        return first is not None and not first.resumes and (first.id, base.newest) == (base.id, None)
 
     def abandons(self, saved: KnownCheckpoint, *, is_current: bool) -> bool:
         """Return whether a checkpoint of the job's run is abandoned, or will be when the job saves."""
@@ -352,7 +363,8 @@ def claim(
         claimed = Claim(entry.run, entry.number)
         if warns and job.base is not None and job.base.newest is None:
             abandoned = [one for one in found if before.is_current(one) and not entry.is_current(one)]
-            _warn_of_rollback(run, job.base.tag, abandoned)
+            went_back = job.base.run in before.runs and before.runs[job.base.run].rolled_back_to == job.base.id
+            _warn_of_rollback(run, job.base.tag, abandoned, again=went_back)
     _claimed.add((run, claimed))
     return claimed
 
@@ -367,11 +379,13 @@ def _find_own_claim(run: Path, job: JobHistory) -> Claim | None:
     return Claim(base.run, branch.incarnation) if own is not None and own.job.token == job.token else None
 
 
-def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint]) -> None:
+def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint], *, again: bool) -> None:
+    """Warn if checkpoints are abandoned. ``again``: perhaps a scheduler has started the same command again."""
+    advice = ". To go on with them instead, load the latest checkpoint, and do not name this one" if again else ""
     if abandoned:
         warn_caller(
-            f"the run in {run} goes back to {tag!r}: {len(abandoned)} later checkpoint(s) are abandoned. They stay "
-            "until a policy removes them, and can be loaded by their tags"
+            f"the run in {run} goes back to {tag!r}{' again' if again else ''}: {len(abandoned)} later checkpoint(s) "
+            f"are abandoned. They stay until a policy removes them, and can be loaded by their tags{advice}"
         )
 
 

@@ -25,6 +25,7 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import give_back, restore_displaced
+from rankless.run.history import KnownCheckpoint
 from rankless.run.object_run import check_output_name
 from rankless.run.pending_lock import PendingLock, acquire_lock
 from rankless.run.pointers import find_tag
@@ -113,19 +114,32 @@ class PendingDirectory:
         else:
             self.release()
 
-    def publish_tag(self, run_id: str) -> None:
-        """Publish a checkpoint of a run. If an abandoned one of this run has the tag, that one gets another.
+    def publish_tag(self, saved: KnownCheckpoint) -> None:
+        """Publish a checkpoint. If an abandoned one of its run has the tag, that one gets another.
 
         Raises ``TagExistsError`` if anything else has it.
         """
         try:
             self.publish()
         except TagExistsError:
-            from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415 - few runs go back
-
-            if not name_abandoned(self.final, run_id):
+            if not self._free_tag(saved):
                 raise
             self.publish()
+
+    def replace_tag(self, saved: KnownCheckpoint, check_replaceable: Callable[[Path], None]) -> None:
+        """Publish a checkpoint in place of what has the tag, as :meth:`replace` does.
+
+        An abandoned one of its run is not replaced, but gets another tag: an overwrite is meant for what the run saves
+        over and over again, such as its last checkpoint.
+        """
+        self._free_tag(saved)
+        self.replace(check_replaceable)
+
+    def _free_tag(self, saved: KnownCheckpoint) -> bool:
+        """Give an abandoned checkpoint of the same run that has the tag another one. Return whether there was one."""
+        from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415 - few runs go back
+
+        return name_abandoned(self.final, saved)
 
     def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path, in place of what is there.

@@ -271,14 +271,16 @@ class CheckpointSave(TrainingSave):
     @traced("rename", "commit")
     def _publish_checkpoint(self, committed: Manifest) -> None:
         """Rename the pending directory to its final name, which must be free or that of a replaceable checkpoint."""
-        corrupt = None if self._request.overwrite else self._request.find_corrupt()
-        if self._request.overwrite:
+        corrupt = self._request.find_corrupt()
+        if self._request.overwrite and corrupt is not None:
             self._pending.replace(partial(self._check_newest, committed))
+        elif self._request.overwrite:
+            self._pending.replace_tag(committed, partial(self._check_newest, committed))
         elif corrupt is not None:
             self._pending.replace(partial(self._check_corrupt, corrupt))
             self._replaces_corrupt = True
         else:
-            self._pending.publish_tag(committed.run)
+            self._pending.publish_tag(committed)
 
     def _check_corrupt(self, corrupt: CorruptRecord, folder: Path) -> None:
         """Raise ``TagExistsError`` if ``folder`` is not the checkpoint that was found corrupt.

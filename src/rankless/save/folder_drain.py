@@ -158,10 +158,10 @@ class FolderDrain(GenerationDrain):
         self._tier.check_not_fenced(self._label.manifest.tag)
         try:
             if self._label.replaces:
-                self._pending.replace(self._check_newest)
+                self._pending.replace_tag(info, self._check_newest)
                 self._pending.remove_displaced()
             else:
-                self._pending.publish_tag(info.run)
+                self._pending.publish_tag(info)
             self._tier.check_published(info)
         except TagExistsError:
             if not holds_checkpoint(self.path, self._label.manifest.id):

@@ -77,11 +77,11 @@ class ObjectPublication:
         return checkpoint_folder(self._run, self._tag, self.folder_id)
 
     @traced("publish", "commit")
-    def publish(self, finished: Manifest, *, overwrite: bool) -> Manifest:
+    def publish(self, finished: Manifest, *, overwrite: bool, is_corrupt: bool = False) -> Manifest:
         """Create the pointer, when all files are there. Return the manifest.
 
-        If another folder with this checkpoint has the tag, nothing is done. Raises ``TagExistsError`` if another
-        checkpoint has it.
+        If another folder with this checkpoint has the tag, nothing is done. An abandoned checkpoint of the run that has
+        the tag gets another one, unless it ``is_corrupt``. Raises ``TagExistsError`` if another checkpoint has it.
         """
         pointer = Pointer.of(finished, self.folder_id)
         data = msgspec.json.encode(pointer)
@@ -96,7 +96,7 @@ class ObjectPublication:
             if entry is not None and entry.names_checkpoint(finished.id):
                 self.discard()
                 return finished
-            is_free = entry is None or (not overwrite and self._free_tag(entry, finished))
+            is_free = entry is None or (not is_corrupt and self._free_tag(entry, finished))
             if entry is not None and not is_free:
                 self._check_replaceable(entry, pointer, overwrite=overwrite)
             self._replaced = None if is_free else entry
@@ -111,7 +111,7 @@ class ObjectPublication:
             return False
         from rankless.run.abandoned_tags import name_abandoned_object  # noqa: PLC0415 - few runs go back
 
-        return name_abandoned_object(self._run, entry, finished.run)
+        return name_abandoned_object(self._run, entry, finished)
 
     def _create_pointer(self, number: int, data: bytes, finished: Manifest) -> bool:
         """Create a pointer. Return whether it counts: whether no other process has created it, or a higher one."""

@@ -144,7 +144,8 @@ class ObjectSave(TrainingSave):
         publication = self._require_output().publication
         if not self._cache.has_checked_store:
             self._check_store(publication.folder / manifest.NAME, manifest.encode_manifest(finished))
-        return publication.publish(finished, overwrite=self._request.replaces)
+        is_corrupt = self._request.find_corrupt() is not None
+        return publication.publish(finished, overwrite=self._request.overwrite or is_corrupt, is_corrupt=is_corrupt)
 
     def _check_store(self, written: ObjectPath, data: bytes) -> None:
         """Warn if the store writes an object that exists, although the request forbids it."""

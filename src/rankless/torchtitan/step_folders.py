@@ -82,12 +82,14 @@ class RunFolder:
     def find_start(self, step: int) -> StartPoint | None:
         """Return the checkpoint of a step, or that of the highest step if it is -1; ``None`` if there is none at all.
 
+        What a run has abandoned when it went back to an older checkpoint is only loaded by its step.
+
         Raises ``NoCheckpointError`` if there is none of this step or if there are only exports, and
         ``CorruptCheckpointError`` if a checkpoint of a higher step is corrupt and no fallback is possible.
         """
         if step != -1:
             return self._find_step(step)
-        complete = [info for info in self.infos if info.status == "complete"]
+        complete = [info for info in self.infos if info.status == "complete" and info.is_current]
         highest = max({*map(_step_of, (info.tag for info in complete)), *self.dcp}, default=-1)
         if highest == -1 and self.infos:  # they are corrupt, or have other names: the load reports it
             return StartPoint(-1, None)

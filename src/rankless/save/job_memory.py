@@ -1,0 +1,40 @@
+"""The memory of a job: what it has loaded from and saved into run directories, which its next saves there continue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rankless.run.claims import JobHistory, numbering_of
+from rankless.run.corruption import CorruptRecord
+from rankless.save.base_checkpoint import Base
+
+
+class DirectoryMemory(msgspec.Struct, frozen=True):
+    """The history of a job in one run directory, and the checkpoint with which its next save may share files."""
+
+    history: JobHistory
+    base: Base
+
+
+class JobMemory:
+    """The memory that objects of one job share. A ``RunDirectory`` that no other one shares with has its own.
+
+    Attributes:
+        runs: The ids of the runs that the job has saved or loaded, in any directory.
+        corrupt: The checkpoints that loads found corrupt. A save may take their tags.
+    """
+
+    def __init__(self) -> None:
+        self.runs: set[str] = set()
+        self.corrupt: set[CorruptRecord] = set()
+        self._directories: dict[Path, DirectoryMemory] = {}
+
+    def of(self, run: Path) -> DirectoryMemory:
+        """Return what is known of a run directory. Links to it lead to the same."""
+        if run not in self._directories:
+            real = run.resolve()
+            new = DirectoryMemory(JobHistory(runs=self.runs, numbering=numbering_of(real)), Base())
+            self._directories[run] = self._directories.setdefault(real, new)
+        return self._directories[run]
