@@ -1,4 +1,4 @@
-"""``python -m campaigns.run_histories``: random histories of a run, which is the proof of "History" in the failure model.
+"""``python -m campaigns.run_histories``: random histories of a run: the proof of "One history" in the failure model.
 
 Jobs with and without a tier, on several hosts, start, save, go back, are killed at any call, stopped and woken; others
 read, pin, copy, move, merge, remove and prune. After each event the oracle compares what is there, and what a job has
@@ -19,7 +19,6 @@ from campaigns.common.fork_server import CONTEXT
 from campaigns.run_histories.batches import run_batch
 from campaigns.run_histories.history import EVENTS, Counts
 from campaigns.run_histories.places import KINDS
-
 
 #: The histories that a worker makes before its results are collected.
 _BATCH = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from campaigns.run_histories.oracle import (
 from campaigns.run_histories.places import BucketPlace, Found, Place, find_checkpoints
 from campaigns.run_histories.trainer import NEVER, Reply, Trap
 
-#: The most jobs that live at a time, and the most run directories.
-_MOST_JOBS, _MOST_SITES = 5, 3
+#: The most jobs that live at a time, run directories, and pins.
+_MOST_JOBS, _MOST_SITES, _MOST_PINS = 5, 3, 2
 
 #: The calls of a command among which a trap is drawn: most commands have fewer.
 _CALLS = 80
@@ -120,30 +120,21 @@ class History:
     # What can happen
 
     def _list_applicable(self) -> list[str]:
-        names = list(_EVENTS)
-        idle, many = bool(self._idle()), len(self._jobs) + len(self._stopped) >= _MOST_JOBS
-        lacking: set[str] = set()
-        if not idle:
-            lacking |= _NEED_JOB
-        if many:
-            lacking |= _START_JOB
-        if not self._stopped:
-            lacking.add("wake")
-        if not self._pins:
-            lacking.add("unpin")
-        if len(self._pins) > 1 or not any(site.known for site in self._sites):
-            lacking.add("pin")
-        if len(self._sites) >= _MOST_SITES:
-            lacking |= {"copy", "copy without history", "copy while saving"}
-        if len(self._sites) < 2:
-            lacking.add("merge copies")
-        if not any(site.known for site in self._sites):
-            lacking |= {"resume(tag)", "rollback", "prune", "copy", "copy without history", "move", "remove run"}
-        if not any(site.tiers for site in self._sites):
-            lacking |= {"remove tier", "drain"}
-        if self._last_start is None:
-            lacking.add("same command")
-        return [name for name in names if name not in lacking]
+        has_known = any(site.known for site in self._sites)
+        conditions = {
+            _NEED_JOB: bool(self._idle()),
+            _START_JOB: len(self._jobs) + len(self._stopped) < _MOST_JOBS,
+            _NEED_CHECKPOINT: has_known,
+            _NEED_ROOM: len(self._sites) < _MOST_SITES,
+            frozenset({"wake"}): bool(self._stopped),
+            frozenset({"unpin"}): bool(self._pins),
+            frozenset({"pin"}): has_known and len(self._pins) < _MOST_PINS,
+            frozenset({"merge copies"}): len(self._sites) > 1,
+            frozenset({"remove tier", "drain"}): any(site.tiers for site in self._sites),
+            frozenset({"same command"}): self._last_start is not None,
+        }
+        lacking = frozenset[str]().union(*(names for names, holds in conditions.items() if not holds))
+        return [name for name in _EVENTS if name not in lacking]
 
     def start(self) -> None:
         """Start a job without a tier."""
@@ -164,10 +155,9 @@ class History:
 
     def same_command(self) -> None:
         """Start the last command again. A tag goes back only once."""
-        assert self._last_start is not None
-        site, host, tag, _ = self._last_start
-        if site not in self._sites:
+        if self._last_start is None:
             return
+        site, host, tag, _ = self._last_start
         self._resume(self._new_job(site, host), tag)
 
     def save_without_load(self) -> None:
@@ -255,7 +245,9 @@ class History:
         site.worlds = results or worlds
         for job in pair:
             job.is_doubtful, job.is_challenged = True, False
-        savers = [job for job in pair if job in self._jobs]
+        self._save_at_once(site, [job for job in pair if job in self._jobs], has_tier=bool(host))
+
+    def _save_at_once(self, site: Site, savers: Sequence[Job], *, has_tier: bool) -> None:
         contents = [(*job.content, self._next_step()) for job in savers]
         for job, content in zip(savers, contents, strict=True):
             job.send("save", content, tag=self._tag(job, content))
@@ -263,7 +255,7 @@ class History:
             self._judge_save(site, job, content, reply, removable=set(), has_slept=True)
         if site.worlds is not None and len({job.run for job in savers}) == 2:
             site.worlds |= {claimed(world, savers[0].run, savers[0].content, savers[0].number) for world in site.worlds}
-        if len(savers) == 2 and not host and savers[0].run and savers[0].run == savers[1].run:
+        if len(savers) == 2 and not has_tier and savers[0].run and savers[0].run == savers[1].run:
             good = [job for job, content in zip(savers, contents, strict=True) if job.content == content]
             if len(good) != 1:
                 raise ViolationError(f"{len(good)} of two jobs at once have saved")
@@ -300,6 +292,8 @@ class History:
         reply = job.ask("pin", found.tag)
         if isinstance(reply, str) or reply.content != found.content:
             job.kill()
+            if isinstance(reply, Reply) and reply.error == "CheckpointReplacedError":  # a dead job was removing it
+                return
             raise ViolationError(f"{found.tag} could not be pinned: {reply}")
         self._pins.append((job, found.content))
         self._note(f"{found.tag} is pinned in {site.place.name}")
@@ -326,7 +320,7 @@ class History:
         self._end_jobs(site)
         site.place.remove()
         site.worlds, site.known = {()}, []
-        site.is_removed = bool(site.tiers)
+        site.is_removed = site.had_tiers
         self._note(f"{site.place.name} is removed")
 
     def copy(self) -> None:
@@ -373,7 +367,7 @@ class History:
         source, target = self.random.sample(self._sites, 2)
         self._end_jobs(target)
         source.place.copy(target.place.name)
-        target.worlds, target.is_removed = None, bool(target.tiers)
+        target.worlds, target.is_removed = None, target.had_tiers
         self._look(target, set())
         self._note(f"{source.place.name} is merged into {target.place.name}")
 
@@ -478,47 +472,53 @@ class History:
             self._note_cut_resume(site, job, named, must, tag, reply)
             return
         certain = not has_slept and not job.is_doubtful
-        if certain and must and not trap_free(site):
+        if certain and must and not site.is_removed:
             self._counts.resumes += 1
             self._counts.resumed += not reply.error
         if reply.error:
-            self._counts.errors[reply.error] = self._counts.errors.get(reply.error, 0) + 1
-            if reply.error in {"NoCheckpointError", "EmptyRunError"} and (not must or tag or has_slept):
-                job.is_challenged = False
-                if not tag:
-                    self._challenge(site, job, 0, certain=False)
-                    self._jobs.append(job)
-                    return
-            elif not (has_slept and (reply.error in _SUPERSEDED or job.has_lost_tier)) and not self._may_fail(
-                site, host, reply
-            ):
-                job.kill()
-                raise ViolationError(f"a resume failed: {reply.error}: {reply.message}")
-            job.kill()
+            self._judge_failed_resume(site, job, tag, reply, has_slept=has_slept)
             return
         self._jobs.append(job)
-        content = reply.content
-        went_back = any("went back to" in warning for warning in reply.warnings)
-        worlds = site.worlds
-        if worlds is None:
-            if content not in self._run_of:
-                raise ViolationError(f"a resume got {content}, which was never saved")
-            run = self._run_of[content]
-            site.worlds = {((Head(run, content, job.number)),)}
-        elif tag and not went_back and content == named:
-            run = self._run_of[content]
-            site.worlds = {claimed(world, run, content, job.number) for world in worlds}
+        if tag and reply.content == named and not any("went back to" in warning for warning in reply.warnings):
+            run = self._run_of[named]
+            site.worlds = {claimed(world, run, named, job.number) for world in site.worlds or {()}}
         else:
-            fits = list(worlds_that_load(worlds, content, must, any_run=site.had_tiers))
-            if not fits and not has_slept:
-                raise ViolationError(f"a resume got {content}, and should be one of {self._describe(site, must)}")
-            run = self._run_of[content]
-            new = {claimed(world, run, content, job.number) for world, fitting in fits if fitting == run}
-            site.worlds = new | (worlds if has_slept or not claims else set())
-        job.content, job.run, job.is_challenged, job.is_doubtful = content, run, False, has_slept
+            site.worlds = self._worlds_after(site, job, reply.content, must, keeps=has_slept or not claims)
+        run = self._run_of[reply.content]
+        job.content, job.run, job.is_challenged, job.is_doubtful = reply.content, run, False, has_slept
         job.has_claimed = claims
         if claims:
             self._challenge(site, job, run, certain=certain)
+
+    def _worlds_after(
+        self, site: Site, job: Job, content: Content, must: Collection[Content], *, keeps: bool
+    ) -> set[World]:
+        """Return what is possible after a load of the latest checkpoint. ``keeps``: perhaps it has claimed nothing."""
+        if content not in self._run_of:
+            raise ViolationError(f"a resume got {content}, which was never saved")
+        run = self._run_of[content]
+        if site.worlds is None:
+            return {(Head(run, content, job.number),)}
+        fits = list(worlds_that_load(site.worlds, content, must, any_run=site.had_tiers))
+        if not fits and not job.is_doubtful and not keeps:
+            raise ViolationError(f"a resume got {content}, and should be one of {self._describe(site, must)}")
+        new = {claimed(world, run, content, job.number) for world, fitting in fits if fitting == run}
+        return new | (site.worlds if keeps else set())
+
+    def _judge_failed_resume(self, site: Site, job: Job, tag: str | None, reply: Reply, *, has_slept: bool) -> None:
+        host = job.host if job.tier else ""
+        self._counts.errors[reply.error] = self._counts.errors.get(reply.error, 0) + 1
+        is_empty = reply.error == "EmptyRunError" and (not self._must(site, host) or has_slept)
+        if is_empty and not tag:
+            job.is_challenged = False
+            self._challenge(site, job, 0, certain=False)
+            self._jobs.append(job)
+            return
+        job.kill()
+        is_late = has_slept and (reply.error in _SUPERSEDED or job.has_lost_tier)
+        is_gone = reply.error == "NoCheckpointError" and bool(tag)
+        if not (is_empty or is_late or is_gone or self._may_fail(site, host, reply)):
+            raise ViolationError(f"a resume failed: {reply.error}: {reply.message}")
 
     def _note_cut_resume(
         self, site: Site, job: Job, named: Content, must: Collection[Content], tag: str | None, reply: str
@@ -590,21 +590,36 @@ class History:
             self._counts.errors[reply.error] = self._counts.errors.get(reply.error, 0) + 1
             self._judge_failed_save(site, job, content, reply)
             return
-        if job.is_challenged and not has_slept and job.tier is None:
-            raise ViolationError(f"job {job.number} was superseded, and has saved {content}")
-        if job.tier is None and content not in site.contents and not job.is_challenged and not has_slept:
-            raise ViolationError(f"{content} was saved, and is not there")
+        if job.tier is None and not has_slept:
+            self._check_saved(site, job, content)
         if not job.is_challenged and site.worlds is not None:
-            own = {world for world in site.worlds if owner_of(world, run) in {job.number, None}}
-            others = set() if job.tier is None and not has_slept else site.worlds - own
-            if not own and not others and job.run:  # it claims with this save, after a load that could not
-                own = site.worlds
-                own = {claimed(world, run, content, job.number) for world in own}
-            site.worlds = {saved(world, run, content, job.number) for world in own} | others
-            if has_slept:  # its sequence number may be lower than that of another run, which was saved meanwhile
-                site.worlds |= {saved_in_place(world, run, content, job.number) for world in own}
-            if job.tier is None and not site.had_tiers and not has_slept and site.known[-1].content != content:
-                raise ViolationError(f"the highest sequence number is not that of {content}, which was saved last")
+            site.worlds = self._worlds_with(site.worlds, job, content, has_slept=has_slept)
+        self._note_saved(site, job, content)
+
+    def _check_saved(self, site: Site, job: Job, content: Content) -> None:
+        """Check what holds when a save without a tier has returned."""
+        if job.is_challenged:
+            raise ViolationError(f"job {job.number} was superseded, and has saved {content}")
+        if content not in site.contents:
+            raise ViolationError(f"{content} was saved, and is not there")
+        if not site.had_tiers and site.known[-1].content != content:
+            raise ViolationError(f"the highest sequence number is not that of {content}, which was saved last")
+
+    @staticmethod
+    def _worlds_with(worlds: set[World], job: Job, content: Content, *, has_slept: bool) -> set[World]:
+        """Return what is possible after a save."""
+        run = job.run or job.number
+        own = {world for world in worlds if owner_of(world, run) in {job.number, None}}
+        others = set() if job.tier is None and not has_slept else worlds - own
+        if not own and not others:  # it claims with this save, after a load that could not
+            own = {claimed(world, run, content, job.number) for world in worlds}
+        after = {saved(world, run, content, job.number) for world in own}
+        if has_slept:  # its sequence number may be lower than that of another run, which was saved meanwhile
+            after |= {saved_in_place(world, run, content, job.number) for world in own}
+        return after | others
+
+    def _note_saved(self, site: Site, job: Job, content: Content) -> None:
+        run = job.run or job.number
         if job.run and not job.has_claimed:
             self._challenge(site, job, run, certain=True)
         job.content, job.run, job.has_claimed = content, run, True
@@ -650,11 +665,11 @@ class History:
 
     def _may_fail(self, site: Site, host: str, reply: Reply) -> bool:
         """Return whether a load is right to fail: the table of the history names the error."""
-        if site.is_removed and site.tiers and reply.error in {"InvalidArgumentError", "TagExistsError"}:
+        if site.is_removed and reply.error in {"InvalidArgumentError", "TagExistsError"}:
             return True
         if reply.error not in {"StateError", "NoCheckpointError", "SupersededError", "EmptyRunError"}:
             return False
-        if site.worlds is None or (site.is_removed and site.tiers):
+        if site.worlds is None or site.is_removed:
             return True
         existing = self._must(site, host)
         return not existing or any(latest_of(world, existing) is None for world in site.worlds)
@@ -770,11 +785,6 @@ class History:
         self.log.append(line)
 
 
-def trap_free(site: Site) -> bool:
-    """Return whether a resume counts for nothing: the run was removed."""
-    return site.is_removed
-
-
 _EVENTS: dict[str, Callable[[History], None]] = {
     "start": History.start,
     "start with tier": History.start_with_tier,
@@ -821,6 +831,8 @@ _NEED_JOB = frozenset(
         *("copy while saving", "fork", "second object"),
     }
 )
+_NEED_CHECKPOINT = frozenset({"resume(tag)", "rollback", "prune", "copy", "copy without history", "move", "remove run"})
+_NEED_ROOM = frozenset({"copy", "copy without history", "copy while saving"})
 _START_JOB = frozenset(
     {
         *("start", "start with tier", "start on another host", "resume(tag)", "same command", "save without load"),

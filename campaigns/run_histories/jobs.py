@@ -71,8 +71,8 @@ class Job:
 
     @property
     def _pid(self) -> int:
-        assert self._process is not None
-        assert self._process.pid is not None
+        if self._process is None or self._process.pid is None:
+            raise HangError(f"job {self.number} has ended")
         return self._process.pid
 
     def wake(self) -> Reply | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import faulthandler
 import os
 import signal
 import sys
@@ -141,8 +142,7 @@ class Trainer:
 
     def drain(self, *, adopt: bool) -> Content:
         """Write what the tier has into the run directory, after its job."""
-        assert self._tier is not None
-        rankless.drain(self._place.path(), self._tier, adopt=adopt)
+        rankless.drain(self._place.path(), self._tier or "", adopt=adopt)
         return ()
 
     def command(self, *args: str) -> Content:
@@ -191,6 +191,7 @@ def _decode(steps: torch.Tensor) -> Content:
 
 def run_job(pipe: Connection, make: Callable[[], Trainer]) -> None:
     """Answer commands until the pipe ends. Each is a name, its arguments, and a trap."""
+    faulthandler.enable()
     warnings.simplefilter("always")
     tripwire, trainer = _Tripwire(), None
     while True:

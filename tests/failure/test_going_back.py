@@ -138,8 +138,14 @@ class TestRollback:
         shutil.copytree(run, copy, ignore=shutil.ignore_patterns(".*"))
         assert run_killed_job(train, copy, 5) == 3
         assert listed(copy) == {
-            **{"step_1": True, "step_2": True, "step_3": True, "step_4": True, "step_5": True},
-            **{"step_3@1": True, "step_4@1": False, "step_5@1": False},
+            "step_1": True,
+            "step_2": True,
+            "step_3": True,
+            "step_4": True,
+            "step_5": True,
+            "step_3@1": True,
+            "step_4@1": False,
+            "step_5@1": False,
         }
 
     @pytest.mark.parametrize("has_tier", [False, True])

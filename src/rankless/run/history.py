@@ -211,8 +211,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     def line_to(self, base: KnownCheckpoint, found: Collection[FoundCheckpoint]) -> Line:
         """Return the line of what continues a checkpoint that is current.
 
-        Of incarnations whose entries are lost, it has all older checkpoints, which a reader of manifests alone takes for
-        current, but none of a later step: the run has gone back to before that.
+        Of incarnations whose entries are lost, it has all older checkpoints, as a reader of manifests alone does, but
+        none of a later step: the run went back to before that.
         """
         branch = self.runs.get(base.run, Branch(0, 0))
         step = next((saved.step for saved in found if saved.id == base.id), None)
