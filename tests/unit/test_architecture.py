@@ -195,12 +195,13 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
     """These bounds only fall, unless a promise needs more. Each module costs a first save or load about a millisecond.
 
     They last rose when nothing was removed any more that is not proved to be an output, when corrupt files were read
-    twice, when states of optimizers that a load could not restore were refused, and with the history of a run.
+    twice, when states of optimizers that a load could not restore were refused, and with the history of a run, which a
+    load by path shares with the directory of the checkpoint.
     """
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
-    assert len(modules_of_rankless(saved)) <= 204
-    assert len(modules_of_rankless(loaded)) <= 242
+    assert len(modules_of_rankless(saved)) <= 205
+    assert len(modules_of_rankless(loaded)) <= 243
 
 
 def test_a_save_without_generators_does_not_import_those_of_numpy(first_use: dict[str, Any]) -> None:
@@ -224,7 +225,7 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     assert save_modules <= 117
     assert save_functions <= 566
     assert load_modules <= 120
-    assert load_functions <= 554
+    assert load_functions <= 556
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

@@ -5,6 +5,7 @@ fails and the higher cost is intended, raise the bound in the same commit and sa
 """
 
 import sys
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ import rankless
 from campaigns.faults.faulty_file_system import FaultyFileSystem
 from rankless.ondisk import block_crcs
 from tests.helpers.pool import Ranks
+
+#: Seconds: small files that have not changed for 0.1 s are remembered, and not read again.
+SETTLED = 0.15
 
 #: Eight tensors of 1 MiB, and two hundred of 4 KiB.
 LARGE, SMALL = {f"large.{n}": 2**18 for n in range(8)}, {f"small.{n}": 2**10 for n in range(200)}
@@ -170,6 +174,7 @@ def measure_costs(path: str, kind: str) -> dict[str, Costs]:
 
     save("first")
     save("second", async_save=True)
+    time.sleep(SETTLED)
     load()
     costs = {}
     for name, call in {
@@ -180,6 +185,7 @@ def measure_costs(path: str, kind: str) -> dict[str, Costs]:
     }.items():
         if name in {"save", "asynchronous save"}:
             train()
+        time.sleep(SETTLED)
         costs[name] = count_costs(run, call)
     assert all(torch.equal(get_local(target[name]), get_local(tensor)) for name, tensor in state.items())
     return costs
