@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -221,6 +221,10 @@ CHAINS ?= 10
 ## objects: real object stores: Swift, Ceph, LocalStack and Azurite are installed into .objects; jobs that save are killed and stopped
 objects: .venv/installed
 	$(BIN)/python -m campaigns.objects $(SERVERS) --chains $(CHAINS)
+
+## run-histories: random histories of runs, whose jobs are killed, stopped, copied, moved and rolled back, against an oracle
+run-histories: .venv/installed
+	$(BIN)/python -m campaigns.run_histories
 
 ## histories: saves into object stores in memory die, lose a reply, or stop while another process goes on, at every request
 histories: .venv/installed
