@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seed", type=int, default=0, help="that of the first history")
     parser.add_argument("--only", action="store_true", help="make one history, in the first kind, and print all of it")
+    parser.add_argument("--stop", action="store_true", help="stop at the first violation")
     parser.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1))
     options = parser.parse_args()
     if options.only:
@@ -52,6 +53,9 @@ def main() -> int:
                 found += batch.violations
                 for violation in batch.violations:
                     print(violation, file=sys.stderr, flush=True)
+                if found and options.stop:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    return 1
         print(f"| {kind} | {each} | {len(found)} |", flush=True)
         violations += found
     pairs = [total.pairs.get((before, after), 0) for before in EVENTS for after in EVENTS]
