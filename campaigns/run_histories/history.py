@@ -368,7 +368,8 @@ class History:
         self._end_jobs(target)
         source.place.copy(target.place.name)
         target.worlds, target.is_removed = None, target.had_tiers
-        self._look(target, set())
+        # The pointer of an overwrite in the one has a higher number than that of the same tag in the other.
+        self._look(target, target.contents if isinstance(target.place, BucketPlace) else set())
         self._note(f"{source.place.name} is merged into {target.place.name}")
 
     def roll_back(self) -> None:

@@ -26,6 +26,7 @@ from rankless.engine.plan.split_tensors import split_ranges
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RankMismatchError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.state.capture import STATE
@@ -42,6 +43,7 @@ class OpenedOutput(msgspec.Struct, frozen=True, array_like=True):
     uploads: list[str] = []
 
 
+@prepared
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
     """The layout of a component: the names of its files, what rank 0 has opened, and the spans of each tensor."""
 

@@ -23,6 +23,7 @@ from rankless.errors import (
 from rankless.formats.torch_file import TorchFileReader, is_torch_file
 from rankless.ondisk import values
 from rankless.ondisk.block_crcs import crc64
+from rankless.process.prepared_types import prepared
 from rankless.state import scheduler as schedulers
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.array_encoder import ArrayEncoder
@@ -33,6 +34,7 @@ _FORMAT = "rankless scheduler"
 _START = f'{{"format":"{_FORMAT}"'.encode()
 
 
+@prepared
 class _SchedulerFile(msgspec.Struct):
     """The JSON file of a scheduler: encoded values, and the CRC of their JSON."""
 

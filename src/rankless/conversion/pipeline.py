@@ -53,6 +53,7 @@ from rankless.observe.events import OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.range_checksums import RangeChecksum
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import is_run_directory
 from rankless.run.cleanup import clean_up
 from rankless.run.lookup import open_latest
@@ -176,6 +177,7 @@ class ConversionRequest:
         return {key: value for key, value in self.keys.items() if key != LAYOUT}
 
 
+@prepared
 class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
     """The fingerprint of the source as a rank sees it, and the id of the rank's host."""
 
@@ -183,6 +185,7 @@ class _SeenBy(msgspec.Struct, frozen=True, array_like=True):
     host: str
 
 
+@prepared
 class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
     """The path of the pending directory, and the number of the host of each rank."""
 

@@ -20,11 +20,13 @@ from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import NamedRange, TensorMapping
 from rankless.ondisk import strict_json
 from rankless.ondisk.data_files import TensorInfo
+from rankless.process.prepared_types import prepared
 
 #: The name of the file in the folder of the model.
 NAME = "hub_layout.json"
 
 
+@prepared
 class HubLayout(msgspec.Struct, frozen=True):
     """The difference between the files of ``save_pretrained`` and a checkpoint.
 

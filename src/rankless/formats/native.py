@@ -27,6 +27,7 @@ from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.strict_json import parse_json
 from rankless.ondisk.value_files import restore_order
 from rankless.ondisk.values import ArrayCodec
+from rankless.process.prepared_types import prepared
 from rankless.storage.filesystem_kind import forget_names
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.second_read import read_twice_if_wrong
@@ -51,10 +52,12 @@ class _Group(msgspec.Struct):
     state: dict[str, dict[str, Any]]
 
 
+@prepared
 class _Optimizer(msgspec.Struct):
     groups: list[_Group]
 
 
+@prepared
 class _Scheduler(msgspec.Struct):
     name: str | None = msgspec.field(name="class")
     state: Any
@@ -69,6 +72,7 @@ _TYPES: dict[str, Any] = {
 }
 
 
+@prepared
 class _PerRank(msgspec.Struct):
     """The expected type of one rank's entry in ``ranks.json``."""
 

@@ -19,6 +19,7 @@ from rankless.inspection.tensor_statistics import BUCKETS, TensorStatistics
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import STATISTICS
+from rankless.process.prepared_types import prepared
 from rankless.storage.object_path import parse_location
 from rankless.storage.store import store_of
 
@@ -26,6 +27,7 @@ from rankless.storage.store import store_of
 _CRC_BYTES, _MAX_BYTES = 8, 2**30
 
 
+@prepared
 class _KeptStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file: the id of the checkpoint, and the statistics of each tensor by its name."""
 

@@ -24,6 +24,7 @@ from rankless.errors import InvalidArgumentError, RankMismatchError
 from rankless.live_copy.copy_request import CopyRequest
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
+from rankless.process.prepared_types import prepared
 from rankless.state.capture import (
     Capture,
     capture_training,
@@ -41,6 +42,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _EncodedSpec = tuple[bytes, bytes]
 
 
+@prepared
 class _Role(msgspec.Struct, frozen=True, array_like=True):
     """The components that a rank gives, and those that it gets; ``None`` if it is no source, or gets nothing.
 
@@ -52,6 +54,7 @@ class _Role(msgspec.Struct, frozen=True, array_like=True):
     policy: str
 
 
+@prepared
 class _Announcement(msgspec.Struct, frozen=True, array_like=True):
     """Digests of what a source rank holds, and its number in the meshes of its tensors."""
 
@@ -61,6 +64,7 @@ class _Announcement(msgspec.Struct, frozen=True, array_like=True):
     mesh_rank: int
 
 
+@prepared
 class _Directory(msgspec.Struct, frozen=True, array_like=True):
     """The decision on the announcements: who sends specs, who sends values, and the number of each rank in meshes."""
 
@@ -69,6 +73,7 @@ class _Directory(msgspec.Struct, frozen=True, array_like=True):
     mesh_ranks: list[int]
 
 
+@prepared
 class _Contribution(msgspec.Struct, frozen=True, array_like=True):
     """The specs and values that a rank sends. Those that another rank sends, too, are empty.
 
@@ -84,6 +89,7 @@ class _Contribution(msgspec.Struct, frozen=True, array_like=True):
     digests: dict[str, bytes]
 
 
+@prepared
 class _SourceContent(msgspec.Struct, frozen=True, array_like=True):
     """The specs of all ranks, the values of the sources as a checkpoint has them in two files, and CRCs.
 

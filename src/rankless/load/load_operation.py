@@ -51,6 +51,7 @@ from rankless.observe.reporter import EventReporter
 from rankless.observe.spans import span
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
+from rankless.process.prepared_types import prepared
 from rankless.run.claims import LoadedBase
 from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from rankless.load.tier_load import TierLoad
 
 
+@prepared
 class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint's fingerprint on one rank, the rank's host, and the digests of its requested tensors."""
 
@@ -79,6 +81,7 @@ class _MatchedContent(msgspec.Struct, frozen=True, array_like=True):
     meshes: bytes
 
 
+@prepared
 class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0 on the contributions: the directory of specs, and the number of hosts."""
 
@@ -86,6 +89,7 @@ class _LoadDecision(msgspec.Struct, frozen=True, array_like=True):
     hosts: int
 
 
+@prepared
 class _Tolerated(msgspec.Struct, frozen=True, array_like=True):
     """The names that a rank lacks and may lack, and the stored tensors that would be dropped although they differ."""
 

@@ -17,6 +17,7 @@ from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.vote import format_ranks
 from rankless.errors import CorruptCheckpointError, RanklessError
 from rankless.load.tier_generations import TierHosts
+from rankless.process.prepared_types import prepared
 from rankless.storage.mapped_file import map_to_read
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Common, Generation
@@ -32,6 +33,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _TABLE = "a table of the local tier"
 
 
+@prepared
 class _RankParts(msgspec.Struct, frozen=True, array_like=True):
     """The tables of the parts and parities that a rank looks after, the corrupt ones, and the common, if any.
 
@@ -44,6 +46,7 @@ class _RankParts(msgspec.Struct, frozen=True, array_like=True):
     common: bytes
 
 
+@prepared
 class _AssembledParts(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0: the common, and all tables with the number of the host of each."""
 

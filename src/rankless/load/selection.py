@@ -26,6 +26,7 @@ from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import NativeReader, holds_checkpoint, is_native, read_manifest
 from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import cached_checkpoints, find_checkpoint
 from rankless.run.claims import read_history
 from rankless.run.cleanup import finish_interrupted_replace
@@ -51,6 +52,7 @@ _MOST_RECURRENCES = 12
 _MAX_SHOWN = 5
 
 
+@prepared
 class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 

@@ -12,6 +12,7 @@ from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.spec_exchange import deduplicate
 from rankless.errors import StateError
 from rankless.ondisk.manifest import Manifest
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.claims import read_history
 from rankless.run.history import Entry
@@ -47,6 +48,7 @@ class TierHosts:
         return [other for other, host in enumerate(self.host_of) if host == self.host_of[rank]]
 
 
+@prepared
 class _Gathered(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0. The run directory lacks the parts of ``ranks`` of the generation ``lacking``."""
 

@@ -13,12 +13,14 @@ from rankless.engine.io.tensor_sources import paths_of
 from rankless.load.rank_reads import Reads
 from rankless.observe.spans import traced
 from rankless.ondisk.range_checksums import RangeChecksum
+from rankless.process.prepared_types import prepared
 from rankless.storage.object_path import ObjectPath
 
 #: A range is compared if at most the inverse of this fraction of it is missing: one rank reads that.
 _SHARE = 16
 
 
+@prepared
 class _ReadRange(msgspec.Struct, frozen=True, array_like=True):
     """A range with a checksum, and the CRCs of what a rank has read of it."""
 

@@ -15,6 +15,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.ondisk import strict_json
 from rankless.ondisk.dtypes import PACKED_BITS, count_bytes_of_rows, count_values_of_rows, dtype_width
+from rankless.process.prepared_types import prepared
 
 #: In files that rankless writes, the data starts at a multiple of this many bytes, so that direct I/O can move it.
 ALIGNMENT = 4096
@@ -30,6 +31,7 @@ DIMENSIONS, LARGEST = 64, 2**63 - 1
 _Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 
+@prepared
 class HeaderEntry(msgspec.Struct, frozen=True):
     """One tensor of a file: dtype, shape in elements, and its byte range within the data area."""
 

@@ -16,6 +16,7 @@ from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.ondisk import strict_json
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.validation import check_relative_path
+from rankless.process.prepared_types import prepared
 
 NAME = "manifest.json"
 VERSION = 1
@@ -49,6 +50,7 @@ class Provenance(msgspec.Struct, frozen=True):
     world_size: Count = 0
 
 
+@prepared
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of ``manifest.json`` without its last line, which is the CRC of all bytes before it.
 

@@ -63,7 +63,7 @@ def name_abandoned_object(run: ObjectPath, entry: TagEntry, saved: KnownCheckpoi
         return False
     if pointer.incarnation == saved.incarnation:
         return False
-    if read_history(run).is_current_number(pointer.incarnation, pointer.sequence):
+    if read_history(run).is_current(pointer):
         return False
     renamed = msgspec.structs.replace(pointer, saved_as=entry.tag)
     for tag in abandoned_tags(entry.tag, pointer.incarnation):

@@ -18,6 +18,7 @@ import msgspec
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.storage.file_memo import FileMemo, sign_file
 from rankless.storage.store import store_of
 
@@ -27,6 +28,7 @@ _NAME = re.compile(r"\.(?P<tag>.+)\.(?P<id>[0-9a-f]{16})\.[0-9a-f]{16}\.metric")
 _MAX_BYTES = 10_000
 
 
+@prepared
 class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a file: a metric's name, and its value, which is ``None`` if it is not finite."""
 

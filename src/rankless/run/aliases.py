@@ -16,6 +16,7 @@ import msgspec
 
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, StorageError
 from rankless.ondisk.validation import check_tag, is_tag
+from rankless.process.prepared_types import prepared
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.store import store_of
 
@@ -25,6 +26,7 @@ _NAME = re.compile(r"\.(?P<alias>[^.].*)\.alias")
 _MAX_BYTES = 10_000
 
 
+@prepared
 class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The checkpoint that an alias means."""
 

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from rankless.ondisk.manifest import LARGEST
+from rankless.process.prepared_types import prepared
 
 #: The incarnations that a line keeps although no checkpoint of theirs was listed: a host may still have one.
 _KEPT_IN_LINE = 64
@@ -100,6 +101,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     time: float = 0.0
 
 
+@prepared
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The history after one claim. ``runs`` are the branches by the ids of their runs.
 

@@ -19,6 +19,7 @@ import msgspec
 from rankless.errors import StorageError
 from rankless.observe.events import DrainFailed, Event, Loaded, Saved, SaveFailed
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.run.object_run import tag_of
 from rankless.storage.appended_file import append_line, read_lines
 from rankless.storage.object_path import ObjectPath
@@ -57,6 +58,7 @@ _log = logging.getLogger("rankless")
 _failed: set[Path] = set()
 
 
+@prepared
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of a journal.
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from rankless.errors import RanklessError, StorageError
+from rankless.process.prepared_types import prepared
 from rankless.storage.object_path import ObjectPath
 
 #: Seconds between two renewals, and seconds without one after which a lease is over.
@@ -29,6 +30,7 @@ LOCK_SECONDS = 300.0
 _MAX_BYTES = 1000
 
 
+@prepared
 class _Lease(msgspec.Struct, frozen=True):
     """The content of a lease: when it was renewed, in seconds since 1970; 0 if it is over."""
 

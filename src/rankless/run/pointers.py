@@ -20,6 +20,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, RanklessError, StorageError
 from rankless.ondisk.manifest import NAME, Count, Hex64, Manifest, Step
 from rankless.ondisk.validation import is_tag
+from rankless.process.prepared_types import prepared
 from rankless.run.folder_names import abandoned_prefix, checkpoint_folder, tag_of_folder
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import ObjectInfo, map_requests, store_of
@@ -45,6 +46,7 @@ _ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
 _MAX_REMEMBERED = 2**15
 
 
+@prepared
 class Pointer(msgspec.Struct, frozen=True):
     """The content of a pointer: the checkpoint that it names, and what a list shows of it.
 

@@ -34,6 +34,7 @@ from rankless.ondisk import manifest
 from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.ondisk.manifest import Manifest
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
@@ -51,6 +52,7 @@ from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
 
 
+@prepared
 class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
     """The result of a rank's preparation: the digests of its replicas, and its samples of the files of a base."""
 
@@ -59,6 +61,7 @@ class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
     samples: list[FileSamples] = []
 
 
+@prepared
 class _OpenedSave(msgspec.Struct, frozen=True):
     """The coordinator's decision after it has created the pending directory.
 

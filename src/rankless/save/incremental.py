@@ -28,6 +28,7 @@ from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.omitted_ranges import OmittedRanges
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, TornSnapshotError
+from rankless.process.prepared_types import prepared
 from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions
 from rankless.save.base_files import BaseFiles
 from rankless.storage.links_and_clones import Sharing
@@ -62,6 +63,7 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+@prepared
 class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's decision on the hashes: the ranges that need not be written, and whether some are trusted."""
 

@@ -21,6 +21,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
 from rankless.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
@@ -34,6 +35,7 @@ from rankless.storage.object_path import ObjectPath
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@prepared
 class _BegunSave(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0: the identity of the checkpoint, and the id of the upload of each file; empty without one.
 

@@ -28,6 +28,7 @@ from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import RankMismatchError
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.state.capture import (
     Capture,
     capture_training,
@@ -79,6 +80,7 @@ class SaveRequestProtocol(Protocol):
         """Return an encoding of the arguments that determine how tensors are packed into files."""
 
 
+@prepared
 class _GlobalDecision(msgspec.Struct, frozen=True):
     """The decision of rank 0 on the announcements.
 
@@ -95,6 +97,7 @@ class _GlobalDecision(msgspec.Struct, frozen=True):
     differing: bytes
 
 
+@prepared
 class _RankContribution(msgspec.Struct, frozen=True, array_like=True):
     """The spec and values that a rank sends. Each is empty if another rank sends an equal one."""
 

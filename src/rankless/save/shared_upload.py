@@ -26,6 +26,7 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import RanklessError, RankMismatchError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk import block_crcs
+from rankless.process.prepared_types import prepared
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import Upload, map_requests
 
@@ -38,6 +39,7 @@ BuildHeaders = Callable[[Fragments, Sequence[bytes]], Sequence[bytes]]
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@prepared
 class _UploadReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank that has uploaded its parts: its values, and the parts."""
 

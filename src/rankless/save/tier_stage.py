@@ -19,6 +19,7 @@ from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import SpaceShortageError, StateError, StorageError
 from rankless.observe.units import format_size
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.aligned_memory import Bytes
@@ -32,6 +33,7 @@ from rankless.tier.slots import Slot
 from rankless.tier.tier_options import LocalTier
 
 
+@prepared
 class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
     """The result of a rank's preparation: the digests of its replicas, and why its host cannot take part, if it cannot.
 
@@ -44,6 +46,7 @@ class _PreparedTierSave(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
 
 
+@prepared
 class BegunTierSave(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0. There is no identity if replicas differ, or if a host cannot take part.
 

@@ -23,6 +23,7 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
 from rankless.ondisk.validation import check_relative_path, check_tag
+from rankless.process.prepared_types import prepared
 from rankless.tier.part import PartRows, PartTable
 from rankless.tier.part_names import GenerationKey, PartName
 
@@ -47,6 +48,7 @@ class GenerationLabel(msgspec.Struct, frozen=True):
         return self.manifest.provenance.world_size
 
 
+@prepared
 class Common(msgspec.Struct, frozen=True):
     """The contents that all hosts have: the label, the files of each group, the files without tensor data."""
 

@@ -9,6 +9,7 @@ import msgspec
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.ondisk.manifest import Manifest
+from rankless.process.prepared_types import prepared
 from rankless.run.history import Entry
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.part_names import GenerationKey
@@ -29,6 +30,7 @@ class OfferedGeneration(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
 
 
+@prepared
 class HostOffer(msgspec.Struct, frozen=True, array_like=True):
     """The generations of one host. ``writer`` is the beginning of the names of files of the rank that offers them."""
 

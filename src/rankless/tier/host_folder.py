@@ -34,6 +34,7 @@ from rankless.errors import (
     StorageError,
     SupersededError,
 )
+from rankless.process.prepared_types import prepared
 from rankless.run.claims import read_token
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
@@ -66,6 +67,7 @@ _MARKER, _OWNER, DATA_SUFFIX, LOCK_SUFFIX, _PROBE_SUFFIX = "tier.json", "owner",
 _TABLE_BYTES = 2**32
 
 
+@prepared
 class _Marker(msgspec.Struct, frozen=True):
     format: str
     version: int

@@ -22,6 +22,7 @@ from rankless.engine.plan.file_ranges import FileRange, split_at_blocks
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import Fragment, crc64
 from rankless.ondisk.manifest import Count
+from rankless.process.prepared_types import prepared
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.aligned_memory import Bytes
 from rankless.tier.part_names import PartName, parse_part_name
@@ -86,6 +87,7 @@ class PartRows(NamedTuple):
         return fragments
 
 
+@prepared
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     version: int
     name: str
@@ -94,6 +96,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     rows: bytes
 
 
+@prepared
 class PartTable(NamedTuple):
     """The table of a part. ``data`` is the name of the file with its ``nbytes`` bytes."""
 
@@ -120,6 +123,7 @@ class PartTable(NamedTuple):
         return table
 
 
+@prepared
 class ParityTable(msgspec.Struct, frozen=True, array_like=True):
     """A parity on one host: that of ``member`` of a group. ``data`` is the name of the file with its ``chunk`` bytes.
 

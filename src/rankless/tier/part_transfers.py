@@ -21,6 +21,7 @@ from rankless.engine.io.p2p import Lane, P2PExchange
 from rankless.engine.plan.number_ranges import merge_spans
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import crc64
+from rankless.process.prepared_types import prepared
 from rankless.storage.aligned_memory import Bytes
 
 #: The most bytes of one message.
@@ -32,6 +33,7 @@ _SENT_BYTES, _RECEIVED_BYTES, _MESSAGES = 32 * 2**20, 64 * 2**20, 128
 _CRC_BYTES = 8
 
 
+@prepared
 class Transfer(NamedTuple):
     """Bytes ``[start, stop)`` of the part of rank ``part``, which one rank sends to another."""
 

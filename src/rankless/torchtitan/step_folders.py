@@ -15,6 +15,7 @@ import msgspec
 from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, TagExistsError
 from rankless.formats.native import is_native
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.ownership import EXPORT
 from rankless.run.pending_dir import PendingDirectory
@@ -30,6 +31,7 @@ _TAG, _STEP = "step-{}", re.compile(r"step-(0|[1-9]\d*)")
 _SHOWN = 5
 
 
+@prepared
 class StartPoint(msgspec.Struct, frozen=True):
     """The checkpoint of the run folder with which a run starts.
 

@@ -20,6 +20,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.torchfile.zip_reader import FileRangeReader, FileWindow
 from rankless.ondisk import block_crcs
+from rankless.process.prepared_types import prepared
 from rankless.storage.store import store_of
 
 NAME = "checksums.json"
@@ -35,6 +36,7 @@ class ChecksumRecord(NamedTuple):
     crcs: str
 
 
+@prepared
 class RecordChecksums(msgspec.Struct, frozen=True):
     """The contents of ``checksums.json``: the CRC of the metadata, and the records of each file by offset."""
 

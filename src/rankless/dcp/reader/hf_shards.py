@@ -25,6 +25,7 @@ from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
 from rankless.ondisk.read_budget import ReadBudget
+from rankless.process.prepared_types import prepared
 from rankless.storage.store import store_of
 
 _NAME = re.compile(r"shard-\d{5,9}-model-\d{5,9}-of-\d{5,9}\.safetensors")
@@ -33,6 +34,7 @@ _NAME = re.compile(r"shard-\d{5,9}-model-\d{5,9}-of-\d{5,9}\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
 
 
+@prepared
 class _Offsets(msgspec.Struct, frozen=True):
     saved_offsets: tuple[int, ...]
 

@@ -9,6 +9,7 @@ import msgspec
 from rankless.engine.comm.session import Session, require_equal
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import RankMismatchError
+from rankless.process.prepared_types import prepared
 
 #: Bytes of the digest.
 _DIGEST_BYTES = 8
@@ -16,6 +17,7 @@ _DIGEST_BYTES = 8
 _SAME, _DIFFERENT = b"=", b"!"
 
 
+@prepared
 class CallDescription(msgspec.Struct, frozen=True):
     """A call and its arguments, as text by the name of each argument.
 

@@ -9,8 +9,10 @@ import msgspec
 
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.tensor_specs import Meshes, Spec, decode_meshes, decode_spec, digest_bytes
+from rankless.process.prepared_types import prepared
 
 
+@prepared
 class SpecDigests(NamedTuple):
     """16 bytes each for the spec and the meshes of a rank; equal on ranks whose specs or meshes are equal."""
 
@@ -18,6 +20,7 @@ class SpecDigests(NamedTuple):
     meshes: bytes
 
 
+@prepared
 class SpecDirectory(msgspec.Struct, frozen=True):
     """The index of each rank's spec and mesh table among the distinct ones, and the lowest rank that has each."""
 

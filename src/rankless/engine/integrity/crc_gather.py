@@ -25,6 +25,7 @@ from rankless.engine.integrity.fragments import (
 )
 from rankless.engine.io.requests import Fragments
 from rankless.errors import RankTimeoutError
+from rankless.process.prepared_types import prepared
 
 #: The most ranks that report to rank 0 directly.
 MAX_FLAT_RANKS = 64
@@ -119,6 +120,7 @@ def bucket_of(rank: int, rank_order: Sequence[int]) -> Sequence[int]:
     return rank_order[first : first + ranks_per_bucket]
 
 
+@prepared
 class _Report(msgspec.Struct, frozen=True):
     """The message of a rank to rank 0."""
 

@@ -15,6 +15,7 @@ from awscrt.checksums import combine_crc32
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.ondisk.block_crcs import combine, crc64
 from rankless.ondisk.range_checksums import RangeChecksum
+from rankless.process.prepared_types import prepared
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.reader_pool import ReaderPool
 
@@ -32,6 +33,7 @@ KINDS: Mapping[str, ChecksumKind] = {
 }
 
 
+@prepared
 class CrcPiece(NamedTuple):
     """Bytes ``[start, stop)`` of a file, inside the range with this number, and their CRC."""
 
@@ -49,6 +51,7 @@ class Unread(NamedTuple):
     stop: int
 
 
+@prepared
 class RankCrcs(msgspec.Struct, frozen=True, array_like=True):
     """The CRCs that a rank posts: fragments of blocks of tensors, and pieces of ranges of files with checksums."""
 

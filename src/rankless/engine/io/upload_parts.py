@@ -32,6 +32,7 @@ from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.ondisk.block_crcs import Fragment
+from rankless.process.prepared_types import prepared
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.aligned_memory import Bytes, aligned_buffer
 
@@ -46,6 +47,7 @@ _MAX_STORED_BYTES = 4 * 2**10
 _PARTS_A_ROUND, _THREADS = 8, 8
 
 
+@prepared
 class SentPart(NamedTuple):
     """A part that was sent: of file ``file``, counted from 0, with its CRC-64/NVME, and the receipt of the store."""
 

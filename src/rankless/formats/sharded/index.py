@@ -11,9 +11,11 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, FormatError, UnsafeNameError
 from rankless.formats.contained_paths import check_contained
 from rankless.ondisk.validation import check_relative_path
+from rankless.process.prepared_types import prepared
 from rankless.storage.store import store_of
 
 
+@prepared
 class ShardIndex(msgspec.Struct, frozen=True):
     """The contents of an index.
 

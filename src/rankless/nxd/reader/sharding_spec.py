@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.errors import InvalidArgumentError
+from rankless.process.prepared_types import prepared
 
 #: The placeholder for the number of an expert in a name.
 EXPERT = "{}"
@@ -65,6 +66,7 @@ class ShardingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"rule {self.match!r}: names in into must have as many * as match")
 
 
+@prepared
 class ShardingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sharding of a model and the param groups of its optimizer.
 
