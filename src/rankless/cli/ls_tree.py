@@ -129,7 +129,7 @@ def _draw_row(row: TreeRow, tree: RunTree, symbols: _Symbols, listing: RunListin
 def _draw_checkpoint(info: CheckpointInfo, margin: str, symbols: _Symbols, listing: RunListing, width: int) -> Text:
     tag = _format_tag(info)
     marks = [
-        *(["latest"] if info is listing.checkpoints[-1] else []),
+        *(["latest"] if info is listing.checkpoints[-1] and info.is_current else []),
         *(["best"] if info.tag == listing.best else []),
         *(["abandoned"] if not info.is_current else []),
         *map(escape_control_characters, listing.aliases_of(info)),

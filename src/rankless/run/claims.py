@@ -184,7 +184,10 @@ def _read_newest(run: Path) -> tuple[Entry, int]:
                     return entry, max(etags)
             return Entry(), max(etags, default=0)
         time.sleep(_READ_SECONDS)
-    raise StorageError(errno.EIO, f"{_path_of(run, number)} is listed, but cannot be found: try again")
+    path = _path_of(run, number)
+    raise StorageError(
+        errno.EIO, f"{path} is listed, but cannot be found: try again, or remove it if it is a broken link"
+    )
 
 
 def _list_entries(run: Path) -> dict[int, str]:

@@ -122,8 +122,8 @@ def create_small(path: Path, data: bytes) -> bool:
     Of several processes that call it at a time, also on several hosts, one creates the file.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    write_small(draft, data)
     try:
+        write_small(draft, data)
         with wrap_os_errors("create", path):
             try:
                 os.link(draft, path)  # servers of network file systems make links in one step, too

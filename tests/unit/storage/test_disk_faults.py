@@ -1,5 +1,6 @@
 """Tests that a failing disk does not restart a run, lose what is replaced, or show incomplete checkpoints."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import rankless
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.errors import StorageError
 from rankless.storage import atomic_rename, file_memo, posix
+from rankless.storage.atomic_rename import create_small
 from rankless.storage.store import PosixStore
 from tests.helpers.run_directories import list_names
 
@@ -162,3 +164,10 @@ def test_a_draft_that_could_not_be_opened_leaves_nothing(tmp_path: Path, monkeyp
     with pytest.raises(StorageError):
         rankless.save_checkpoint(tmp_path, "s", {"w": torch.arange(10.0)})
     assert not list_names(tmp_path)
+
+
+def test_a_small_file_that_a_full_disk_refuses_leaves_nothing(tmp_path: Path) -> None:
+    full = mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "full"))
+    with full, pytest.raises(StorageError):
+        create_small(tmp_path / "1.json", b"{}")
+    assert list(tmp_path.iterdir()) == []
