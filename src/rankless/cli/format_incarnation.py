@@ -40,5 +40,5 @@ def describe_base(one: Incarnation) -> str:
     """Return what an incarnation has continued, such as ``went back to step_10``; empty if it is not known."""
     if one.base is None:
         return "began the run" if one.begins else ""
-    tag = escape_control_characters(one.base_tag) or "a checkpoint that is damaged or removed"
+    tag = escape_control_characters(one.base_tag) or "a checkpoint that is corrupt or removed"
     return f"went back to {tag}" if one.goes_back else f"continued {tag}"
