@@ -37,6 +37,9 @@ from tests.helpers.tier_runs import state_of
 
 NEVER = 10**9
 
+#: The tags after four steps, a rollback to the second one, and a new third step, and whether each is current.
+AFTER_A_ROLLBACK = {"step_3@1": False, "step_4": False, "step_1": True, "step_2": True, "step_3": True}
+
 
 def tier_of(base: Path | None) -> rankless.LocalTier | None:
     return None if base is None else rankless.LocalTier(base / "tier", drain_every=NEVER)
@@ -103,13 +106,7 @@ class TestRollback:
     def test_the_steps_after_it_get_other_tags_and_stay(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 4)
         assert run_killed_job(train, tmp_path, 3, "step_2") == 2
-        assert listed(tmp_path) == {
-            "step_3@1": False,
-            "step_4": False,
-            "step_1": True,
-            "step_2": True,
-            "step_3": True,
-        }
+        assert listed(tmp_path) == AFTER_A_ROLLBACK
         assert latest(tmp_path) == "step_3"
         reader.read(tmp_path / "step_3@1")
         assert float(rankless.open(tmp_path, "step_3@1")["model/bias"][0]) == 3.0
@@ -227,13 +224,7 @@ class TestPaths:
         run_killed_job(train, tmp_path, 4)
         (warning,) = run_killed_job(go_on_from, tmp_path / "step_2", tmp_path, 3)
         assert "goes back to 'step_2': 2 later checkpoint(s) are abandoned" in warning
-        assert listed(tmp_path) == {
-            "step_3@1": False,
-            "step_4": False,
-            "step_1": True,
-            "step_2": True,
-            "step_3": True,
-        }
+        assert listed(tmp_path) == AFTER_A_ROLLBACK
         assert float(rankless.open(tmp_path, "step_3@1")["model/bias"][0]) == 3.0
         assert latest(tmp_path) == "step_3"
         assert run_killed_job(go_on_from, tmp_path, tmp_path, 5) == []
@@ -425,6 +416,18 @@ class TestOtherJobs:
         run_killed_job(train_nothing_and_save, tmp_path, "step_2")
         with pytest.raises(rankless.SupersededError):
             directory.save("step_2", torch.nn.Linear(2, 2), step=2)
+
+    def test_an_object_goes_on_after_another_one_of_its_process_has_continued_the_run_through_a_link(
+        self, tmp_path: Path
+    ) -> None:
+        run, link = tmp_path / "run", tmp_path / "link"
+        link.symlink_to(run)
+        first, second = rankless.RunDirectory(run), rankless.RunDirectory(link)
+        first.save("step_1", state_of(1), step=1)
+        second.restore(None, state_of(-1), resume=True)
+        second.save("step_2", state_of(2), step=2)
+        first.save("step_3", state_of(3), step=3)
+        assert all(listed(run).values())
 
     def test_an_object_whose_checkpoint_another_one_of_its_process_has_abandoned_saves_nothing(
         self, tmp_path: Path

@@ -57,8 +57,8 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 
     ``is_latest``: it was selected as the latest checkpoint, and not by its tag. ``generation``: it is loaded from the
-    local tier; the folder need not exist. ``newest``, ``seen`` and ``token`` are those of
-    :class:`rankless.run.claims.LoadedBase`.
+    local tier; the folder need not exist. ``newest``, ``seen`` and ``token`` are
+    fields of :class:`rankless.run.claims.LoadedBase`.
     """
 
     folder: str = ""

@@ -252,9 +252,9 @@ class ShownHistory(msgspec.Struct, frozen=True):
 def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     """Return the entries of the history of a run directory, to show them.
 
-    Their number is bounded: the newest one comes first, then those of the numbers ``wanted``, then all others from the
-    newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has is left
-    out of the older ones.
+    Their number is bounded: the newest entry comes first, then the entries with the numbers ``wanted``, then all others
+    from the newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has is
+    left out of the older ones.
     """
     listed = _list_entries(run)
     newest = max(listed, default=0)
@@ -331,8 +331,14 @@ def describe_job(token: str) -> Job:
     return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3))
 
 
-#: The incarnations that this process has claimed, by run directory and run. A forked process has them, too.
+#: The incarnations that this process has claimed, by the real path of the run directory: another object of the process
+#: may use a link. A forked process has them, too.
 _claimed: set[tuple[Path, Claim]] = set()
+
+
+def _has_claimed(run: Path, claimed: Claim) -> bool:
+    """Return whether this process has claimed an incarnation."""
+    return (run.resolve(), claimed) in _claimed
 
 
 def _allow(newest: Entry) -> None:
@@ -368,7 +374,7 @@ def claim(
             abandoned = [one for one in found if before.is_current(one) and not entry.is_current(one)]
             went_back = job.base.run in before.runs and before.runs[job.base.run].rolled_back_to == job.base.id
             _warn_of_rollback(run, job.base.tag, abandoned, again=went_back)
-    _claimed.add((run, claimed))
+    _claimed.add((run.resolve(), claimed))
     return claimed
 
 
@@ -418,7 +424,7 @@ def _was_claimed_since(run: Path, base: LoadedBase, newest: Entry) -> bool:
     branch = newest.runs.get(base.run)
     if branch is None or branch.incarnation <= base.seen:
         return False
-    return (run, Claim(base.run, branch.incarnation)) not in _claimed
+    return not _has_claimed(run, Claim(base.run, branch.incarnation))
 
 
 def _line_of(run: Path, base: LoadedBase) -> tuple[tuple[int, int], ...]:
@@ -447,7 +453,7 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     branch = newest.runs[claimed.run]
     latest = Claim(claimed.run, branch.incarnation)
     is_abandoned = dict(branch.line).get(claimed.incarnation, job.sequence) < job.sequence
-    if (run, latest) in _claimed and not is_abandoned:
+    if not is_abandoned and _has_claimed(run, latest):
         job.claim = latest
         return
     by = f" by process {newest.job.pid} on {newest.job.host}" if newest.run == claimed.run else ""
