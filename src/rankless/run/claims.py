@@ -253,8 +253,8 @@ def read_entries(run: Path, wanted: Collection[int] = ()) -> ShownHistory:
     """Return the entries of the history of a run directory, to show them.
 
     Their number is bounded: the newest entry comes first, then the entries with the numbers ``wanted``, then all others
-    from the newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has is
-    left out of the older ones.
+    from the newest to the oldest. What cannot be read is counted, and raises nothing. A branch that a newer entry has
+    is left out of the older ones.
     """
     listed = _list_entries(run)
     newest = max(listed, default=0)
