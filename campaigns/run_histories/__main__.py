@@ -17,8 +17,9 @@ from concurrent.futures import ProcessPoolExecutor
 from campaigns.common.case_runner import report_violations
 from campaigns.common.fork_server import CONTEXT
 from campaigns.run_histories.batches import run_batch
-from campaigns.run_histories.history import EVENTS, Counts
+from campaigns.run_histories.history import EVENTS
 from campaigns.run_histories.places import KINDS
+from campaigns.run_histories.state import Counts
 
 #: The histories that a worker makes before its results are collected.
 _BATCH = 10

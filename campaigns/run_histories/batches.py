@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from campaigns.common.fork_server import CONTEXT
-from campaigns.run_histories.history import Counts, History, ViolationError
+from campaigns.run_histories.history import History
 from campaigns.run_histories.places import open_kind
+from campaigns.run_histories.state import Counts, ViolationError
 
 #: What jobs import, before they are forked.
 _MODULES = (
