@@ -25,6 +25,9 @@ from campaigns.run_histories.trainer import NEVER, Reply, Trap
 #: The most jobs that live at a time, run directories, and pins.
 _MOST_JOBS, _MOST_SITES, _MOST_PINS = 5, 3, 2
 
+#: The steps of a job that saves no more: a content has room for few more.
+_MOST_STEPS = 58
+
 #: The calls of a command among which a trap is drawn: most commands have fewer.
 _CALLS = 80
 
@@ -109,6 +112,18 @@ class History:
             return
         site, host, tag = self._last_start
         self._resume(self._new_job(site, host), tag)
+
+    def requeue(self) -> None:
+        """Start a job that names a checkpoint, let it save, kill it, and start the same command again."""
+        self.resume_tag()
+        job = self._state.jobs[-1] if self._state.jobs else None
+        if job is None or job.is_doubtful or job.number != self._numbers or len(job.content) >= _MOST_STEPS:
+            return
+        self._save(job)
+        if job in self._state.jobs:
+            job.kill()
+            self._state.jobs.remove(job)
+        self.same_command()
 
     def save_without_load(self) -> None:
         """Save from a job that has loaded nothing."""
@@ -332,7 +347,7 @@ class History:
         if isinstance(reply, str) or reply.error:
             raise ViolationError(f"rollback to {found.tag}: {reply}")
         run = self._state.run_of[found.content]
-        site.note_going_back(run, found.content)
+        site.went_back[run] = found.content
         if site.worlds is not None:
             site.worlds = {claimed(world, run, found.content, job.number) for world in site.worlds}
         self._state.challenge(site, job, run, certain=True)
@@ -479,7 +494,7 @@ class History:
         return self.random.choice(self._idle())
 
     def _idle(self) -> list[Job]:
-        return [job for job in self._state.jobs if len(job.content) < 58]
+        return [job for job in self._state.jobs if len(job.content) < _MOST_STEPS]
 
     def _tag(self, job: Job, content: Content) -> str:
         return f"r{job.run or job.number}s{len(content)}"
@@ -501,6 +516,7 @@ _EVENTS: dict[str, Callable[[History], None]] = {
     "start on another host": History.start_on_another_host,
     "resume(tag)": History.resume_tag,
     "same command": History.same_command,
+    "requeue": History.requeue,
     "save without load": History.save_without_load,
     "save": History.save,
     "save twice": History.save_twice,
@@ -541,11 +557,21 @@ _NEED_JOB = frozenset(
         *("copy while saving", "fork", "second object"),
     }
 )
-_NEED_CHECKPOINT = frozenset({"resume(tag)", "rollback", "prune", "copy", "copy without history", "move", "remove run"})
+_NEED_CHECKPOINT = frozenset(
+    {"resume(tag)", "requeue", "rollback", "prune", "copy", "copy without history", "move", "remove run"}
+)
 _NEED_ROOM = frozenset({"copy", "copy without history", "copy while saving"})
 _START_JOB = frozenset(
     {
-        *("start", "start with tier", "start on another host", "resume(tag)", "same command", "save without load"),
+        *(
+            "start",
+            "start with tier",
+            "start on another host",
+            "resume(tag)",
+            "same command",
+            "requeue",
+            "save without load",
+        ),
         *("stop in resume", "two launchers", "read-only"),
     }
 )

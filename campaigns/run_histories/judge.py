@@ -56,7 +56,7 @@ class Judge:
         if tag and reply.content == named and not any("went back to" in warning for warning in reply.warnings):
             run = self._state.run_of[named]
             self._check_goes_back_once(site, run, named, must)
-            site.note_going_back(run, named)
+            site.went_back[run] = named
             site.worlds = {claimed(world, run, named, job.number) for world in site.worlds or {()}}
         else:
             site.worlds = self._worlds_after(site, job, reply.content, must, keeps=has_slept or not claims)

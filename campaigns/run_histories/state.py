@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaigns.run_histories.jobs import Job
-from campaigns.run_histories.oracle import Content, World, content_of
+from campaigns.run_histories.oracle import Content, World
 from campaigns.run_histories.places import Found, Place, find_checkpoints
 
 
@@ -38,21 +38,13 @@ class Site:
     is_removed: bool = False
     #: Then the numbers of different runs do not follow each other: a save into a tier does not wait for storage.
     had_tiers: bool = False
-    #: The contents to which runs went back last, as far as that is certain.
+    #: The contents that jobs have named last to go on from, by their runs, as far as that is certain.
     went_back: dict[int, Content] = field(default_factory=dict)
 
     @property
     def contents(self) -> set[Content]:
         """The contents of the checkpoints that were there at the last look."""
         return {found.content for found in self.known}
-
-    def note_going_back(self, run: int, content: Content) -> None:
-        """Note that a job goes on from a checkpoint that was named. Call it before the worlds change."""
-        heads = {content_of(world, run) for world in self.worlds or {()}}
-        if content not in heads:
-            self.went_back[run] = content
-        elif heads != {content}:
-            self.went_back.pop(run, None)
 
 
 @dataclass

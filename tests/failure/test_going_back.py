@@ -161,6 +161,12 @@ class TestRollback:
         assert float(rankless.open(tmp_path / "run", abandoned)["model/w"][0]) == 2.0
         assert float(rankless.open(tmp_path / "run", "step_2")["model/w"][0]) == 22.0
 
+    def test_a_job_that_names_the_latest_and_is_started_again_goes_on(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 2)
+        assert run_killed_job(train, tmp_path, 4, "step_2") == 2
+        assert run_killed_job(train, tmp_path, 5, "step_2") == 4
+        assert all(listed(tmp_path).values())
+
     def test_to_an_abandoned_checkpoint(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
         run_killed_job(train, tmp_path, 2, "step_1")

@@ -177,6 +177,16 @@ def test_a_line_keeps_what_is_there_and_the_newest_incarnations() -> None:
     assert world.history.is_current(world.found[0])
 
 
+def test_a_branch_says_to_which_checkpoint_it_went_back_last_also_after_it_was_continued() -> None:
+    saved = [Checkpoint(f"{at:016x}", "r" * 16, 1, at, tuple(range(at))) for at in (1, 2, 3)]
+    begun = Entry().begin_run("r" * 16, Job("first"), [])
+    back = begun.continue_run(saved[0], begun.line_to(saved[0], saved), Job("second"), saved, is_rollback=True)
+    later = Checkpoint("f" * 16, "r" * 16, back.number, 5, (0, 9))
+    found = [*saved, later]
+    on = back.continue_run(later, back.line_to(later, found), Job("third"), found, is_rollback=False)
+    assert [entry.runs["r" * 16].rolled_back_to for entry in (begun, back, on)] == ["", saved[0].id, saved[0].id]
+
+
 def test_without_entries_a_job_takes_all_older_checkpoints_of_the_run_into_its_line() -> None:
     first = Checkpoint("a" * 16, "r" * 16, 3, 1, (1,))
     second = Checkpoint("b" * 16, "r" * 16, 5, 2, (1, 2))

@@ -410,7 +410,8 @@ def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[Found
             f"another job has continued the run in {run} since {base.tag!r} was loaded: load the latest checkpoint, or "
             f"go back to {base.tag!r} by its tag"
         )
-    is_rollback = last > base.sequence
+    # A command that names a checkpoint, and is started again, goes on, also if nothing was later at the first time.
+    is_rollback = last > base.sequence or base.newest is None
     if newest.is_current(base):
         line = newest.line_to(base, found)
     else:

@@ -188,11 +188,12 @@ class _Growth:
         claimed = own if branch is None else branch.sequence
         if any(info.sequence < claimed for info in self._abandoned[number]):
             return True
-        if branch is None:
+        place = self._bases[number]
+        if branch is None or (place is not None and branch.sequence <= place.sequence + 1):  # nothing was later
             return False
         # The abandoned checkpoints may be removed. The entry before may be lost, so what is noted may be older.
         has_noted = before is not None and branch.rolled_back_to not in {"", self._branches[before].rolled_back_to}
-        base = self._at.get(self._bases[number] or Place(0, -1))
+        base = self._at.get(place or Place(0, -1))
         return has_noted and (base is None or base.id == branch.rolled_back_to)
 
     def _is_empty(self, number: int) -> bool:
