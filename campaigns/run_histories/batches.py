@@ -7,6 +7,7 @@ import importlib
 import logging
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import torch
 
 from campaigns.common.fork_server import CONTEXT
 from campaigns.run_histories.history import History
-from campaigns.run_histories.places import open_kind
+from campaigns.run_histories.places import FolderPlace, Place, open_kind
 from campaigns.run_histories.state import Counts, ViolationError
+from campaigns.run_histories.trainer import Trainer
+from rankless.errors import EmptyRunError
 
 #: What jobs import, before they are forked.
 _MODULES = (
@@ -42,9 +45,11 @@ def run_batch(batch: tuple[str, int, int, int], *, prints: bool = False) -> Batc
     logging.getLogger("rankless").addHandler(logging.NullHandler())
     for name in _MODULES:
         importlib.import_module(name)
-    gc.freeze()
     result = Batch()
     with _scratch() as folders, open_kind(kind, folders, CONTEXT) as make:
+        for place in (FolderPlace(folders["tmpfs"], "warm"), make("warm")):
+            _warm_up(place)
+        gc.freeze()
         for seed in range(first, first + count):
             base = Path(tempfile.mkdtemp(dir="/dev/shm"))
             history = History(make, base, seed, result.counts)
@@ -59,6 +64,17 @@ def run_batch(batch: tuple[str, int, int, int], *, prints: bool = False) -> Batc
             if prints:
                 print("\n".join(history.log))
     return result
+
+
+def _warm_up(place: Place) -> None:
+    """Do once what jobs do: what they have in common is imported and made before they are forked, and only once."""
+    for steps in ((1,), (1, 2)):
+        trainer = Trainer(place, None, "a", 1)
+        with suppress(EmptyRunError):
+            trainer.resume()
+        trainer.save(steps)
+    trainer.read()
+    place.remove()
 
 
 class _scratch:  # noqa: N801 - a context manager
