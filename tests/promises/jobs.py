@@ -33,13 +33,13 @@ def job(place: Place) -> Iterator[rankless.RunDirectory]:
     directory.finalize()
 
 
-def train(place: Place, stop: int, **options: Any) -> int:
-    """Resume, train to a step, save each step. Return the step that was resumed."""
+def train(place: Place, stop: int, tag: str | None = None, **options: Any) -> int:
+    """Resume as ``Checkpointer.resume`` does, train to a step, save each step. Return the step that was resumed."""
     with job(place) as directory:
         state = state_of(0.0)
         first = 0
         if rankless.has_checkpoint(place.path):  # type: ignore[attr-defined]
-            first = int(directory.restore(None, state, resume=True).step or 0)
+            first = int(directory.restore(tag, state, resume=True, again=False).step or 0)
             assert value_of(state) == first
         for step in range(first + 1, stop + 1):
             state["w"].copy_(weights_of(step))
@@ -65,6 +65,6 @@ def resumes_at(place: Place, step: int) -> None:
     assert train(place, 0) == step
 
 
-def train_from(place: Place, first: int, stop: int, **options: Any) -> None:
+def train_from(place: Place, first: int, stop: int, tag: str | None = None, **options: Any) -> None:
     """Check where a job resumes, and train to a step."""
-    assert train(place, stop, **options) == first
+    assert train(place, stop, tag, **options) == first

@@ -112,10 +112,18 @@ def test_the_branch_of_a_job_that_went_back_is_the_latest(place: Place) -> None:
     assert place.load("step_3") == 3.0
 
 
-@promise(
-    "after a rollback, the names of the later steps are free",
-    exempt=NO_RUN,
-)
+@promise("the same command, which names a checkpoint, goes back once, however often it is started", exempt=NO_RUN)
+def test_the_same_command_again_and_again(place: Place) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    in_killed_job(train_from, in_new_job(place), 2, 3, "step_2")
+    in_killed_job(train_from, in_new_job(place), 3, 4, "step_2")
+    in_killed_job(train_from, in_new_job(place), 4, 4)
+    in_killed_job(train_from, in_new_job(place), 4, 5, "step_2")
+    assert latest_step(place) == 5
+
+
+@promise("after a rollback, the names of the later steps are free", exempt=NO_RUN)
 def test_names_of_an_abandoned_branch_are_free(place: Place) -> None:
     for step in (1, 2, 3):
         place.save(f"step_{step}", float(step))
@@ -124,10 +132,7 @@ def test_names_of_an_abandoned_branch_are_free(place: Place) -> None:
     assert latest_step(place) == 4
 
 
-@promise(
-    "a run that is moved is continued where it is now",
-    exempt=NO_RUN,
-)
+@promise("a run that is moved is continued where it is now", exempt=NO_RUN)
 def test_moved_runs(place: Place) -> None:
     place.save("step_1", 1.0)
     place.save("step_2", 2.0)

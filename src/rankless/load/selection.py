@@ -33,7 +33,7 @@ from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.corruption import CorruptRecord
 from rankless.run.lookup import all_abandoned_error, describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
 from rankless.run.object_run import has_lost_manifest, is_named, lost_files_error
-from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint, look_at_run
+from rankless.run.scan import CheckpointInfo, RunScan, is_rankless_checkpoint, look_at_run
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.run.tier_parts_removal import FOLDER
 from rankless.storage.object_path import ObjectPath, make_object_path
@@ -284,7 +284,7 @@ class CheckpointSelector:
             return self._find_local(resolved) or _select_folder(find_checkpoint(path, resolved), resolved)
         scan = look_at_run(path, is_strict=True)
         infos = scan.checkpoints
-        if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path)) is not None:
+        if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path, scan)) is not None:
             return selected
         self.ignored = describe_ignored_files(path)
         unreadable = [info for info in infos if info.status != "complete"]
@@ -297,33 +297,24 @@ class CheckpointSelector:
         if not intact and self._errors:
             raise next(iter(self._errors.values()))
         if self._local and (not intact or self._local[-1].age >= intact[-1].age):
-            return self._select_local(self._local[-1], is_latest=True)
+            return self._select_latest_local(scan)
         latest = intact[-1] if intact else latest_checkpoint(path)
         if not latest.is_current:
             raise next(iter(self._errors.values()), all_abandoned_error(path, infos))
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
         ids = {info.tag: info.id for info in infos}
         corrupt = [CorruptRecord.of(path, tag, ids[tag]) for tag in self.skipped.corrupt]
-        current = [info.sequence for info in infos if info.run == latest.run and info.is_current]
-        branch = scan.history.runs.get(latest.run)
-        return SelectedCheckpoint(
-            str(latest.path),
-            latest.tag,
-            latest.id,
-            is_latest=True,
-            corrupt=corrupt,
-            newest=max(current, default=latest.sequence),  # all that were listed may have been removed since
-            seen=0 if branch is None else branch.incarnation,
-        )
+        selected = SelectedCheckpoint(str(latest.path), latest.tag, latest.id, corrupt=corrupt)
+        return _as_latest(selected, scan, latest.run, latest.sequence)
 
-    def _select_itself(self, path: Path) -> SelectedCheckpoint | None:
+    def _select_itself(self, path: Path, scan: RunScan) -> SelectedCheckpoint | None:
         """Return the checkpoint that a path without rankless checkpoints is itself, or that of the local tier."""
         resolved = resolve_checkpoint_path(path)
         if is_native(resolved):
             return _select_folder(resolved, path.name)
         if is_checkpoint(resolved):
             return SelectedCheckpoint(str(resolved), path.name)
-        return self._select_local(self._local[-1], is_latest=True) if self._local else None
+        return self._select_latest_local(scan) if self._local else None
 
     def _resolve_tag(self, tag: str | Best) -> str | None:
         """Return the tag that is meant; ``None`` for the latest checkpoint if the run went back to it already."""
@@ -348,13 +339,26 @@ class CheckpointSelector:
         durable = [info.age for info in cached_checkpoints(self._request.path) if info.tag == tag]
         if not tagged or max(durable, default=tagged[-1].age) > tagged[-1].age:
             return None
-        return self._select_local(tagged[-1], is_latest=False)
+        return self._select_local(tagged[-1])
 
-    def _select_local(self, local: LocalCheckpoint, *, is_latest: bool) -> SelectedCheckpoint:
+    def _select_latest_local(self, scan: RunScan) -> SelectedCheckpoint:
+        manifest = self._local[-1].manifest
+        return _as_latest(self._select_local(self._local[-1]), scan, manifest.run, manifest.sequence)
+
+    def _select_local(self, local: LocalCheckpoint) -> SelectedCheckpoint:
         tag = local.manifest.tag
-        return SelectedCheckpoint(
-            str(self._request.path / tag), tag, local.manifest.id, is_latest=is_latest, generation=local.key
-        )
+        return SelectedCheckpoint(str(self._request.path / tag), tag, local.manifest.id, generation=local.key)
+
+
+def _as_latest(selected: SelectedCheckpoint, scan: RunScan, run: str, sequence: int) -> SelectedCheckpoint:
+    """Return a checkpoint that was selected as the latest one, with what is known of its run then.
+
+    Its own sequence number counts too: the local tier is ahead, or all that were listed were removed since.
+    """
+    current = [info.sequence for info in scan.checkpoints if info.run == run and info.is_current]
+    branch = scan.history.runs.get(run)
+    seen = 0 if branch is None else branch.incarnation
+    return msgspec.structs.replace(selected, is_latest=True, newest=max([sequence, *current]), seen=seen)
 
 
 def _has_collected(run: Path) -> bool:
