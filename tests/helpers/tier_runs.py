@@ -42,7 +42,7 @@ def continue_from(run: Path, sequence: int) -> int:
     announce(run, 0)
     history = read_history(run)
     if not history.runs:
-        return claim(run, JobHistory(), []).incarnation
+        return claim(run, JobHistory(), [])[0].incarnation
     newest, branch = list(history.runs.items())[-1]
     base = LoadedBase(
         id="0" * 16,
@@ -53,4 +53,4 @@ def continue_from(run: Path, sequence: int) -> int:
         newest=None,
         token=secrets.token_hex(8),
     )
-    return claim(run, JobHistory(base=base), []).incarnation
+    return claim(run, JobHistory(base=base), [])[0].incarnation

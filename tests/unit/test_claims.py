@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,6 @@ from rankless.run.claims import (
     LoadedBase,
     announce,
     check_not_superseded,
-    claim,
     read_history,
 )
 from rankless.run.scan import CheckpointInfo
@@ -32,6 +32,10 @@ def info(run: str, incarnation: int, sequence: int) -> CheckpointInfo:
 
 def base_of(one: CheckpointInfo, *, newest: int | None, job: str = "another") -> LoadedBase:
     return LoadedBase.of(one, one.tag, newest, job)
+
+
+def claim(run: Path, job: JobHistory, found: list[CheckpointInfo], **options: Any) -> Claim:
+    return claims.claim(run, job, found, **options)[0]
 
 
 def test_of_many_claims_at_a_time_each_gets_another_number(tmp_path: Path) -> None:
@@ -129,3 +133,15 @@ def test_a_directory_that_has_lost_its_history_gets_higher_numbers(tmp_path: Pat
     continued = claim(tmp_path, JobHistory(base=base_of(saved, newest=3)), [saved])
     assert continued.incarnation == 8
     assert read_history(tmp_path).is_current(saved)
+
+
+def test_a_claim_after_a_look_that_is_outdated_gets_another_number(tmp_path: Path) -> None:
+    """The number of the claim that it has not seen is taken, so the job looks again."""
+    first = claim(tmp_path, JobHistory(), [])
+    saved = info(first.run, first.incarnation, 1)
+    seen = read_history(tmp_path)
+    second = claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)
+    with mock.patch.object(claims, "_claimed", set()), pytest.raises(StateError, match="another job has continued"):
+        claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)
+    other, history = claims.claim(tmp_path, JobHistory(), [saved], seen=seen)
+    assert (other.incarnation, history.runs[first.run].incarnation) == (3, second.incarnation)

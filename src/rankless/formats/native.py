@@ -43,6 +43,9 @@ STATE, RANKS = values.SHARED_FILE, values.RANKS_FILE
 #: Seconds after which a manifest that is missing in an object store is looked for again.
 _ABSENCE_SECONDS = 0.1
 
+#: The most bytes of a file of values that are kept between its check and its use.
+_MAX_KEPT_BYTES = 2**20
+
 
 class _Group(msgspec.Struct):
     name: str | None = msgspec.field(name="class")
@@ -154,6 +157,8 @@ class NativeReader:
         is the model of the checkpoint. Other ``keys`` are for other formats.
         """
         self.path = path
+        #: The values that :meth:`check_files` has read, for :meth:`read_values`, which comes next in a load.
+        self._checked_values: dict[str, bytes] = {}
         self.manifest = self._read_manifest()
         with detect_replacement(self):
             opened = {group: SafetensorsFiles(files) for group, files in self._open_data(unopened).items()}
@@ -233,7 +238,8 @@ class NativeReader:
 
     def read_values(self, rank: int, shared_codec: ArrayCodec, rank_codec: ArrayCodec) -> CheckpointValues:
         """See :class:`rankless.formats.reader.Reader`."""
-        shared, ranks = self.read_small_file(STATE), self.read_small_file(RANKS)
+        shared = self._checked_values.pop(STATE, b"") or self.read_small_file(STATE)
+        ranks = self._checked_values.pop(RANKS, b"") or self.read_small_file(RANKS)
         decoded = decode_values(shared, ranks, self.path, shared_codec)
         rank_values = None
         if rank < decoded.world_size:
@@ -272,7 +278,9 @@ class NativeReader:
         for name in self.manifest.files:
             if not name.endswith(".safetensors"):
                 try:
-                    self.read_small_file(name)
+                    data = self.read_small_file(name)
+                    if name in {STATE, RANKS} and len(data) <= _MAX_KEPT_BYTES:
+                        self._checked_values[name] = data
                 except CorruptCheckpointError as error:
                     yield error
 

@@ -302,8 +302,7 @@ class CheckpointSelector:
         if not latest.is_current:
             raise next(iter(self._errors.values()), all_abandoned_error(path, infos))
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
-        ids = {info.tag: info.id for info in infos}
-        corrupt = [CorruptRecord.of(path, tag, ids[tag]) for tag in self.skipped.corrupt]
+        corrupt = [CorruptRecord.of(path, info.tag, info.id) for info in infos if info.tag in self.skipped.corrupt]
         selected = SelectedCheckpoint(str(latest.path), latest.tag, latest.id, corrupt=corrupt)
         return _as_latest(selected, scan, latest.run, latest.sequence)
 

@@ -13,7 +13,7 @@ from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
-from rankless.run.claims import JobHistory, check_not_superseded, claim, read_history
+from rankless.run.claims import JobHistory, check_not_superseded, claim
 from rankless.run.folder_names import tag_of_folder
 from rankless.run.history import Entry
 from rankless.run.object_run import list_unpublished
@@ -99,8 +99,7 @@ def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
     """
     found, history = _look_at_run(path)
     check_not_superseded(path, history, job)
-    claimed = job.claim or claim(path, job, found)
-    history = read_history(path) if job.claim is None else history
+    claimed, history = (job.claim, history) if job.claim is not None else claim(path, job, found, seen=history)
     sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
     return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)
 
@@ -112,7 +111,8 @@ def claim_incarnation(path: Path, job: JobHistory) -> None:
     """
     if job.claim is None:
         try:
-            job.claim = claim(path, job, _look_at_run(path)[0])
+            found, history = _look_at_run(path)
+            job.claim, _ = claim(path, job, found, seen=history)
         except StateError:  # another job has continued the run meanwhile: the first save raises it, on all ranks
             return
         except RanklessError as error:  # the load has succeeded on all ranks: this one must not fail alone

@@ -299,15 +299,17 @@ def _create(run: Path, entry: Entry) -> bool:
     return create_small(path, data)
 
 
-def add_entry(run: Path, make: Callable[[Entry, int], Entry]) -> Entry:
+def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry, int] | None = None) -> Entry:
     """Add the entry that ``make`` returns for the newest one and the highest number.
 
-    It is called again if another job was faster.
+    It is called again if another job was faster. ``seen`` are these two at a look a moment ago: if there are newer
+    ones, the entry has a number that is taken.
     """
     for _ in range(_ATTEMPTS):
-        entry = make(*_read_newest(run))
+        entry = make(*(seen or _read_newest(run)))
         if _create(run, entry):
             return entry
+        seen = None
     raise StorageError(f"could not write into {run / FOLDER}: other jobs do all the time")
 
 
@@ -351,14 +353,17 @@ def claim(
     found: Sequence[FoundCheckpoint],
     check: Callable[[Entry], None] = _allow,
     *,
+    seen: Entry | None = None,
     warns: bool = True,
-) -> Claim:
-    """Claim an incarnation for a job, on rank 0, unless other ranks of the job have claimed it.
+) -> tuple[Claim, Entry]:
+    """Claim an incarnation for a job, on rank 0, unless other ranks of the job have claimed it. Return the history too.
 
-    ``found`` are the checkpoints of the directory, oldest first. ``check`` is called with the entry right before the
-    new one, and raises an error if the claim is too late. ``warns``: warn of a rollback. Raises ``StateError`` if
-    another job has continued the run since this one has loaded it.
+    ``found`` are the checkpoints of the directory, oldest first, and ``seen`` is its history, of a look a moment ago.
+    ``check`` is called with the entry right before the new one, and raises an error if the claim is too late.
+    ``warns``: warn of a rollback. Raises ``StateError`` if another job has continued the run since this one has loaded
+    it.
     """
+    newest, highest = _read_newest(run) if seen is None else (seen, seen.number)
     before = Entry()
 
     def make(newest: Entry, highest: int) -> Entry:
@@ -367,20 +372,20 @@ def claim(
         before = newest
         return _make_claim(run, job, newest, found, above=highest)
 
-    if (claimed := _find_own_claim(run, job)) is None:
-        entry = add_entry(run, make)
-        claimed = Claim(entry.run, entry.number)
+    if (claimed := _find_own_claim(run, job, newest)) is None:
+        newest = add_entry(run, make, (newest, highest))
+        claimed = Claim(newest.run, newest.number)
         if warns and job.base is not None and job.base.newest is None:
-            abandoned = [one for one in found if before.is_current(one) and not entry.is_current(one)]
+            abandoned = [one for one in found if before.is_current(one) and not newest.is_current(one)]
             went_back = job.base.run in before.runs and before.runs[job.base.run].rolled_back_to == job.base.id
             _warn_of_rollback(run, job.base.tag, abandoned, again=went_back)
     _claimed.add((run.resolve(), claimed))
-    return claimed
+    return claimed, newest
 
 
-def _find_own_claim(run: Path, job: JobHistory) -> Claim | None:
+def _find_own_claim(run: Path, job: JobHistory, newest: Entry) -> Claim | None:
     """Return the incarnation that a sub-group of the job has claimed to continue the same checkpoint."""
-    base, newest = job.base, read_history(run)
+    base = job.base
     branch = None if base is None else newest.runs.get(base.run)
     if base is None or branch is None or branch.line[-1:] != ((base.incarnation, base.sequence),):
         return None

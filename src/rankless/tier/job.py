@@ -155,9 +155,9 @@ class TierJob:
         check(read_history(self.run))  # before the announcement: a job that is refused stops no other one
         if not self._announced:  # nothing was loaded
             self.job = self.announce(self.folder.find_newest_job())
-        claimed = claim(self.run, job, complete, check)
+        claimed, history = claim(self.run, job, complete, check)
         self._incarnation, self._run_id = claimed.incarnation, claimed.run
-        highest = read_history(self.run).next_sequence(complete, claimed.run) - 1
+        highest = history.next_sequence(complete, claimed.run) - 1
         self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
         self._tags, self._drained_at = {info.tag for info in infos if info.is_current}, time.monotonic()
         if not isinstance(self.run, ObjectPath):
