@@ -149,7 +149,7 @@ class Judge:
             f"job {job.number} in {site.place.name} saves {content}, "
             f"{'challenged' if job.is_challenged else 'doubtful' if job.is_doubtful else 'sure'}: {reply}"
         )
-        self._state.look(site, set() if job.is_challenged and has_slept else removable)
+        self._state.look(site, removable)
         if isinstance(reply, str):
             self._note_cut_save(site, job, content, reply, removable)
             return
@@ -225,8 +225,15 @@ class Judge:
             if other.place.name == site.place.name and not (job.has_claimed and other.has_claimed):
                 other.is_doubtful = True
         if reply == "stopped":
+            # A superseded job retires nothing, unless it had published its checkpoint and was about to remove others.
+            is_published = content in site.contents
             job.awaited = lambda reply, has_slept: self.judge_save(
-                site, job, content, reply, removable=removable, has_slept=has_slept
+                site,
+                job,
+                content,
+                reply,
+                removable=removable if is_published or not job.is_challenged else set(),
+                has_slept=has_slept,
             )
             self._state.stopped.append(job)
 

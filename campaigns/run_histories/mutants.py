@@ -22,6 +22,8 @@ _ROOT = Path(__file__).parents[2]
 
 _HISTORY, _CLAIMS, _TIER = "run/history.py", "run/claims.py", "tier/job.py"
 
+_LOCAL = "self._select_local(self._local[-1])"
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -59,6 +61,12 @@ MUTANTS = (
     ),
     Mutant("a superseded job saves", _CLAIMS, "    if claimed is None or not newest", "    if True or not newest"),
     Mutant("a claim of another job is taken", _CLAIMS, "and own.job.token == job.token else None", "else None"),
+    Mutant(
+        "the latest checkpoint counts as named if the tier has it",
+        "load/selection.py",
+        f"_as_latest({_LOCAL}, scan, manifest.run, manifest.sequence)",
+        f"msgspec.structs.replace({_LOCAL}, is_latest=True)",
+    ),
     Mutant("a superseded job drains", _TIER, "if history.announced > self._announced:", "if False:"),
 )
 
@@ -67,9 +75,10 @@ def main() -> int:
     """Try all mutants, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.run_histories.mutants", description=__doc__)
     parser.add_argument("--histories", type=int, default=100, help="how many for each mutant, at most")
+    parser.add_argument("names", nargs="*", help="which mutants; all by default")
     options = parser.parse_args()
     rows = []
-    for mutant in MUTANTS:
+    for mutant in [mutant for mutant in MUTANTS if mutant.name in (options.names or {mutant.name})]:
         by_model, by_histories = try_mutant(mutant, options.histories)
         rows.append((mutant.name, "yes" if by_model else "no", "yes" if by_histories else "no"))
         print(*rows[-1], sep=": ", file=sys.stderr, flush=True)
