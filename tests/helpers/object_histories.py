@@ -122,7 +122,8 @@ class Start:
     def restore(self) -> FakeStore:
         self._fake.objects, self._fake.uploads = copy.copy(self._objects), copy.deepcopy(self._uploads)
         self._fake.requests.clear()
-        pointers._pointers.clear()
+        pointers._pointers.clear()  # each operation is that of a new process, and reads them again
+        claims._entries.clear()
         self._fake.on_request = do_nothing
         return self._fake
 
