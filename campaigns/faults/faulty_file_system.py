@@ -165,6 +165,8 @@ class FaultyFileSystem:
         def wrapped(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
             if not self._resolve_path(path, None):
                 return real(path, mode, *args, **options)
+            if isinstance(path, int):  # its open was counted
+                return _FaultyFile(real(path, mode, *args, **options), self)
             self._raise_fault("open" if mode == "rb" else "create")
             file = real(path, mode, *args, **options)
             self._names[file.fileno()] = str(path)

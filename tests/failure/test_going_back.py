@@ -74,6 +74,10 @@ def train_and_save_the_last_step(run: Path, base: Path) -> None:
     rankless.save_checkpoint(run, "final", model, step=6)
 
 
+def save_first(path: Path) -> None:
+    rankless.RunDirectory(path).save("step_1", state_of(1), step=1)
+
+
 def train_nothing_and_save(path: Path, tag: str) -> None:
     directory = rankless.RunDirectory(path)
     directory.restore(None, torch.nn.Linear(2, 2), resume=True)
@@ -166,6 +170,19 @@ class TestRollback:
         assert run_killed_job(train, tmp_path, 4, "step_2") == 2
         assert run_killed_job(train, tmp_path, 5, "step_2") == 4
         assert all(listed(tmp_path).values())
+
+    def test_by_another_object_of_the_process_abandons_what_the_first_one_goes_on_from(self, tmp_path: Path) -> None:
+        run_killed_job(save_first, tmp_path)
+        first, second = rankless.RunDirectory(tmp_path), rankless.RunDirectory(tmp_path)
+        first.restore(None, state_of(-1), resume=True)
+        for step in (2, 3):
+            first.save(f"step_{step}", state_of(step), step=step)
+        with pytest.warns(UserWarning, match="goes back to 'step_1': 2 later"):
+            second.restore("step_1", state_of(-1), resume=True)
+        second.save("branch", state_of(20), step=2)
+        with pytest.raises(rankless.SupersededError, match="went back to an earlier checkpoint"):
+            first.save("step_4", state_of(4), step=4)
+        assert rankless.restore(tmp_path, model=state_of(-1)).tag == "branch"
 
     def test_to_an_abandoned_checkpoint(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,10 +127,46 @@ def test_a_corrupt_entry_is_passed_over(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"00000002\.json is corrupt"):
         history = read_history(tmp_path)
     assert history.number == 1
-    with pytest.warns(UserWarning, match=r"00000002\.json is corrupt"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said already
         third = claim(tmp_path, JobHistory(), [])
     assert third.incarnation == 3
     assert set(read_history(tmp_path).runs) == {first.run, third.run}
+
+
+def make_socket(path: Path) -> None:
+    """Make a socket. Its address is shorter than the path."""
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)
+
+
+def make_huge_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.mkdir, make_socket, make_huge_file, lambda path: path.symlink_to(path)],
+    ids=["pipe", "directory", "socket", "huge file", "loop of links"],
+)
+def test_what_is_no_file_of_an_entry_is_passed_over(make: Callable[[Path], None], tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    make(tmp_path / FOLDER / "00000005.json")
+    with pytest.warns(UserWarning, match=r"00000005\.json is corrupt"):
+        history = read_history(tmp_path)
+    assert history.number == 1
+    assert claims.read_entries(tmp_path).unreadable == 1
+    assert claim(tmp_path, JobHistory(), []).incarnation == 6
+    assert claims.read_token(tmp_path) == history.job.token
+    assert first.run in read_history(tmp_path).runs
+
+
+@pytest.mark.parametrize("name", ["5.json", "00000000005.json", "-0000005.json", "\u0665" * 8 + ".json"])
+def test_files_with_other_names_are_no_entries(name: str, tmp_path: Path) -> None:
+    claim(tmp_path, JobHistory(), [])
+    (tmp_path / FOLDER / name).write_text("{}")
+    assert claim(tmp_path, JobHistory(), []).incarnation == 2
 
 
 def test_a_directory_that_has_lost_its_history_gets_higher_numbers(tmp_path: Path) -> None:

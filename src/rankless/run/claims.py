@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,9 @@ FOLDER = ".history"
 
 _SUFFIX = ".json"
 
+#: The names of entries without their suffix: eight digits, or more without zeros before them.
+_STEM = re.compile("[0-9]{8}|[1-9][0-9]{8,11}")
+
 #: The most entries that are remembered, and the most bytes of one.
 _MAX_REMEMBERED, _MAX_BYTES = 2**12, 2**24
 
@@ -45,6 +49,9 @@ _ATTEMPTS = 1000
 
 #: The errors of bytes that are no entry.
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+#: The errors of a path that is no file of an entry's size, but a directory, a pipe, a socket or a loop of links.
+_NO_ENTRY = {errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG, errno.ELOOP}
 
 #: The attempts to read an entry that is listed, and the seconds between.
 _READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
@@ -119,6 +126,7 @@ class JobHistory(msgspec.Struct):
         claim: The incarnation that it has claimed.
         runs: The runs that it has saved or loaded, in any directory: in a copy of that it continues them, too.
         sequence: The highest sequence number that it has saved or loaded here.
+        point: The incarnation and the sequence number of the checkpoint from which its state goes on.
         numbering: The numbers of its process in local tiers, which no list shows.
     """
 
@@ -127,6 +135,7 @@ class JobHistory(msgspec.Struct):
     claim: Claim | None = None
     runs: set[str] = msgspec.field(default_factory=set)
     sequence: int = 0
+    point: tuple[int, int] = (0, 0)
     numbering: Numbering = msgspec.field(default_factory=Numbering)
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
@@ -139,6 +148,7 @@ class JobHistory(msgspec.Struct):
         if resumes or (self.claim is None and self.base is None):
             known = self.base if self.base is not None and self._completes(base) else base
             self.base, self.claim, self.token = msgspec.structs.replace(known, resumes=resumes), None, base.token
+            self.point = base.incarnation, base.sequence
 
     def _completes(self, base: LoadedBase) -> bool:
         """Return whether a load by name completes an earlier one, which may have selected the latest checkpoint.
@@ -160,7 +170,7 @@ class JobHistory(msgspec.Struct):
         self.runs.add(run)
         self.sequence = max(self.sequence, sequence)
         if incarnation:
-            self.claim, self.base = Claim(run, incarnation), None
+            self.claim, self.base, self.point = Claim(run, incarnation), None, (incarnation, sequence)
 
 
 def read_history(run: Path) -> Entry:
@@ -197,11 +207,14 @@ def _list_entries(run: Path) -> dict[int, str]:
     else:
         etags = dict.fromkeys(posix.list_names(run / FOLDER), "")
     stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
-    return {int(stem): etag for stem, etag in stems.items() if stem.isdecimal()}
+    return {int(stem): etag for stem, etag in stems.items() if _STEM.fullmatch(stem)}
 
 
 #: The entries that were read from object stores, by path and version.
 _entries: dict[tuple[Path, str], Entry] = {}
+
+#: The corrupt entries of which this process has warned.
+_passed_over: set[Path] = set()
 
 
 def _read_listed(run: Path, number: int, etag: str) -> Entry | None:
@@ -211,7 +224,9 @@ def _read_listed(run: Path, number: int, etag: str) -> Entry | None:
         return _entries[path, etag]
     entry = _decode_entry(path) or _decode_entry(path)  # bytes may change on their way
     if entry is None:
-        warn_caller(f"{path} is corrupt, so it is not known which checkpoints its job continued: it is passed over")
+        if path not in _passed_over:
+            warn_caller(f"{path} is corrupt, so it is not known which checkpoints its job continued: it is passed over")
+        _passed_over.add(path)
     elif etag:
         if len(_entries) >= _MAX_REMEMBERED:
             _entries.clear()
@@ -225,6 +240,8 @@ def _decode_entry(path: Path) -> Entry | None:
     except StorageError as error:
         if error.errno == errno.ENOENT:
             raise FileNotFoundError(str(path)) from error
+        if error.errno in _NO_ENTRY:
+            return None
         raise
     except _UNDECODABLE:
         return None
@@ -451,19 +468,23 @@ def _find_base(job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint])
 def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     """Raise ``SupersededError`` if another job has continued the run of a job.
 
-    If another object of this process has, and has abandoned nothing of this one, the job goes on with its incarnation.
+    If another object of this process has, and has not abandoned what this one goes on from, the job goes on with its
+    incarnation.
     """
     claimed = job.claim
     if claimed is None or not newest.has_continued(claimed.run, claimed.incarnation):
         return
     branch = newest.runs[claimed.run]
     latest = Claim(claimed.run, branch.incarnation)
-    is_abandoned = dict(branch.line).get(claimed.incarnation, job.sequence) < job.sequence
+    incarnation, sequence = job.point
+    is_abandoned = incarnation != branch.incarnation and dict(branch.line).get(incarnation, 0) < sequence
     if not is_abandoned and _has_claimed(run, latest):
         job.claim = latest
         return
-    by = f" by process {newest.job.pid} on {newest.job.host}" if newest.run == claimed.run else ""
-    raise SupersededError(
-        f"another job has continued the run in {run}{by}: this one saves nothing any more. End it, or load the latest "
-        "checkpoint"
+    who = f" (process {newest.job.pid} on {newest.job.host})" if newest.run == claimed.run else ""
+    what = (
+        f"the run in {run} went back to an earlier checkpoint{who}"
+        if is_abandoned
+        else f"another job has continued the run in {run}{who}"
     )
+    raise SupersededError(f"{what}: this one saves nothing any more. End it, or load the latest checkpoint")

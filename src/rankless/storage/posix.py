@@ -32,6 +32,9 @@ _NOT_DIRECTORY = {errno.ENOTDIR, errno.ELOOP}
 #: What to do about an error whose text does not say it.
 _HINTS = {errno.EMFILE: ": raise the limit of this process (ulimit -n)"}
 
+#: How a file is opened that may be a named pipe: without that flag, the call waits until a process writes into it.
+_AT_ONCE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
 #: The errors of ``stat`` if there is no file, or none that this process may access.
 _NO_FILE = {errno.ENOENT, errno.EACCES, *_NOT_DIRECTORY}
 
@@ -251,9 +254,15 @@ def real_path(path: Path) -> Path:
 
 
 def read_small(path: Path, limit: int = 2**30) -> bytes:
-    """Return all bytes of a small file. Raises ``StorageError`` if it has more than ``limit``."""
-    with wrap_os_errors("read", path), path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > limit:
+    """Return all bytes of a small file.
+
+    Raises ``StorageError`` if it has more than ``limit``, or is none, such as a named pipe, which would block.
+    """
+    with wrap_os_errors("read", path), os.fdopen(os.open(path, _AT_ONCE), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(errno.EINVAL, f"could not read {path}: it is not a regular file. Move it elsewhere")
+        if status.st_size > limit:
             raise OSError(errno.EFBIG, f"{path} has more than {limit} bytes")
         return file.read()
 

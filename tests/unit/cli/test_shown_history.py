@@ -314,7 +314,7 @@ class TestShow:
         assert header["state"] == "abandoned by incarnation 2, whose job is not known, which went back to step_1"
 
     def test_a_history_that_cannot_be_read_hides_nothing_else(self, run: Path) -> None:
-        (run / FOLDER / "00000009.json").mkdir()
+        (run / FOLDER / "00000009.json").symlink_to("nowhere")
         assert "00000009.json" in invoke("ls", run, code=1).stderr
         header = show_header(run / "step_3")
         assert (header["tag"], header["incarnation"], "state" in header) == ("step_3", "1", False)
