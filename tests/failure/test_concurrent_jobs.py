@@ -144,7 +144,7 @@ def test_a_copy_under_way_is_passed_over(tmp_path: Path) -> None:
 @pytest.fixture
 def unsettled() -> Iterator[None]:
     """As if every file had just been written: none is remembered."""
-    with mock.patch.object(file_memo, "_UNSETTLED_NS", 10**18):
+    with mock.patch.multiple(file_memo, _UNSETTLED_NS=10**18, _UNSETTLED_HERE_NS=10**18):
         yield
 
 

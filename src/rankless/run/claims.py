@@ -35,6 +35,9 @@ _SUFFIX = ".json"
 #: The names of entries without their suffix: eight digits, or more without zeros before them.
 _STEM = re.compile("[0-9]{8}|[1-9][0-9]{8,11}")
 
+#: The names of files that become entries.
+_DRAFT = re.compile(r"\.[0-9]{8,12}\.json\.[0-9a-f]{16}")
+
 #: The most entries that are remembered, and the most bytes of one.
 _MAX_REMEMBERED, _MAX_BYTES = 2**12, 2**24
 
@@ -328,6 +331,18 @@ def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry,
             return entry
         seen = None
     raise StorageError(f"could not write into {run / FOLDER}: other jobs do all the time")
+
+
+def remove_drafts(run: Path, seconds: float) -> None:
+    """Remove what jobs that were killed while they claimed have left in a folder, if it is older than ``seconds``.
+
+    A job that is only stopped there gets an error when it goes on.
+    """
+    for name in posix.list_names(run / FOLDER):
+        draft = run / FOLDER / name
+        with suppress(StorageError):  # it has become an entry meanwhile, or another clean-up has removed it
+            if _DRAFT.fullmatch(name) and time.time() - posix.last_change_time(draft) > seconds:
+                posix.remove_file(draft)
 
 
 def read_token(run: Path) -> str:

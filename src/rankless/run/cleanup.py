@@ -19,6 +19,7 @@ from rankless.run import tier_parts_removal
 from rankless.run.added_metrics import list_metric_files, remove_metrics_of
 from rankless.run.aliases import has_alias
 from rankless.run.catalog import cached_checkpoints
+from rankless.run.claims import remove_drafts
 from rankless.run.journal import JournalEntry, append_entry
 from rankless.run.lease import held_lease, remove_if_over
 from rankless.run.object_removal import delete_checkpoint_objects, discard_abandoned
@@ -68,6 +69,7 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None, with
             removed.append(path / hidden.name)
     if run is None:
         _remove_stale_metrics(path)
+        remove_drafts(path, ABANDONED_SECONDS)
     if tier_parts_removal.FOLDER in listed:
         removed += tier_parts_removal.remove_superseded_parts(path)
     return removed
