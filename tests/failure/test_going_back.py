@@ -346,7 +346,7 @@ class TestBucket:
 
 def die_in_a_claim(path: Path) -> None:
     """As with ``kill -9`` between the draft of the entry and its name."""
-    with mock.patch.object(os, "link", lambda *_: os._exit(9)):
+    with mock.patch.object(os, "link", side_effect=lambda *_: os._exit(9)):
         rankless.RunDirectory(path).save("step_9", state_of(9), step=9)
 
 
