@@ -35,7 +35,8 @@ def refusing(name: str) -> Any:
     return mock.patch.object(PosixStore, "read_small", staticmethod(refuse))
 
 
-@mock.patch.multiple(file_memo, _UNSETTLED_NS=10**18, _UNSETTLED_HERE_NS=10**18)  # no manifest is remembered: every file counts as new
+# No manifest is remembered: every file counts as new.
+@mock.patch.multiple(file_memo, _UNSETTLED_NS=10**18, _UNSETTLED_HERE_NS=10**18)
 def test_a_run_whose_latest_checkpoint_the_disk_refuses_does_not_begin_again(tmp_path: Path) -> None:
     """Nor does it go back to an older one without a word."""
     save(tmp_path, 1)
