@@ -220,6 +220,21 @@ class TestRollback:
         assert "abandoned" in CliRunner().invoke(app, ["ls", str(tmp_path)]).output
         assert run_killed_job(train, tmp_path, 2) == 1
 
+    def test_the_command_does_not_go_back_to_a_corrupt_checkpoint(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 3)
+        (file,) = (tmp_path / "step_1").rglob("model.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.chmod(0o644)
+        file.write_bytes(data)
+        result = CliRunner().invoke(app, ["rollback", str(tmp_path), "step_1"])
+        assert result.exit_code == 1
+        assert "does not go back to 'step_1'" in result.output
+        assert "--no-verify" in result.output
+        assert latest(tmp_path) == "step_3"
+        assert CliRunner().invoke(app, ["rollback", str(tmp_path), "step_1", "--no-verify"]).exit_code == 0
+        assert listed(tmp_path) == {"step_2": False, "step_3": False, "step_1": True}
+
     def test_if_its_checkpoint_is_lost_no_other_one_is_taken(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
         run_killed_job(train, tmp_path, 0, "step_1")
