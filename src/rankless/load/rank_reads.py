@@ -22,8 +22,7 @@ from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import BoxSharded
 from rankless.engine.plan.load_plan import BroadcastChunk, LoadPlan, plan_load
-from rankless.engine.plan.shard_byte_ranges import local_shard
-from rankless.engine.plan.stripe_owners import Locate, contiguous_requests
+from rankless.engine.plan.shard_byte_ranges import Locate, local_shard, locate_shard
 from rankless.errors import UnsupportedTensorError
 from rankless.formats.reader import FileExtent, Reader
 from rankless.formats.remapped_reader import TensorMapping, find_mappings, underlying_reader
@@ -302,4 +301,4 @@ def _alias_file_ranges(alias: _Alias, info: TensorInfo, ranks: RankGroup, locate
         division, coordinate = target.layout.division, layout_types.coordinate_of_rank(target.layout, global_rank)
     if coordinate is None:
         return []
-    return list(contiguous_requests(local_shard(info, division, coordinate), locate))
+    return list(locate_shard(local_shard(info, division, coordinate), locate))

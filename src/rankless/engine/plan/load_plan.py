@@ -13,12 +13,11 @@ import msgspec
 
 from rankless.engine.plan.file_ranges import FileRange, IoChunk, count_bytes, tensor_chunks
 from rankless.engine.plan.global_spec import GlobalTensor
-from rankless.engine.plan.shard_byte_ranges import local_shard
+from rankless.engine.plan.shard_byte_ranges import local_shard, locate_shard
 from rankless.engine.plan.stripe_owners import (
     OwnedStripe,
     StripeRoutes,
     StripeTask,
-    contiguous_requests,
     is_striped,
     local_stripes,
 )
@@ -96,7 +95,7 @@ def plan_load(tensors: Mapping[int, GlobalTensor], rank: int, locate: LocateInTe
         file_ranges = copies.setdefault(tensor.holder_ranks(coordinate), [])
         if tensor.division:
             shard = local_shard(tensor.info, tensor.division, coordinate)
-            file_ranges.extend(contiguous_requests(shard, partial(locate, number)))
+            file_ranges.extend(locate_shard(shard, partial(locate, number)))
         elif nbytes := tensor.info.nbytes:
             file_ranges.extend(locate(number, 0, nbytes))
     plan.file_ranges = copies.pop((rank,), [])

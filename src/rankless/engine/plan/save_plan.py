@@ -20,14 +20,12 @@ from rankless.engine.plan.file_writers import PlacedTensor, WriterMap
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.layout_types import Coordinate
 from rankless.engine.plan.rank_order import order_ranks
-from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
+from rankless.engine.plan.shard_byte_ranges import LocalShard, Locate, local_shard, locate_shard
 from rankless.engine.plan.split_tensors import split_ranges, stored_tensors
 from rankless.engine.plan.stripe_owners import (
-    Locate,
     OwnedStripe,
     StripeRoutes,
     StripeTask,
-    contiguous_requests,
     is_striped,
 )
 from rankless.engine.plan.tensor_writers import ShardWriters
@@ -91,7 +89,7 @@ class StripedShard(NamedTuple):
 
     def iter_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of the shard, of which there may be very many."""
-        return contiguous_requests(self.shard, lambda start, stop: list(_locate_range(self.spans, start, stop)))
+        return locate_shard(self.shard, lambda start, stop: list(_locate_range(self.spans, start, stop)))
 
 
 class TensorSpan(NamedTuple):
@@ -307,7 +305,7 @@ class _SavePlanBuilder:
             if self._rank == writers[spans[0].tensor % len(writers)]:
                 self.striped_shards.append(StripedShard(shard, spans))
         elif self._rank in writers:
-            self.ranges_by_writers.setdefault(writers, []).extend(contiguous_requests(shard, locate_range))
+            self.ranges_by_writers.setdefault(writers, []).extend(locate_shard(shard, locate_range))
 
     def _add_stripes(self, tensor: GlobalTensor, locate_range: Locate) -> None:
         """Add the stripes that this rank owns, and those to which it sends its contribution."""

@@ -1,4 +1,4 @@
-"""The shard of a tensor that a rank holds, in bytes. Pure functions.
+"""The shard of a tensor that a rank holds, as ranges of bytes: of the tensor, and of files. Pure functions.
 
 Sharding selects indices of a dimension in ascending order. So a rank's shard, in row-major order, consists of its
 ranges of the tensor one after another: the part of it that is in a range of the tensor is one range of the shard.
@@ -7,7 +7,7 @@ ranges of the tensor one after another: the part of it that is in a range of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -16,9 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankless.engine.plan.element_ranges import ElementRange, IndexBox, merge_ranges
+from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.layout_types import BoxSharded, Coordinate, Division, FlatSharded, Placement, Sharded
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import dtype_width
+
+#: Returns the file ranges of bytes ``[start, stop)`` of a tensor; their ``local`` counts from ``start``.
+Locate = Callable[[int, int], Sequence[FileRange]]
 
 
 class LocalShard(msgspec.Struct, frozen=True, dict=True):
@@ -263,3 +267,16 @@ def _iter_product(shape: tuple[int, ...], segments: tuple[tuple[ElementRange, ..
                 ElementRange(row * inner + inner_range.start, row * inner + inner_range.stop)
                 for inner_range in inner_ranges
             )
+
+
+def locate_shard(shard: LocalShard, locate: Locate) -> Iterator[FileRange]:
+    """Yield the ranges of a shard as ranges of files."""
+    local = 0
+    for start, stop in shard.iter_ranges():
+        file_ranges = locate(start, stop)
+        yield from (
+            (file_range._replace(local=file_range.local + local) for file_range in file_ranges)
+            if local
+            else file_ranges
+        )
+        local += stop - start

@@ -14,11 +14,8 @@ from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalTensor
 from rankless.engine.plan.layout_types import Coordinate
-from rankless.engine.plan.shard_byte_ranges import LocalShard, local_shard
+from rankless.engine.plan.shard_byte_ranges import LocalShard, Locate, local_shard
 from rankless.engine.plan.stripes import StripeSlice, count_stripes, is_narrow, split_into_stripes, stripe_slice
-
-#: Returns the file ranges of bytes ``[start, stop)`` of a tensor; their ``local`` counts from ``start``.
-Locate = Callable[[int, int], Sequence[FileRange]]
 
 
 def first_shard(tensor: GlobalTensor) -> LocalShard:
@@ -29,19 +26,6 @@ def first_shard(tensor: GlobalTensor) -> LocalShard:
 def is_striped(tensor: GlobalTensor) -> bool:
     """Return whether a tensor is moved in stripes: whether the ranges of its shards are narrow."""
     return bool(tensor.division) and is_narrow(first_shard(tensor))
-
-
-def contiguous_requests(shard: LocalShard, locate: Locate) -> Iterator[FileRange]:
-    """Yield the ranges of a shard as ranges of files."""
-    local = 0
-    for start, stop in shard.iter_ranges():
-        file_ranges = locate(start, stop)
-        yield from (
-            (file_range._replace(local=file_range.local + local) for file_range in file_ranges)
-            if local
-            else file_ranges
-        )
-        local += stop - start
 
 
 class ShardContribution(NamedTuple):
