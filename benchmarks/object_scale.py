@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.io.upload_parts import GRAIN
 from rankless.engine.io.upload_target import PART_BYTES
 from rankless.engine.plan.global_spec import GlobalSpec

@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.measure import Contender, Figure, Table, time_interleaved
 from benchmarks.setting import Setting
-from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, Sharded
 from rankless.engine.plan.save_plan import plan_save

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from rankless.engine.comm.spec_exchange import SpecDirectory, digest_specs
+from rankless.engine.comm.spec_directory import SpecDirectory, digest_specs
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout, Replicated

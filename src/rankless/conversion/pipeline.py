@@ -18,7 +18,7 @@ from rankless.conversion.source_checksums import check_ranges, find_source_check
 from rankless.conversion.target import ConversionSource, ConversionTarget, FileLayout
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.session import Session, require_equal
-from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.engine.comm.spec_directory import deduplicate
 from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments

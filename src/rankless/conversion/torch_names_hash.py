@@ -7,7 +7,7 @@ import zipfile
 
 import torch
 
-from rankless.formats.torchfile.zip_writer import NAMES
+from rankless.formats.torchfile.zip_frame import NAMES
 
 #: The number of digits of the hash, and the entry that contains it.
 _DIGITS, _ENTRY = 20, "archive/.data/serialization_id"

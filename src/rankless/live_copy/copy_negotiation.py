@@ -15,7 +15,7 @@ import msgspec
 
 from rankless.engine.comm.call_check import vote_same_call
 from rankless.engine.comm.session import Session
-from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.integrity.compare_values_by_digest import select_unequal
 from rankless.engine.integrity.replica_comparison import crc_of_shard
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor

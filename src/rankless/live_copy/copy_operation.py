@@ -11,7 +11,7 @@ from typing import NoReturn
 import msgspec
 
 from rankless.engine.comm.session import RankGroup
-from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.copy_exchange import CopiedBytes, CopyExchange
 from rankless.engine.io.device_streams import begin_copies

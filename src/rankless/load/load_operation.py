@@ -17,7 +17,7 @@ import msgspec
 from rankless.engine.comm.call_check import vote_same_call
 from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.session import RankGroup, require_equal
-from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, digest_specs
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments

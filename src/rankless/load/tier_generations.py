@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.engine.comm.spec_directory import deduplicate
 from rankless.errors import StateError
 from rankless.ondisk.manifest import Manifest
 from rankless.process.prepared_types import prepared

@@ -16,7 +16,7 @@ import msgspec
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import Session
-from rankless.engine.comm.spec_exchange import SpecDigests, SpecDirectory, deduplicate, digest_specs
+from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.compare_values_by_digest import (
     encode_digests,

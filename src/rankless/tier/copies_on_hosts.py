@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.engine.comm.spec_directory import deduplicate
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
 from rankless.storage.aligned_memory import Bytes

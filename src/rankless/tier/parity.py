@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankless.engine.comm.session import RankGroup, Session
-from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.engine.comm.spec_directory import deduplicate
 from rankless.engine.io.p2p import P2PExchange
 from rankless.errors import CorruptCheckpointError
 from rankless.ondisk.block_crcs import crc64

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rankless.conversion.torch_names_hash import names_hash
 from rankless.errors import UnsupportedValueError
 from rankless.formats.torchfile.pickler import StorageRef, pickle_tree
-from rankless.formats.torchfile.zip_writer import NAMES, ZipFrame
+from rankless.formats.torchfile.zip_frame import NAMES, ZipFrame
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.state.tensor_views import NAMES as DTYPES

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 
 import msgspec
 
-from rankless.engine.comm.spec_exchange import deduplicate
+from rankless.engine.comm.spec_directory import deduplicate
 
 #: Hosts of consecutive ranks: the number of a host, and the number of ranks on it.
 HostRuns = list[tuple[int, int]]

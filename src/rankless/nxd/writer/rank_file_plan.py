@@ -14,7 +14,7 @@ from rankless.formats.stored_tensor import StoredTensor
 from rankless.formats.torchfile.allowed_globals import NAMES as ALLOWED
 from rankless.formats.torchfile.pickler import PickledGlobal, PickledObject, StorageRef, pickle_tree
 from rankless.formats.torchfile.torch_placeholders import TorchSize
-from rankless.formats.torchfile.zip_writer import ZipFrame
+from rankless.formats.torchfile.zip_frame import ZipFrame
 from rankless.nxd.reader.nxd_file_names import INFO, TENSORS
 from rankless.nxd.reader.rank_file import RankShard
 from rankless.ondisk.dtypes import TORCH_NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankless.engine.comm.spec_exchange import SpecDirectory, digest_specs
+from rankless.engine.comm.spec_directory import SpecDirectory, digest_specs
 from rankless.engine.plan.global_spec import GlobalSpec
 from rankless.errors import RanklessError
 from tests.helpers.examples import examples
