@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,14 @@ OLD = {"s1": 1, "s2": 2}
 NEVER = 10**6
 
 
-@pytest.fixture(autouse=True)
-def fast_collection() -> Iterator[None]:
-    """The end of each job collects garbage, but not all objects of torch each time."""
+@pytest.fixture(autouse=True, scope="module")
+def fast_collection() -> None:
+    """The end of each job collects garbage, but not what earlier tests have imported.
+
+    It stays frozen: all objects of torch and of the modules of tests would be collected again and again otherwise.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def resume(folder: Path, every: int = 1) -> tuple[rankless.RunDirectory, int, str]:
