@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, default=DEFAULT_FOLDER, help="where setup unpacks the packages")
     parser.add_argument("--mounts", nargs="+", choices=KINDS, default=["nfs4.2", "nfs3"])
     parser.add_argument("--nfs-options", nargs="+", default=[], help="such as lookupcache=positive")
-    parser.add_argument("--times", type=int, default=50, help="how many files or saves, or seconds of a scenario")
+    parser.add_argument("--times", type=int, default=50, help="how many files, saves, histories, or seconds each")
     parser.add_argument("--seed", type=int, default=0, help="that of the first history")
     arguments = parser.parse_args()
     if arguments.command == "setup":

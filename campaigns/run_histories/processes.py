@@ -15,7 +15,7 @@ from campaigns.run_histories.trainer import Reply, Trainer, Trap, run_job
 _CONTEXT = mp.get_context("fork")
 
 #: The seconds between two looks at a process.
-_POLL = 0.001
+_POLL = 0.01
 
 #: A command of a trainer: its name, its arguments, its options, and the trap on its way.
 Command = tuple[str, tuple[Any, ...], dict[str, Any], Trap | None]
