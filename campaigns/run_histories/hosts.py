@@ -27,6 +27,9 @@ class Hosts(Protocol):
     def remove(self, host: str, folder: Path) -> None:
         """Remove a folder of a host."""
 
+    def flush(self) -> None:
+        """Write what the hosts have in their caches, so that the places have all that jobs have written."""
+
 
 class OneMachine:
     """:class:`Hosts` that are names on this machine, which the jobs take for boot ids."""
@@ -42,3 +45,6 @@ class OneMachine:
     def remove(self, host: str, folder: Path) -> None:  # noqa: ARG002 - all have one file system
         """See :class:`Hosts`."""
         shutil.rmtree(folder, ignore_errors=True)
+
+    def flush(self) -> None:
+        """Do nothing: all processes share one cache."""

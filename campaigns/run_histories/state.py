@@ -100,6 +100,7 @@ class State:
 
     def read_files(self, site: Site) -> dict[str, bytes]:
         """Return the contents of all files of a run directory and its tiers."""
+        self.hosts.flush()
         tiers = {
             str(tier.path / name): data
             for host, tier in site.tiers.items()

@@ -8,6 +8,7 @@ the cache of a client.
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -123,6 +124,11 @@ class Guests:
     def remove(self, host: str, folder: Path) -> None:
         """See :class:`Hosts`."""
         self.launchers[_CLIENTS[host]].call(_remove, folder)
+
+    def flush(self) -> None:
+        """See :class:`Hosts`. A stopped job may have written what is not at the server yet."""
+        for launcher in self.launchers:
+            launcher.call(os.sync)
 
 
 @dataclass(frozen=True)
