@@ -200,7 +200,7 @@ large: .venv/installed
 ## hosts: several kernels with caches and locks of their own share a folder over NFS: see docs/test-bed.md
 hosts: .venv/installed
 	$(BIN)/python -m campaigns.hosts setup
-	for scene in pages locks leftovers names faults saves folders jobs failures; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
+	for scene in pages locks leftovers names faults saves folders jobs failures histories; do $(BIN)/python -m campaigns.hosts $$scene || exit 1; done
 
 ## tier: measure loads from the memory of four hosts, what saves cost, and a frozen disk; needs root and 16 GB of memory
 tier: .venv/installed

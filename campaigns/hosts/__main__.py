@@ -17,14 +17,19 @@ from campaigns.hosts.namespaces import run_in_namespaces
 from campaigns.hosts.packages import DEFAULT_FOLDER, download_packages, missing_parts
 from campaigns.hosts.scenes import faults, leftovers, locks, names, pages
 from campaigns.hosts.testbed import KINDS, Testbed, running_testbed
+from campaigns.run_histories.modules import MODULES
 
 
 class Scene(NamedTuple):
-    """A scene: its function, the clients that it needs, and the modules that they import once."""
+    """A scene: its function, the clients that it needs, and the modules that they import once.
+
+    The server imports the same modules, if no others are given.
+    """
 
     run: Callable[[Testbed, list[str], int, Callable[[str], None]], None]
     clients: int
     modules: tuple[str, ...]
+    server_modules: tuple[str, ...] | None = None
 
 
 def _run_of(scene: str) -> Callable[[Testbed, list[str], int, Callable[[str], None]], None]:
@@ -51,6 +56,12 @@ SCENES = {
     "folders": Scene(_run_of("folders"), 3, (*_OF_JOBS, "campaigns.hosts.scenes.folders")),
     "jobs": Scene(_run_of("jobs"), 3, (*_OF_JOBS, "campaigns.hosts.scenes.jobs")),
     "failures": Scene(_run_of("failures"), 3, (*_OF_JOBS, "campaigns.hosts.scenes.failures")),
+    "histories": Scene(
+        _run_of("histories"),
+        3,
+        ("campaigns.hosts.scenes.histories", *MODULES),
+        server_modules=("campaigns.run_histories.places",),
+    ),
 }
 
 
@@ -61,7 +72,8 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, default=DEFAULT_FOLDER, help="where setup unpacks the packages")
     parser.add_argument("--mounts", nargs="+", choices=KINDS, default=["nfs4.2", "nfs3"])
     parser.add_argument("--nfs-options", nargs="+", default=[], help="such as lookupcache=positive")
-    parser.add_argument("--times", type=int, default=50, help="how many files or saves, or seconds of a scenario")
+    parser.add_argument("--times", type=int, default=50, help="how many files, saves, histories, or seconds each")
+    parser.add_argument("--seed", type=int, default=0, help="that of the first history")
     arguments = parser.parse_args()
     if arguments.command == "setup":
         download_packages(arguments.packages)
@@ -77,8 +89,9 @@ def main() -> int:
 
 
 def _play(scene: Scene, arguments: argparse.Namespace) -> int:
-    with running_testbed(arguments.packages, scene.clients, scene.modules) as testbed:
-        testbed.nfs_options = arguments.nfs_options
+    of_server = scene.modules if scene.server_modules is None else scene.server_modules
+    with running_testbed(arguments.packages, scene.clients, scene.modules, of_server) as testbed:
+        testbed.nfs_options, testbed.first_seed = arguments.nfs_options, arguments.seed
         testbed.mount(*arguments.mounts)
         rows: list[str] = []
 

@@ -77,6 +77,14 @@ def set_up_network(number: int) -> None:
         subprocess.run(["ip", *command.split()], check=True)  # noqa: S607 - fixed commands
 
 
+def print_by_pipe() -> None:
+    """Let this process print through a pipe. The console is a terminal, on which rankless shows its progress."""
+    reader, writer = os.pipe()
+    subprocess.Popen(["cat"], stdin=reader)  # noqa: S607 - a fixed command
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+
+
 def main() -> None:
     """Set the host up. The agent's process is a child of this one, which collects ended processes."""
     started = time.monotonic()
@@ -89,6 +97,7 @@ def main() -> None:
     print(f"{config['name']} is up after {time.monotonic() - started:.1f} s", flush=True)
     if not os.fork():
         os.chdir(config["repository"])
+        print_by_pipe()
         os.environ["PYTHONPATH"] = f"{config['repository']}/src"
         agent = [sys.executable, "-m", "campaigns.hosts.agent", str(config["number"]), *config["preload"]]
         os.execv(sys.executable, agent)  # noqa: S606 - the agent

@@ -41,13 +41,14 @@ def _mount(kind: str, server: str, mirror: Path, nfs_options: Sequence[str]) -> 
 
 @dataclass
 class Testbed:
-    """The running hosts."""
+    """The running hosts. ``first_seed`` is for scenes that draw histories."""
 
     packages: Packages
     scratch: Path
     server: Machine
     clients: list[Machine]
     nfs_options: Sequence[str] = ()
+    first_seed: int = 0
     mounted: list[str] = field(default_factory=list)
 
     def mount(self, *kinds: str) -> None:
@@ -75,9 +76,12 @@ class Testbed:
 
 @contextmanager
 def running_testbed(
-    folder: Path, clients: int, preload: Sequence[str] = (), disk_gigabytes: int = 8
+    folder: Path, clients: int, preload: Sequence[str], server_preload: Sequence[str], disk_gigabytes: int = 8
 ) -> Iterator[Testbed]:
-    """Boot a server and clients. At the end of the context they are ended at once, and their disks removed."""
+    """Boot a server and clients, which import modules.
+
+    At the end of the context they are ended at once, and their disks removed.
+    """
     packages = Packages(folder)
     network.create_networks()
     scratch = Path(tempfile.mkdtemp(prefix="rankless-hosts-"))
@@ -86,10 +90,9 @@ def running_testbed(
     with disk.open("wb") as file:
         file.truncate(disk_gigabytes * 2**30)
     run("mkfs.ext4", "-q", "-F", str(disk))
-    modules = tuple(preload)
-    specs = [HostSpec("server", _SERVER_NUMBER, _SERVER_MODULES, "512M", str(disk), modules)]
+    specs = [HostSpec("server", _SERVER_NUMBER, _SERVER_MODULES, "512M", str(disk), tuple(server_preload))]
     specs += [
-        HostSpec(f"client{place + 1}", _FIRST_CLIENT + place, _CLIENT_MODULES, preload=modules)
+        HostSpec(f"client{place + 1}", _FIRST_CLIENT + place, _CLIENT_MODULES, preload=tuple(preload))
         for place in range(clients)
     ]
     machines = [Machine(spec, packages, scratch) for spec in specs]

@@ -50,7 +50,7 @@ def main() -> int:
         found = []
         with ProcessPoolExecutor(options.workers, CONTEXT) as pool:
             for batch in pool.map(run_batch, batches):
-                _add(total, batch.counts)
+                total.add(batch.counts)
                 found += batch.violations
                 for violation in batch.violations:
                     print(violation, file=sys.stderr, flush=True)
@@ -66,15 +66,6 @@ def main() -> int:
     print("errors:", ", ".join(f"{count} {name}" for name, count in sorted(total.errors.items())))
     print(f"{time.monotonic() - started:.0f} s, {len(violations)} violations")
     return 1 if violations else 0
-
-
-def _add(total: Counts, more: Counts) -> None:
-    for pair, count in more.pairs.items():
-        total.pairs[pair] = total.pairs.get(pair, 0) + count
-    for name, count in more.errors.items():
-        total.errors[name] = total.errors.get(name, 0) + count
-    total.resumes += more.resumes
-    total.resumed += more.resumed
 
 
 if __name__ == "__main__":

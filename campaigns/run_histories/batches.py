@@ -7,6 +7,7 @@ import importlib
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +16,12 @@ import torch
 
 from campaigns.common.fork_server import CONTEXT
 from campaigns.run_histories.history import History
+from campaigns.run_histories.hosts import OneMachine
+from campaigns.run_histories.modules import MODULES
 from campaigns.run_histories.places import FolderPlace, Place, open_kind
 from campaigns.run_histories.state import Counts, ViolationError
 from campaigns.run_histories.trainer import Trainer
 from rankless.errors import EmptyRunError
-
-#: What jobs import, before they are forked.
-_MODULES = (
-    *("rankless.load.fallback", "rankless.load.tier_load", "rankless.save.folder_tier_save", "rankless.cli.prune"),
-    *("rankless.save.folder_drain", "rankless.save.object_save", "rankless.save.object_tier_save", "rankless.view"),
-    *("rankless.save.object_drain", "rankless.save.offline_drain", "rankless.cli.rollback", "rankless.evaluation"),
-    *("rankless.cli.alias", "rankless.run.rollback", "rankless.run.abandoned_tags"),
-)
 
 
 @dataclass
@@ -41,18 +36,12 @@ class Batch:
 def run_batch(batch: tuple[str, int, int, int], *, prints: bool = False) -> Batch:
     """Make some histories one after the other: the kind of place, the first seed, their number, and their length."""
     kind, first, count, events = batch
-    torch.set_num_threads(1)
-    logging.getLogger("rankless").addHandler(logging.NullHandler())
-    for name in _MODULES:
-        importlib.import_module(name)
     result = Batch()
     with _scratch() as folders, open_kind(kind, folders, CONTEXT) as make:
-        for place in (FolderPlace(folders["tmpfs"], "warm"), make("warm")):
-            _warm_up(place)
-        gc.freeze()
+        prepare((FolderPlace(folders["tmpfs"], "warm"), make("warm")))
         for seed in range(first, first + count):
             base = Path(tempfile.mkdtemp(dir="/dev/shm"))
-            history = History(make, base, seed, result.counts)
+            history = History(make, OneMachine(), base, seed, result.counts)
             result.histories += 1
             try:
                 history.run(events)
@@ -66,8 +55,19 @@ def run_batch(batch: tuple[str, int, int, int], *, prints: bool = False) -> Batc
     return result
 
 
+def prepare(places: Iterable[Place]) -> None:
+    """Import and make what jobs have in common, in these places, before they are forked from this process."""
+    torch.set_num_threads(1)
+    logging.getLogger("rankless").addHandler(logging.NullHandler())
+    for name in MODULES:
+        importlib.import_module(name)
+    for place in places:
+        _warm_up(place)
+    gc.freeze()
+
+
 def _warm_up(place: Place) -> None:
-    """Do once what jobs do: what they have in common is imported and made before they are forked, and only once."""
+    """Do once what jobs do."""
     for steps in ((1,), (1, 2)):
         trainer = Trainer(place, None, "a", 1)
         with suppress(EmptyRunError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from campaigns.run_histories.jobs import HangError, Job
+from campaigns.run_histories.hosts import Hosts
+from campaigns.run_histories.jobs import Job
 from campaigns.run_histories.judge import Judge
 from campaigns.run_histories.oracle import (
     Content,
@@ -19,6 +19,7 @@ from campaigns.run_histories.oracle import (
     worlds_that_load,
 )
 from campaigns.run_histories.places import BucketPlace, Place, find_checkpoints
+from campaigns.run_histories.processes import HangError
 from campaigns.run_histories.state import Counts, Site, State, Tier, ViolationError
 from campaigns.run_histories.trainer import NEVER, Reply, Trap
 
@@ -36,11 +37,14 @@ _STARTS, _MANY_STARTS = 4, 100
 
 
 class History:
-    """A history. ``run`` makes it, and raises ``ViolationError``; ``log`` says what was done."""
+    """A history. ``run`` makes it, and raises ``ViolationError``; ``log`` says what was done.
 
-    def __init__(self, make: Callable[[str], Place], base: Path, seed: int, counts: Counts) -> None:
+    ``make`` makes its run directories. The tiers are in ``base``, on the host of each.
+    """
+
+    def __init__(self, make: Callable[[str], Place], hosts: Hosts, base: Path, seed: int, counts: Counts) -> None:
         self.random = random.Random(seed)
-        self._base, self._state = base, State(counts)
+        self._base, self._state = base, State(counts, hosts)
         self._judge = Judge(self._state)
         self._steps = self._numbers = 0
         self._state.sites.append(Site(make(self._next_name()), {()}))
@@ -273,7 +277,7 @@ class History:
         site = self.random.choice([site for site in self._state.sites if site.tiers])
         host = self.random.choice(list(site.tiers))
         tier = site.tiers.pop(host)
-        shutil.rmtree(tier.path, ignore_errors=True)
+        self._state.hosts.remove(host, tier.path)
         for job in [*self._state.jobs, *self._state.stopped]:
             if job.tier == tier.path:
                 job.is_doubtful = job.has_lost_tier = True
@@ -419,7 +423,7 @@ class History:
         reply = job.ask("resume", tag, again=False if tag else None, trap=trap)
         self._judge.judge_resume(site, job, tag, reply)
         if trap is None and job in self._state.jobs:
-            self._last_start = (site, job.host if job.tier else "", tag)
+            self._last_start = (site, job.host, tag)
 
     def _save(self, job: Job, *, overwrite: bool = False, keep: int | None = None, trap: Trap | None = None) -> None:
         site = self._state.site_of(job)
@@ -485,7 +489,9 @@ class History:
             site.had_tiers = True
             path = self._base / f"tier-{self._state.sites.index(site)}-{host}"
             tier = site.tiers.setdefault(host, Tier(path)).path
-        return Job(self._numbers, site.place, tier, host or "a", self.random.choice([1, 2, NEVER]))
+        drain_every = self.random.choice([1, 2, NEVER])
+        process = self._state.hosts.start(self._numbers, site.place, tier, host, drain_every)
+        return Job(self._numbers, site.place, tier, host, process)
 
     def _any_site(self, *, with_known: bool = False) -> Site:
         return self.random.choice([site for site in self._state.sites if site.known or not with_known])

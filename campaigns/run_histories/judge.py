@@ -35,12 +35,12 @@ class Judge:
         self, site: Site, job: Job, tag: str | None, reply: Reply | str, *, has_slept: bool = False, claims: bool = True
     ) -> None:
         """Check what a job has loaded. ``has_slept``: others may have gone on between its begin and its end."""
-        host = job.host if job.tier else ""
-        must = self._state.must(site, host)
+        must = self._state.must(site, job.host)
         self._state.look(site, set())
         named = next((found.content for found in site.known if found.tag == tag), ())
         self._state.note(
-            f"job {job.number}{' with tier ' + host if host else ''} in {site.place.name} resumes {tag}: {reply}"
+            f"job {job.number}{' with tier ' + job.host if job.host else ''} in {site.place.name} "
+            f"resumes {tag}: {reply}"
         )
         if isinstance(reply, str):
             self._note_cut_resume(site, job, named, must, tag, reply)
@@ -89,9 +89,8 @@ class Judge:
         return new | (site.worlds if keeps else set())
 
     def _judge_failed_resume(self, site: Site, job: Job, tag: str | None, reply: Reply, *, has_slept: bool) -> None:
-        host = job.host if job.tier else ""
         self._state.counts.errors[reply.error] = self._state.counts.errors.get(reply.error, 0) + 1
-        is_empty = reply.error == "EmptyRunError" and (not self._state.must(site, host) or has_slept)
+        is_empty = reply.error == "EmptyRunError" and (not self._state.must(site, job.host) or has_slept)
         if is_empty and not tag:
             job.is_challenged = False
             self._state.challenge(site, job, 0, certain=False)
@@ -100,7 +99,7 @@ class Judge:
         job.kill()
         is_late = has_slept and (reply.error in _SUPERSEDED or job.has_lost_tier)
         is_gone = reply.error == "NoCheckpointError" and bool(tag)
-        if not (is_empty or is_late or is_gone or self.may_fail(site, host, reply)):
+        if not (is_empty or is_late or is_gone or self.may_fail(site, job.host, reply)):
             raise ViolationError(f"a resume failed: {reply.error}: {reply.message}")
 
     def _note_cut_resume(

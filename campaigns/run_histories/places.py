@@ -80,13 +80,8 @@ class FolderPlace:
         return self.base / self.name
 
     def read_files(self) -> dict[str, bytes]:
-        """See :class:`Place`. A file that vanishes meanwhile is left out."""
-        found = {}
-        for file in self.path().rglob("*"):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                if file.is_file():
-                    found[str(file.relative_to(self.path()))] = file.read_bytes()
-        return found
+        """See :class:`Place`."""
+        return read_folder(self.path())
 
     def copy(self, name: str, *, hidden: bool = True) -> FolderPlace:
         """See :class:`Place`."""
@@ -106,6 +101,16 @@ class FolderPlace:
     def remove(self) -> None:
         """See :class:`Place`."""
         shutil.rmtree(self.path(), ignore_errors=True)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder, by their paths in it. One that vanishes meanwhile is left out."""
+    found = {}
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if file.is_file():
+                found[str(file.relative_to(folder))] = file.read_bytes()
+    return found
 
 
 class Server:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from campaigns.run_histories.hosts import Hosts
 from campaigns.run_histories.jobs import Job
 from campaigns.run_histories.oracle import Content, World
 from campaigns.run_histories.places import Found, Place, find_checkpoints
@@ -56,6 +57,15 @@ class Counts:
     resumed: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
+    def add(self, more: Counts) -> None:
+        """Add what has happened in other histories."""
+        for pair, count in more.pairs.items():
+            self.pairs[pair] = self.pairs.get(pair, 0) + count
+        for name, count in more.errors.items():
+            self.errors[name] = self.errors.get(name, 0) + count
+        self.resumes += more.resumes
+        self.resumed += more.resumed
+
 
 @dataclass
 class State:
@@ -66,6 +76,7 @@ class State:
     """
 
     counts: Counts
+    hosts: Hosts
     sites: list[Site] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     stopped: list[Job] = field(default_factory=list)
@@ -89,8 +100,13 @@ class State:
 
     def read_files(self, site: Site) -> dict[str, bytes]:
         """Return the contents of all files of a run directory and its tiers."""
-        files = [file for tier in site.tiers.values() for file in tier.path.rglob("*") if file.is_file()]
-        return {**site.place.read_files(), **{str(file): file.read_bytes() for file in files}}
+        self.hosts.flush()
+        tiers = {
+            str(tier.path / name): data
+            for host, tier in site.tiers.items()
+            for name, data in self.hosts.read_files(host, tier.path).items()
+        }
+        return {**site.place.read_files(), **tiers}
 
     def pinned(self, site: Site) -> set[Content]:
         """Return the checkpoints of a run directory that are pinned."""

@@ -95,10 +95,11 @@ def _is_of_python(path: object) -> bool:
 
 
 class Trainer:
-    """What the job can do. Each method is a command."""
+    """What the job can do. Each method is a command. ``host`` is taken for the boot id; ``""`` leaves the kernel's."""
 
     def __init__(self, place: Place, tier: Path | None, host: str, drain_every: int) -> None:
-        posix._BOOT_ID = _BootId(host)  # type: ignore[assignment]
+        if host:
+            posix._BOOT_ID = _BootId(host)  # type: ignore[assignment]
         os.environ.update(place.environment)
         self._place, self._tier, self._drain_every = place, tier, drain_every
         self._directory = self._open()

@@ -30,3 +30,9 @@ def test_hosts_lose_bytes_only_if_a_client_writes_back_whole_pages() -> None:
         assert answers["nfs4.2", way].startswith("wrong at the server: 0 of 2 files, 0 bytes")
     # The control: the same calls do lose bytes on such a client, so the test above can fail.
     assert answers["fuse-writeback", "buffered, O_WRONLY"].startswith("wrong at the server: 2 of 2 files")
+
+
+@pytest.mark.full
+def test_random_histories_of_runs_on_several_hosts() -> None:
+    answers = rows("histories", "--times", "2", "--mounts", "nfs4.2")
+    assert set(answers.values()) == {"none wrong"}

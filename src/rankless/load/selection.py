@@ -298,7 +298,10 @@ class CheckpointSelector:
             raise next(iter(self._errors.values()))
         if self._local and (not intact or self._local[-1].age >= intact[-1].age):
             return self._select_latest_local(scan)
-        latest = intact[-1] if intact else latest_checkpoint(path)
+        if not intact:
+            latest_checkpoint(path)  # raises an error, unless one has appeared meanwhile
+            return self._select_checkpoint()
+        latest = intact[-1]
         if not latest.is_current:
             raise next(iter(self._errors.values()), all_abandoned_error(path, infos))
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)

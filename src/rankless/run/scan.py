@@ -33,7 +33,7 @@ from rankless.run.history import Entry
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
-from rankless.storage.filesystem_kind import is_local
+from rankless.storage.filesystem_kind import forget_missing, is_local
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
 
@@ -144,7 +144,7 @@ def look_at_run(path: Path, *, is_strict: bool) -> RunScan:
     read_info_of = read_info_strictly if is_strict else read_info
     infos: dict[str, CheckpointInfo | None] = {}
     while True:
-        names = posix.list_names(path)
+        names = posix.list_names(path) or _list_missing(path)
         tags = _candidate_tags(names)
         for name in sorted(tags.keys() - infos.keys()):
             with suppress(CheckpointReplacedError):
@@ -153,6 +153,12 @@ def look_at_run(path: Path, *, is_strict: bool) -> RunScan:
             checkpoints = [info for name in tags if (info := infos[name]) is not None]
             history = _read_history(path, names)
             return RunScan(_sort_infos(_with_added_metrics(path, names, checkpoints), history), history)
+
+
+def _list_missing(path: Path) -> set[str]:
+    """Return the names in a directory that seems to be missing, as its file server has it: another host made it."""
+    forget_missing(path)
+    return posix.list_names(path)
 
 
 def _read_history(path: Path, names: Collection[str]) -> Entry:

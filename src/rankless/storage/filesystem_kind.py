@@ -13,7 +13,7 @@ import msgspec
 
 from rankless.errors import StorageError
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import list_names, wrap_os_errors
+from rankless.storage.posix import list_names, path_exists, wrap_os_errors
 
 #: File systems of one host: all its processes see each lock. Other hosts can only use them through one of another kind,
 #: such as NFS (<linux/magic.h>).
@@ -87,6 +87,13 @@ def forget_names(path: Path) -> None:
     with suppress(StorageError):  # there is no such directory
         if not is_local(path):
             list_names(path)
+
+
+def forget_missing(path: Path) -> None:
+    """Make this host ask the file server for a directory that it takes for missing: see :func:`forget_names`."""
+    for folder in reversed((path, *path.parents)):
+        if not path_exists(folder):
+            forget_names(folder.parent)
 
 
 def shares_locks(path: Path) -> bool | None:

@@ -12,6 +12,9 @@ _MOST = 192
 #: and a conversion, or two saves at a time, have several readers and writers.
 _SHARE = 8
 
+#: Where Linux and macOS show what a process has open. A root without udev may lack the second one.
+_DESCRIPTORS = (Path("/proc/self/fd"), Path("/dev/fd"))
+
 
 def max_open_files() -> int:
     """Return how many files one reader or writer of many files may keep open, each with up to two descriptors.
@@ -22,5 +25,5 @@ def max_open_files() -> int:
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         return _MOST
-    open_now = sum(1 for _ in Path("/dev/fd").iterdir())
+    open_now = next((len(list(folder.iterdir())) for folder in _DESCRIPTORS if folder.is_dir()), 0)
     return max(1, min(_MOST, (soft_limit - open_now) // _SHARE))

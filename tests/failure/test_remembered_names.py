@@ -1,0 +1,72 @@
+"""A client of a network file system remembers that a run directory was missing, although another host has made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rankless
+from rankless.cli.main import app
+from rankless.load import selection
+from rankless.run import claims
+from rankless.run.history import Entry
+from rankless.run.scan import RunScan
+from rankless.storage import filesystem_kind, posix
+from tests.helpers.other_jobs import save_as_other_job
+
+
+@contextmanager
+def remembered_as_missing(folder: Path) -> Iterator[None]:
+    """Show a folder as missing until its parent is listed, as the client does. A path of its own does not ask."""
+    listed: list[Path] = []
+    list_names, path_exists = posix.list_names, posix.path_exists
+
+    def is_missing(path: Path) -> bool:
+        return folder.parent not in listed and (path == folder or folder in path.parents)
+
+    def list_names_of_client(path: Path) -> set[str]:
+        listed.append(path)
+        return set() if is_missing(path) else list_names(path)
+
+    def exists_for_client(path: Path) -> bool:
+        return not is_missing(path) and path_exists(path)
+
+    with (
+        mock.patch.object(posix, "list_names", list_names_of_client),
+        mock.patch.object(filesystem_kind, "list_names", list_names_of_client),
+        mock.patch.object(filesystem_kind, "path_exists", exists_for_client),
+        mock.patch.object(filesystem_kind, "is_local", return_value=False),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("missing", ["run", "."])
+def test_lists_see_a_run_that_another_host_has_made(tmp_path: Path, missing: str) -> None:
+    run = tmp_path / "new" / "run"
+    save_as_other_job(run, "step_1", 1.0)
+    with remembered_as_missing(run.parent / missing):
+        assert [info.tag for info in rankless.list_checkpoints(run)] == ["step_1"]
+    with remembered_as_missing(run.parent / missing):
+        assert CliRunner().invoke(app, ["prune", str(run), "--keep", "1"]).exit_code == 0
+
+
+def test_a_job_goes_on_from_a_checkpoint_that_appears_while_it_looks(tmp_path: Path) -> None:
+    with mock.patch.object(claims, "_claimed", set()):  # of another process
+        save_as_other_job(tmp_path / "run", "step_1", 1.0)
+    scans = [RunScan([], Entry())]
+
+    def look(path: Path, *, is_strict: bool) -> RunScan:
+        return scans.pop() if scans else look_at_run(path, is_strict=is_strict)
+
+    look_at_run = selection.look_at_run
+    job = rankless.RunDirectory(tmp_path / "run")
+    with mock.patch.object(selection, "look_at_run", look):
+        job.restore(None, {"w": torch.zeros(64)}, resume=True)
+    job.save("step_2", {"w": torch.ones(64)}).wait()  # and no StateError: another job has continued the run
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1", "step_2"]
