@@ -577,7 +577,11 @@ class TestTiers:
                 run_killed_job(train, run, 3, None, tmp_path)
         assert rankless.list_checkpoints(run) == []
         arguments = ["drain", str(run), "--local", str(tmp_path / "tier"), "--json"]
-        assert json.loads(CliRunner().invoke(app, arguments).output)["status"] == "durable"
+        refused = CliRunner().invoke(app, arguments)
+        result = json.loads(refused.stdout)
+        assert result["status"] == "durable"
+        assert "'step_2' of a run that" in result["problems"][0]
+        assert "pass --adopt" in refused.stderr
         assert json.loads(CliRunner().invoke(app, [*arguments, "--adopt"]).output)["status"] == "published"
         assert run_killed_job(train, run, 3, None, tmp_path) == 2
 
