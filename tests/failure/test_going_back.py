@@ -220,6 +220,15 @@ class TestRollback:
         assert "abandoned" in CliRunner().invoke(app, ["ls", str(tmp_path)]).output
         assert run_killed_job(train, tmp_path, 2) == 1
 
+    def test_the_command_is_named_to_the_job_that_it_supersedes(self, tmp_path: Path) -> None:
+        run_killed_job(save_first, tmp_path)
+        directory = rankless.RunDirectory(tmp_path)
+        directory.restore(None, state_of(-1), resume=True)
+        directory.save("step_2", state_of(2), step=2)
+        assert CliRunner().invoke(app, ["rollback", str(tmp_path), "step_1"]).exit_code == 0
+        with pytest.raises(rankless.SupersededError, match=r"by `rankless rollback` \(process \d+ on .+\): .* End it"):
+            directory.save("step_3", state_of(3), step=3)
+
     def test_the_command_does_not_go_back_to_a_corrupt_checkpoint(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)
         (file,) = (tmp_path / "step_1").rglob("model.safetensors")
@@ -568,7 +577,11 @@ class TestTiers:
                 run_killed_job(train, run, 3, None, tmp_path)
         assert rankless.list_checkpoints(run) == []
         arguments = ["drain", str(run), "--local", str(tmp_path / "tier"), "--json"]
-        assert json.loads(CliRunner().invoke(app, arguments).output)["status"] == "durable"
+        refused = CliRunner().invoke(app, arguments)
+        result = json.loads(refused.stdout)
+        assert result["status"] == "durable"
+        assert "'step_2' of a run that" in result["problems"][0]
+        assert "pass --adopt" in refused.stderr
         assert json.loads(CliRunner().invoke(app, [*arguments, "--adopt"]).output)["status"] == "published"
         assert run_killed_job(train, run, 3, None, tmp_path) == 2
 

@@ -162,6 +162,28 @@ def test_what_is_no_file_of_an_entry_is_passed_over(make: Callable[[Path], None]
     assert first.run in read_history(tmp_path).runs
 
 
+@pytest.mark.parametrize("name", ["00000005.json", "999999999.json"])
+def test_an_entry_with_the_number_of_another_one_is_passed_over(name: str, tmp_path: Path) -> None:
+    first = claim(tmp_path, JobHistory(), [])
+    for data in ((tmp_path / FOLDER / "00000001.json").read_bytes(), b"{}"):
+        (tmp_path / FOLDER / name).write_bytes(data)
+        with mock.patch.object(claims, "_passed_over", set()), pytest.warns(UserWarning, match="move it elsewhere"):
+            assert read_history(tmp_path).runs.keys() == {first.run}
+    assert claim(tmp_path, JobHistory(), []).incarnation == int(name.removesuffix(".json")) + 1
+
+
+def test_above_the_highest_number_of_all_no_job_claims(tmp_path: Path) -> None:
+    claim(tmp_path, JobHistory(), [])
+    (tmp_path / FOLDER / f"{10**12 - 1}.json").write_bytes(b"")
+    names = set((tmp_path / FOLDER).iterdir())
+    with (
+        pytest.warns(UserWarning, match="move it elsewhere"),
+        pytest.raises(StateError, match=r"999999999999\.json is left for a job: move that file elsewhere"),
+    ):
+        claim(tmp_path, JobHistory(), [])
+    assert set((tmp_path / FOLDER).iterdir()) == names
+
+
 @pytest.mark.parametrize("name", ["5.json", "00000000005.json", "-0000005.json", "\u0665" * 8 + ".json"])
 def test_files_with_other_names_are_no_entries(name: str, tmp_path: Path) -> None:
     claim(tmp_path, JobHistory(), [])

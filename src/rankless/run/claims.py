@@ -131,6 +131,7 @@ class JobHistory(msgspec.Struct):
         sequence: The highest sequence number that it has saved or loaded here.
         point: The incarnation and the sequence number of the checkpoint from which its state goes on.
         numbering: The numbers of its process in local tiers, which no list shows.
+        command: The command that claims without a job; else empty.
     """
 
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
@@ -140,6 +141,7 @@ class JobHistory(msgspec.Struct):
     sequence: int = 0
     point: tuple[int, int] = (0, 0)
     numbering: Numbering = msgspec.field(default_factory=Numbering)
+    command: str = ""
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
         """Note what was loaded. If the training goes on from it, the next save continues it.
@@ -226,11 +228,15 @@ def _read_listed(run: Path, number: int, etag: str) -> Entry | None:
     if etag and (path, etag) in _entries:
         return _entries[path, etag]
     entry = _decode_entry(path) or _decode_entry(path)  # bytes may change on their way
-    if entry is None:
+    if entry is None or entry.number != number:  # with another number, a stranger has written or copied it
         if path not in _passed_over:
-            warn_caller(f"{path} is corrupt, so it is not known which checkpoints its job continued: it is passed over")
+            warn_caller(
+                f"{path} is corrupt, so it is not known which checkpoints its job continued: it is passed over. "
+                "If no job has written it, move it elsewhere"
+            )
         _passed_over.add(path)
-    elif etag:
+        return None
+    if etag:
         if len(_entries) >= _MAX_REMEMBERED:
             _entries.clear()
         _entries[path, etag] = entry
@@ -319,6 +325,13 @@ def _create(run: Path, entry: Entry) -> bool:
     return create_small(path, data)
 
 
+def _check_number(run: Path, entry: Entry) -> None:
+    """Raise ``StateError`` if no reader would find an entry of this number: a stranger's file has the highest one."""
+    if not _STEM.fullmatch(_path_of(run, entry.number).name.removesuffix(_SUFFIX)):
+        highest = _path_of(run, entry.number - 1)
+        raise StateError(f"no number above that of {highest} is left for a job: move that file elsewhere")
+
+
 def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry, int] | None = None) -> Entry:
     """Add the entry that ``make`` returns for the newest one and the highest number.
 
@@ -327,6 +340,7 @@ def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry,
     """
     for _ in range(_ATTEMPTS):
         entry = make(*(seen or _read_newest(run)))
+        _check_number(run, entry)
         if _create(run, entry):
             return entry
         seen = None
@@ -360,9 +374,9 @@ def announce(run: Path, above: int) -> int:
     return add_entry(run, lambda newest, highest: newest.announce(max(highest, above), me)).number
 
 
-def describe_job(token: str) -> Job:
-    """Return this process as a job."""
-    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3))
+def describe_job(token: str, command: str = "") -> Job:
+    """Return this process as a job, or as a ``command`` that claims without one."""
+    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3), command)
 
 
 #: The incarnations that this process has claimed, by the real path of the run directory: another object of the process
@@ -437,7 +451,7 @@ def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint],
 
 def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint], *, above: int) -> Entry:
     base = _find_base(job, newest, found)
-    me = describe_job(job.token)
+    me = describe_job(job.token, job.command)
     if base is None:
         return newest.begin_run(secrets.token_hex(8), me, found, above=above)
     current = [saved for saved in found if saved.run == base.run and newest.is_current(saved)]
@@ -496,10 +510,15 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     if not is_abandoned and _has_claimed(run, latest):
         job.claim = latest
         return
-    who = f" (process {newest.job.pid} on {newest.job.host})" if newest.run == claimed.run else ""
+    who = _name_claimant(newest.job) if newest.run == claimed.run else ""
     what = (
         f"the run in {run} went back to an earlier checkpoint{who}"
         if is_abandoned
         else f"another job has continued the run in {run}{who}"
     )
     raise SupersededError(f"{what}: this one saves nothing any more. End it, or load the latest checkpoint")
+
+
+def _name_claimant(job: Job) -> str:
+    """Return which process has claimed an incarnation, and by which command, to end a message with it."""
+    return f"{f' by `{job.command}`' if job.command else ''} (process {job.pid} on {job.host})"

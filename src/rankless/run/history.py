@@ -94,12 +94,16 @@ class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The job that has claimed an incarnation. Its ranks share the ``token``; the rest is for messages."""
+    """The job that has claimed an incarnation. Its ranks share the ``token``; the rest is for messages.
+
+    ``command`` is the command that has claimed it without a job, such as ``rankless rollback``; else empty.
+    """
 
     token: str
     host: str = ""
     pid: int = 0
     time: float = 0.0
+    command: str = ""
 
 
 @prepared

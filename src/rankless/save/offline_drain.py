@@ -173,7 +173,14 @@ class _HostDrain:
         return DrainResult("waiting", waiting.name, None, tuple(sorted(waiting.collected)), missing)
 
     def _describe_durable(self) -> DrainResult:
-        durable = [one for one in self._list_generations() if one.is_durable]
+        generations = self._list_generations()
+        unknown = [one for one in generations if one.is_unknown and not one.is_durable]
+        if unknown:
+            self.problems[
+                f"{self._folder.path} has the checkpoint {unknown[-1].name!r} of a run that {self._run} does not know: "
+                "was that directory removed, or is its file system not mounted? To write it there, pass --adopt"
+            ] = None
+        durable = [one for one in generations if one.is_durable]
         tag = durable[-1].name if durable else ""
         return DrainResult("durable", tag, self._run / tag if tag else None)
 

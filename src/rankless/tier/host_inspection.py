@@ -25,7 +25,8 @@ class HostGeneration:
 
     ``is_durable``: the checkpoint is in the run directory. ``is_superseded``: a newer one is. ``is_outdated``: a newer
     generation is complete on this host. ``is_retired``: a later job has continued from an older checkpoint.
-    ``is_used``: a living process has parts of it.
+    ``is_unknown``: it is retired because the run directory does not know its run. ``is_used``: a living process has
+    parts of it.
     """
 
     key: GenerationKey
@@ -37,6 +38,7 @@ class HostGeneration:
     is_superseded: bool = False
     is_outdated: bool = False
     is_retired: bool = False
+    is_unknown: bool = False
     is_used: bool = False
     problems: Sequence[str] = ()
 
@@ -80,6 +82,8 @@ def list_generations(run: Path, folder: TierFolder, *, adopts: bool = False) -> 
         names = [*own.get(key, ()), *others.get(key, ())]
         size = common.label.size if common is not None else max((name.size for name in names), default=0)
         tables = _read_tables(folder, own.get(key, ()), common, problems)
+        is_retired = not history.is_current_number(key.incarnation, key.sequence)
+        is_unknown = is_retired and common is not None and common.label.manifest.run not in history.runs
         generation = HostGeneration(
             key,
             size,
@@ -89,10 +93,8 @@ def list_generations(run: Path, folder: TierFolder, *, adopts: bool = False) -> 
             is_durable=key.id in ids,
             is_superseded=key.sequence < newest,
             is_outdated=is_outdated,
-            is_retired=not (
-                history.is_current_number(key.incarnation, key.sequence)
-                or (adopts and common is not None and common.label.manifest.run not in history.runs)
-            ),
+            is_retired=is_retired and not (adopts and is_unknown),
+            is_unknown=is_unknown and not adopts,
             is_used=_is_used(tables, living, problems),
             problems=problems,
         )
