@@ -316,20 +316,19 @@ def _path_of(run: Path, number: int) -> Path:
 
 
 def _create(run: Path, entry: Entry) -> bool:
-    """Create an entry. Return whether no other job has. A store may ignore that it exists, or its reply may be lost."""
+    """Create an entry. Return whether no other job has. A store may ignore that it exists, or its reply may be lost.
+
+    Raises ``StateError`` if no reader would find an entry of this number: a file of a stranger has the highest one.
+    """
     path, data = _path_of(run, entry.number), msgspec.json.encode(entry)
+    if not _STEM.fullmatch(path.stem):
+        highest = _path_of(run, entry.number - 1)
+        raise StateError(f"no number above that of {highest} is left for a job: move that file elsewhere")
     if isinstance(path, ObjectPath):
         path.store.create_object(path, data)
         return read_back(path) == data
     posix.make_durable_directory(run / FOLDER)
     return create_small(path, data)
-
-
-def _check_number(run: Path, entry: Entry) -> None:
-    """Raise ``StateError`` if no reader would find an entry of this number: a stranger's file has the highest one."""
-    if not _STEM.fullmatch(_path_of(run, entry.number).name.removesuffix(_SUFFIX)):
-        highest = _path_of(run, entry.number - 1)
-        raise StateError(f"no number above that of {highest} is left for a job: move that file elsewhere")
 
 
 def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry, int] | None = None) -> Entry:
@@ -340,7 +339,6 @@ def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry,
     """
     for _ in range(_ATTEMPTS):
         entry = make(*(seen or _read_newest(run)))
-        _check_number(run, entry)
         if _create(run, entry):
             return entry
         seen = None
