@@ -18,8 +18,7 @@ demo-hosts: .venv/installed
 #: Four at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
 #: Workers take files in the order of tests/helpers/suite.py, the longest first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
-ALL := tests --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
-CORE := $(ALL) --ignore tests/interop
+CORE := tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
 
 ## test: lint, types, and the tests of rankless itself; lint runs beside the tests
 test: .venv/installed
@@ -30,7 +29,8 @@ core: .venv/installed
 
 ## test-all: all that make test leaves out: further cases and examples, and the tests with other systems
 test-all: .venv/installed
-	$(BIN)/python $(PYTEST) --left-out $(ALL)
+	$(BIN)/python $(PYTEST) --left-out $(CORE)
+	$(BIN)/python $(PYTEST) --full tests/interop
 
 ## test-near: lint, and the tests that can reach what has changed since the commit NEAR
 test-near: .venv/installed
@@ -45,7 +45,8 @@ near: .venv/installed
 ## durations: measure how long each file of tests takes, for the order in which they run
 durations: .venv/installed
 	$(BIN)/python $(PYTEST) --write-durations $(CORE)
-	$(BIN)/python $(PYTEST) --write-durations --left-out $(ALL)
+	$(BIN)/python $(PYTEST) --write-durations --left-out $(CORE)
+	$(BIN)/python $(PYTEST) --write-durations --full tests/interop
 
 ## interop: the tests with other systems and their files
 interop: .venv/installed

@@ -1,7 +1,7 @@
 """Which cases a run has, and in which order: used by ``tests/conftest.py``.
 
-``make test`` runs the cases by day. ``make test-all`` runs what is left out there: cases with the mark ``full``, the
-property tests again, with more examples, and all tests with other systems.
+``make test`` runs the cases by day. ``make test-all`` runs what is left out there: cases with the mark ``full``, and
+the property tests again, with more examples.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from hypothesis import is_hypothesis_test
 
 _TESTS = Path(__file__).parents[1]
 
-#: The tests with other systems: ``make test`` does not collect them.
-_INTEROP = _TESTS / "interop"
-
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("rankless")
     group.addoption("--full", action="store_true", help="run every case, and property tests with all their examples")
-    group.addoption("--left-out", action="store_true", help="run only what make test leaves out")
+    group.addoption("--left-out", action="store_true", help="run only what a run without --full leaves out")
     group.addoption(
         "--write-durations", action="store_true", help="write the seconds of each file, for the order of later runs"
     )
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Whether ``make test`` leaves this case out, or gives it fewer examples."""
-    has_mark = item.get_closest_marker("full") is not None
-    return has_mark or is_hypothesis_test(getattr(item, "obj", None)) or item.path.is_relative_to(_INTEROP)
+    """Whether a run without ``--full`` leaves this case out, or gives it fewer examples."""
+    return item.get_closest_marker("full") is not None or is_hypothesis_test(getattr(item, "obj", None))
 
 
 def select(items: Iterable[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
