@@ -12,8 +12,8 @@ _MOST = 192
 #: and a conversion, or two saves at a time, have several readers and writers.
 _SHARE = 8
 
-#: Where Linux and macOS show what a process has open. A root without udev may lack the second one.
-_DESCRIPTORS = (Path("/proc/self/fd"), Path("/dev/fd"))
+#: Where macOS and Linux show what a process has open. A root of Linux without udev may lack the first one.
+_DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def max_open_files() -> int:
