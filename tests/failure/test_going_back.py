@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import time
 import warnings
@@ -23,12 +22,10 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import rankless
-from campaigns.common.fork_server import CONTEXT
 from rankless import api
 from rankless.cli.main import app
 from rankless.errors import StorageError
 from rankless.run import cleanup, object_run
-from rankless.run.claims import FOLDER
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.object_publication import ObjectPublication
 from rankless.tier.host_folder import TierFolder
@@ -366,32 +363,6 @@ class TestBucket:
             cleanup.clean_up(run, with_whole=True)
             assert object_run.is_named(abandoned.path)
             assert rankless.restore(run, abandoned.tag, state_of(-1)).step == 2
-
-
-def die_in_a_claim(path: Path) -> None:
-    """As with ``kill -9`` between the draft of the entry and its name."""
-    with mock.patch.object(os, "link", side_effect=lambda *_: os._exit(9)):
-        rankless.RunDirectory(path).save("step_9", state_of(9), step=9)
-
-
-def test_prune_removes_what_a_claim_has_left_that_was_killed(tmp_path: Path) -> None:
-    save_first(tmp_path)
-    job = CONTEXT.Process(target=die_in_a_claim, args=(tmp_path,))
-    job.start()
-    job.join()
-    assert job.exitcode == 9
-    history = tmp_path / FOLDER
-    (draft,) = [path for path in history.iterdir() if path.name.startswith(".")]
-    strange = history / ".notes.json.0123456789abcdef"
-    strange.write_text("of the user")
-    prune = ["prune", str(tmp_path), "--leftovers"]
-    assert CliRunner().invoke(app, prune).exit_code == 0
-    assert draft.exists()  # its job may only be stopped
-    for path in (draft, strange):
-        os.utime(path, (time.time() - 2 * 86_400,) * 2)
-    assert CliRunner().invoke(app, prune).exit_code == 0
-    assert (draft.exists(), strange.exists()) == (False, True)
-    assert listed(tmp_path) == {"step_1": True}
 
 
 class TestOtherJobs:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,3 +89,18 @@ def test_a_first_save_claims_without_a_further_look(run: rankless.RunDirectory, 
     later = save(run, "step_3")
     assert later.total() <= 19
     assert save(rankless.RunDirectory(run.path), "another") - later == CLAIM + Counter(put=1)
+
+
+def test_a_claim_replaces_no_corrupt_entry_in_a_store_that_ignores_conditions() -> None:
+    """It may be intact: a proxy may have answered for the server."""
+    fake = FakeS3(replace(AWS, honours_conditions=False))
+    with fake.connected():
+        path = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
+        rankless.RunDirectory(path).save("step_1", {"w": torch.ones(2)}, step=1)
+        entry = path / ".history" / "00000002.json"
+        path.store.create_object(entry, b"corrupt")
+        with pytest.warns(UserWarning, match="is corrupt"):
+            restore(rankless.RunDirectory(path), resume=True)
+        rankless.RunDirectory(path).save("other", {"w": torch.ones(2)})
+        assert path.store.read_small(entry) == b"corrupt"
+        assert path.store.is_file(path / ".history" / "00000004.json")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,12 +15,15 @@ import torch
 
 import rankless
 import rankless.errors
+from campaigns.common.fork_server import CONTEXT
 from rankless import RunDirectory, api
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run.catalog import is_run_directory
+from rankless.run.claims import FOLDER
 from rankless.run.lookup import resolve_checkpoint_path
 from rankless.storage.filesystem_kind import Mount
+from tests.helpers.commands import invoke
 from tests.helpers.pending_locks import lock_pending
 from tests.helpers.processes import run_code, start_code
 from tests.helpers.run_directories import leave_draft, list_hidden_names, list_tags, make_older, save_step
@@ -338,3 +342,27 @@ def test_other_file_systems_in_user_space_are_no_buckets(tmp_path: Path) -> None
     ):
         warnings.simplefilter("error")
         RunDirectory(tmp_path / "run").save("a", {"w": torch.zeros(2)})
+
+
+def die_in_a_claim(path: Path) -> None:
+    """As with ``kill -9`` between the draft of an entry of the history and its name."""
+    with mock.patch.object(os, "link", side_effect=lambda *_: os._exit(9)):
+        save_step(path, 9)
+
+
+def test_prune_removes_what_a_claim_has_left_that_was_killed(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    job = CONTEXT.Process(target=die_in_a_claim, args=(tmp_path,))
+    job.start()
+    job.join()
+    assert job.exitcode == 9
+    (draft,) = [path for path in (tmp_path / FOLDER).iterdir() if path.name.startswith(".")]
+    strange = tmp_path / FOLDER / ".notes.json.0123456789abcdef"
+    strange.write_text("of the user")
+    invoke("prune", tmp_path, "--leftovers")
+    assert draft.exists()  # its job may only be stopped
+    for path in (draft, strange):
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+    invoke("prune", tmp_path, "--leftovers")
+    assert (draft.exists(), strange.exists()) == (False, True)
+    assert list_tags(tmp_path) == ["step_1"]

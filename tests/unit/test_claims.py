@@ -160,6 +160,10 @@ def test_what_is_no_file_of_an_entry_is_passed_over(make: Callable[[Path], None]
     assert claim(tmp_path, JobHistory(), []).incarnation == 6
     assert claims.read_token(tmp_path) == history.job.token
     assert first.run in read_history(tmp_path).runs
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        read_history(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("name", ["00000005.json", "999999999.json"])
@@ -202,7 +206,7 @@ def test_a_claim_after_a_look_that_is_outdated_gets_another_number(tmp_path: Pat
     """The number of the claim that it has not seen is taken, so the job looks again."""
     first = claim(tmp_path, JobHistory(), [])
     saved = info(first.run, first.incarnation, 1)
-    seen = read_history(tmp_path)
+    seen = claims.read_newest(tmp_path)
     second = claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)
     with mock.patch.object(claims, "_claimed", set()), pytest.raises(StateError, match="another job has continued"):
         claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)

@@ -15,11 +15,11 @@ from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.claims import JobHistory, check_not_superseded, claim
 from rankless.run.folder_names import tag_of_folder
-from rankless.run.history import Entry
 from rankless.run.object_run import list_unpublished
 from rankless.run.pointers import find_tagged_folder, list_tags
 from rankless.run.scan import (
     CheckpointInfo,
+    RunScan,
     displaced_checkpoints,
     is_rankless_checkpoint,
     look_at_run,
@@ -97,9 +97,12 @@ def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
     Before its first one, the job claims an incarnation. Raises ``SupersededError`` or ``StateError`` if another job has
     continued the run, and ``StorageError`` if the existing checkpoints cannot be read.
     """
-    found, history = _look_at_run(path)
+    scan = _look_at_run(path)
+    history, found = scan.history, scan.checkpoints
     check_not_superseded(path, history, job)
-    claimed, history = (job.claim, history) if job.claim is not None else claim(path, job, found, seen=history)
+    claimed = job.claim
+    if claimed is None:
+        claimed, history = claim(path, job, found, seen=(history, scan.highest_entry))
     sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
     return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)
 
@@ -111,15 +114,15 @@ def claim_incarnation(path: Path, job: JobHistory) -> None:
     """
     if job.claim is None:
         try:
-            found, history = _look_at_run(path)
-            job.claim, _ = claim(path, job, found, seen=history)
+            scan = _look_at_run(path)
+            job.claim, _ = claim(path, job, scan.checkpoints, seen=(scan.history, scan.highest_entry))
         except StateError:  # another job has continued the run meanwhile: the first save raises it, on all ranks
             return
         except RanklessError as error:  # the load has succeeded on all ranks: this one must not fail alone
             warn_caller(f"{path} cannot be written now, so other jobs do not know that this one continues: {error}")
 
 
-def _look_at_run(path: Path) -> tuple[list[CheckpointInfo], Entry]:
+def _look_at_run(path: Path) -> RunScan:
     """Return the checkpoints of a run directory that can be read, oldest first, and its history, on rank 0.
 
     In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`. Raises
@@ -128,13 +131,14 @@ def _look_at_run(path: Path) -> tuple[list[CheckpointInfo], Entry]:
     scan = look_at_run(path, is_strict=True)
     if isinstance(path, ObjectPath):
         name_checkpoints(path, scan.unnamed)
-    return [info for info in scan.checkpoints if info.status == "complete"], scan.history
+    complete = [info for info in scan.checkpoints if info.status == "complete"]
+    return msgspec.structs.replace(scan, checkpoints=complete)
 
 
 def independent_identity(path: Path) -> CheckpointIdentity:
     """Return the identity of a checkpoint that continues nothing, and that no job continues: of a conversion."""
-    found, history = _look_at_run(path)
-    return CheckpointIdentity(history.next_sequence(found), secrets.token_hex(8), secrets.token_hex(8))
+    scan = _look_at_run(path)
+    return CheckpointIdentity(scan.history.next_sequence(scan.checkpoints), secrets.token_hex(8), secrets.token_hex(8))
 
 
 class StaleDirectory(msgspec.Struct, frozen=True):

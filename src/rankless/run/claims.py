@@ -183,10 +183,10 @@ def read_history(run: Path) -> Entry:
 
     An entry that is corrupt is passed over, with a warning. Raises ``StorageError`` if it cannot be read now.
     """
-    return _read_newest(run)[0]
+    return read_newest(run)[0]
 
 
-def _read_newest(run: Path) -> tuple[Entry, int]:
+def read_newest(run: Path) -> tuple[Entry, int]:
     """Return the newest entry that is not corrupt, and the highest number.
 
     An entry that is listed, but not found, is looked for again: replicas lag, and entries are never removed.
@@ -338,7 +338,7 @@ def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry,
     ones, the entry has a number that is taken.
     """
     for _ in range(_ATTEMPTS):
-        entry = make(*(seen or _read_newest(run)))
+        entry = make(*(seen or read_newest(run)))
         if _create(run, entry):
             return entry
         seen = None
@@ -397,17 +397,18 @@ def claim(
     found: Sequence[FoundCheckpoint],
     check: Callable[[Entry], None] = _allow,
     *,
-    seen: Entry | None = None,
+    seen: tuple[Entry, int] | None = None,
     warns: bool = True,
 ) -> tuple[Claim, Entry]:
     """Claim an incarnation for a job, on rank 0, unless other ranks of the job have claimed it. Return the history too.
 
-    ``found`` are the checkpoints of the directory, oldest first, and ``seen`` is its history, of a look a moment ago.
+    ``found`` are the checkpoints of the directory, oldest first. ``seen`` is its history at that look: the newest entry
+    that is not corrupt, and the highest number, which a store that ignores conditions would let this job take.
     ``check`` is called with the entry right before the new one, and raises an error if the claim is too late.
     ``warns``: warn of a rollback. Raises ``StateError`` if another job has continued the run since this one has loaded
     it.
     """
-    newest, highest = _read_newest(run) if seen is None else (seen, seen.number)
+    newest, highest = seen or read_newest(run)
     before = Entry()
 
     def make(newest: Entry, highest: int) -> Entry:
@@ -514,7 +515,7 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
         if is_abandoned
         else f"another job has continued the run in {run}{who}"
     )
-    raise SupersededError(f"{what}: this one saves nothing any more. End it, or load the latest checkpoint")
+    raise SupersededError(f"{what}: this job saves nothing any more. End it, or load the latest checkpoint")
 
 
 def _name_claimant(job: Job) -> str:

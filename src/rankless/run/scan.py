@@ -27,7 +27,7 @@ from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics
-from rankless.run.claims import FOLDER, read_history
+from rankless.run.claims import FOLDER, read_newest
 from rankless.run.folder_names import is_abandoned_tag, is_copied_folder, is_saved_folder, tag_of_folder
 from rankless.run.history import Entry
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
@@ -129,11 +129,13 @@ def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
 class RunScan(msgspec.Struct, frozen=True):
     """The checkpoints of a run directory, oldest first, and its history.
 
-    ``unnamed`` are those in an object store that no pointer names.
+    ``highest_entry`` is the highest number in the history, also of a corrupt entry. ``unnamed`` are the checkpoints in
+    an object store that no pointer names.
     """
 
     checkpoints: list[CheckpointInfo]
     history: Entry
+    highest_entry: int = 0
     unnamed: list[CheckpointInfo] = []
 
 
@@ -151,18 +153,21 @@ def look_at_run(path: Path, *, is_strict: bool) -> RunScan:
                 infos[name] = _cached_info(path, name, tags[name]) or read_info_of(path / name, tags[name])
         if tags.keys() <= infos.keys():
             checkpoints = [info for name in tags if (info := infos[name]) is not None]
-            history = _read_history(path, names)
-            return RunScan(_sort_infos(_with_added_metrics(path, names, checkpoints), history), history)
+            history, highest = _read_history(path, names)
+            return RunScan(_sort_infos(_with_added_metrics(path, names, checkpoints), history), history, highest)
 
 
 def _list_missing(path: Path) -> set[str]:
-    """Return the names in a directory that seems to be missing, as its file server has it: another host made it."""
+    """Return the names in a directory that seems to be empty or missing, after its file server was asked for it.
+
+    Another host may have made it since this one has looked.
+    """
     forget_missing(path)
     return posix.list_names(path)
 
 
-def _read_history(path: Path, names: Collection[str]) -> Entry:
-    return read_history(path) if FOLDER in names else Entry()
+def _read_history(path: Path, names: Collection[str]) -> tuple[Entry, int]:
+    return read_newest(path) if FOLDER in names else (Entry(), 0)
 
 
 def _sort_infos(infos: list[CheckpointInfo], history: Entry) -> list[CheckpointInfo]:
@@ -198,9 +203,9 @@ def _scan_objects(run: ObjectPath, *, is_strict: bool) -> RunScan:
     unnamed = [] if entries else [name for name in sorted(names) if is_saved_folder(name)]
     found = [info for info in map_requests(read_folder, [*copied, *unnamed]) if info is not None]
     newest = {info.tag: info for info in sorted(found, key=lambda info: info.age)}
-    history = _read_history(run, names)
+    history, highest = _read_history(run, names)
     infos = _sort_infos(_with_added_metrics(run, names, [*named.values(), *newest.values()]), history)
-    return RunScan(infos, history, [info for info in infos if info.path.name in unnamed])
+    return RunScan(infos, history, highest, [info for info in infos if info.path.name in unnamed])
 
 
 def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:

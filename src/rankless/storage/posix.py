@@ -258,13 +258,20 @@ def read_small(path: Path, limit: int = 2**30) -> bytes:
 
     Raises ``StorageError`` if it has more than ``limit``, or is none, such as a named pipe, which would block.
     """
-    with wrap_os_errors("read", path), os.fdopen(os.open(path, _AT_ONCE), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise StorageError(errno.EINVAL, f"could not read {path}: it is not a regular file. Move it elsewhere")
-        if status.st_size > limit:
-            raise OSError(errno.EFBIG, f"{path} has more than {limit} bytes")
-        return file.read()
+    with wrap_os_errors("read", path):
+        descriptor = os.open(path, _AT_ONCE)
+        try:
+            file = os.fdopen(descriptor, "rb")
+        except OSError:  # it is a directory: then the descriptor stays open
+            os.close(descriptor)
+            raise
+        with file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise StorageError(errno.EINVAL, f"could not read {path}: it is not a regular file. Move it elsewhere")
+            if status.st_size > limit:
+                raise OSError(errno.EFBIG, f"{path} has more than {limit} bytes")
+            return file.read()
 
 
 def file_size(path: Path) -> int:
