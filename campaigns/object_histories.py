@@ -3,7 +3,8 @@
 It proves "Object stores" of ``docs/failure-model.md``. A history is one operation of a process, which dies at one
 request, or loses the answer to one, or stops at one while another process does a second operation. The campaign makes
 all of them: every kind of store, every operation, every request, before and after its effect. At the start a run has
-two checkpoints and what two dead saves have left. ``tests/failure/test_object_histories.py`` is the short form.
+two checkpoints and what two dead saves have left. Then it does so with drains of a local tier.
+``tests/failure/test_object_histories.py`` and ``test_object_tier_histories.py`` are the short forms.
 
 It prints the number of histories, and exits with 1 on any violation.
 """
@@ -11,8 +12,11 @@ It prints the number of histories, and exits with 1 on any violation.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import logging
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -20,10 +24,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rankless.storage.http.connection import HttpResponse
-from tests.helpers import object_histories
+from tests.helpers import object_histories, object_tier_histories
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import PROFILES, SWIFT, FakeS3
@@ -83,10 +88,11 @@ def main() -> int:
         parser.error(f"there is no store {', '.join(sorted(unknown))}")
     logging.getLogger("rankless").addHandler(logging.NullHandler())  # saves that fail are checked, not shown
     warnings.simplefilter("ignore")
+    gc.freeze()  # the end of each job collects garbage, which no imported module is
     histories = violations = 0
     for name in options.stores or STORES:
         started, counts, violated = time.monotonic(), Counter[str](), 0
-        for history in generate_histories(name):
+        for history in itertools.chain(generate_histories(name), generate_drains(name)):
             counts[history.kind] += 1
             violated += _is_violated(name, history)
         summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
@@ -112,6 +118,24 @@ def generate_histories(name: str) -> Iterator[History]:
                 for moment in _list_stops(name, requests):
                     check = partial(object_histories.check_stop, start, first, second, moment, is_racy=name == _RACY)
                     yield History("stops", f"{first} that stops at {moment} during {second}", check)
+
+
+def generate_drains(name: str) -> Iterator[History]:
+    """Yield all histories of a job with a local tier, which has a checkpoint that the store lacks."""
+    tier = object_tier_histories
+    with (
+        object_histories.store_with_two_checkpoints(STORES[name]()) as fake,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        start, base = Start(fake), Path(folder)
+        for operation in tier.OPERATIONS:
+            for moment in tier.list_crashes(start, base, operation):
+                check = partial(tier.check_crash, start, base, operation, moment)
+                yield History("crashes with a tier", f"{operation} with a tier that dies at {moment}", check)
+        for operation in ("save", "load"):
+            for moment in tier.list_stops(start, base, operation):
+                check = partial(tier.check_stop, start, base, operation, moment)
+                yield History("stops with a tier", f"{operation} with a tier that stops at {moment}", check)
 
 
 def _list_seconds(first: str) -> list[str]:

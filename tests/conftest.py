@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from campaigns.common.fork_server import CONTEXT
 from rankless.storage import atomic_rename
 from tests.helpers import suite
 from tests.helpers.examples import ALL, DAY
@@ -18,6 +19,8 @@ for profile, max_examples in ((DAY, 20), (ALL, 100)):
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
+
+CONTEXT.set_forkserver_preload(["campaigns.common.preloaded", "tests.preloaded"])
 
 # A shell that runs tests in the background has them, and all that they start, ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+from collections.abc import Iterable
 
 #: Torch imports ``_dynamo`` with the first optimizer.
 MODULES = (
@@ -19,9 +20,15 @@ MODULES = (
     "pytest",  # which the modules import in which the functions of tests are
 )
 
-gc.disable()
-for name in MODULES:
-    importlib.import_module(name)
-gc.freeze()
-gc.set_threshold(20_000)  # Python's own is 700, and costs a fifteenth of the time of all tests
-gc.enable()
+
+def preload(names: Iterable[str]) -> None:
+    """Import modules into the fork server."""
+    gc.disable()
+    for name in names:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.set_threshold(20_000)  # Python's own is 700, and costs a fifteenth of the time of all tests
+    gc.enable()
+
+
+preload(MODULES)

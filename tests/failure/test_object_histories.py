@@ -14,7 +14,6 @@ from tests.helpers.fake_s3 import AWS, GOOGLE, RGW_16, FakeS3
 from tests.helpers.object_histories import (
     OPERATIONS,
     OUTCOMES,
-    SHARES,
     Start,
     check_crash,
     check_lost_reply,
@@ -34,29 +33,27 @@ FAKES = {
 }
 
 
-@first_of(1, "share", SHARES)
 @each_value({"cloud": FAKES, "operation": OUTCOMES, "third": range(3)})
 def test_a_save_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(
-    cloud: str, operation: str, third: int, share: str
+    cloud: str, operation: str, third: int
 ) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in choose_moments(every_moment(start.count_requests(operation)), third, share):
+        for moment in choose_moments(every_moment(start.count_requests(operation)), third):
             check_crash(start, operation, moment)
 
 
-@first_of(1, "share", SHARES)
 @each_value({"cloud": FAKES, "operation": OUTCOMES, "third": range(3)})
-def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str, third: int, share: str) -> None:
+def test_a_lost_reply_of_any_request_changes_nothing(cloud: str, operation: str, third: int) -> None:
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in choose_moments(every_reply(start.count_requests(operation)), third, share):
+        for moment in choose_moments(every_reply(start.count_requests(operation)), third):
             check_lost_reply(start, operation, moment)
 
 
 FIRST = [*itertools.product(["aws"], OUTCOMES), ("azure", "save"), ("azure", "overwrite")]
 
-#: Each first operation with each second one, at a third of the moments. The first five have all of both.
+#: Each first operation with each second one, at some of the moments. The first five have all of both.
 STOPS = [
     (*first, second, number % 3)
     for shift in range(len(OPERATIONS))
@@ -64,14 +61,13 @@ STOPS = [
 ]
 
 
-@first_of(1, "share", SHARES)
 @first_of(5, ("cloud", "first", "second", "third"), STOPS)
 def test_a_save_that_is_stopped_anywhere_while_another_process_goes_on(
-    cloud: str, first: str, second: str, third: int, share: str
+    cloud: str, first: str, second: str, third: int
 ) -> None:
     """Among these: a writer that stops between its last upload and the pointer; two overwriters; a load during a
     retention; the clean-up of a save that wakes up afterwards."""
     with store_with_two_checkpoints(FAKES[cloud]()) as fake:
         start = Start(fake)
-        for moment in choose_moments(every_moment(start.count_requests(first)), third, share):
+        for moment in choose_moments(every_moment(start.count_requests(first)), third):
             check_stop(start, first, second, moment)

@@ -144,17 +144,12 @@ def brief_retries() -> Iterator[None]:
         yield
 
 
-#: The part of its moments that a case has: the first is in ``make test``.
-SHARES = ("a third of them", "the others")
+def choose_moments(moments: Sequence[Moment], third: int) -> Sequence[Moment]:
+    """Return the moments of a case: each ninth, from the one with this number on.
 
-
-def choose_moments(moments: Sequence[Moment], third: int, share: str) -> Sequence[Moment]:
-    """Return the moments of a case: one of the :data:`SHARES` of each third moment from the one with this number on.
-
-    So ``make test`` takes other moments in each of its cases, and ``make test-all`` goes through all.
+    ``python -m campaigns.object_histories`` goes through all of them.
     """
-    chosen = moments[third::3]
-    return chosen[::3] if share == SHARES[0] else [moment for at, moment in enumerate(chosen) if at % 3]
+    return moments[third::9]
 
 
 def every_moment(requests: int) -> list[Moment]:

@@ -31,7 +31,7 @@ from tests.helpers.cost import HASH_MODULUS, limit_cost, limit_time, pickle_inte
 from tests.helpers.pairwise import first_of
 from tests.helpers.torch_files import save_tree, write_archive
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def tree_of(shared: bytes, levels: int, width: int) -> bytes:

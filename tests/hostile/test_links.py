@@ -185,7 +185,7 @@ def test_a_snapshots_link_to_elsewhere_is_refused(snapshot: Path, tmp_path: Path
 # What has the name of a file and is none
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "part"), [(kind, part) for kind, part in CASES if "." in part.rpartition("/")[2] or part == "lr_scheduler"]
 )

@@ -119,15 +119,22 @@ def unpack_foreign(folder: Path) -> dict[str, Path]:
 
 
 def list_jobs(sources: dict[str, Path], targets: list[str], folder: Path) -> dict[str, Job]:
+    """Return the conversions of each source: to three targets from what other systems wrote, else to all."""
     return {
         f"{name} to {target}": (
             str(source),
             str(folder / name / target),
             {"to": target.split("-")[0], **(NXD if name.startswith("nxd/") else {}), **TARGETS[target]},
         )
-        for name, source in sources.items()
-        for target in targets
+        for number, (name, source) in enumerate(sources.items())
+        for target in (take_turns(targets, number) if "/" in name else targets)
     }
+
+
+def take_turns(targets: list[str], number: int) -> list[str]:
+    """Return the first target, and two of the others, which differ from one number to the next."""
+    first, *others = targets
+    return [first, others[number % len(others)], others[(number + len(others) // 2) % len(others)]]
 
 
 def read_output(output: Path) -> object:
