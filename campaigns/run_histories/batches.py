@@ -74,6 +74,8 @@ def _warm_up(place: Place) -> None:
             trainer.resume()
         trainer.save(steps)
     trainer.read()
+    trainer.command("prune", "--keep", "9")
+    trainer.command("rollback", "s1")
     place.remove()
 
 

@@ -31,10 +31,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in dict.fromkeys((*FEW, *ALWAYS))],
-)
+@pytest.mark.parametrize("name", FEW)
 def test_a_family_comes_back_bit_for_bit_and_has_the_files_of_save_pretrained(
     ranks: Ranks, tmp_path: Path, name: str
 ) -> None:
