@@ -13,7 +13,7 @@ from collections.abc import Iterable
 #: Torch imports ``_dynamo`` with the first optimizer.
 MODULES = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-    *("torch.distributed.tensor.parallel", "rankless.run_directory", "rankless.api", "rankless.data.loader"),
+    *("torch.distributed.tensor.parallel", "rankless.run_directory", "rankless.api", "rankless.data.resumable_loader"),
     *("campaigns.common.points", "campaigns.common.interruption", "campaigns.resume.training"),
     *("campaigns.tier.histories.training", "rankless.save.folder_tier_save", "rankless.load.tier_load"),
     *("rankless.load.fallback", "rankless.save.folder_drain"),

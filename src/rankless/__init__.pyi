@@ -21,7 +21,7 @@ from rankless.components.component_calls import save_optimizer as save_optimizer
 from rankless.components.merged_export import merge_adapters as merge_adapters
 from rankless.conversion.convert import convert as convert
 from rankless.conversion.hub_export import export_model as export_model
-from rankless.data.loader import ResumableLoader as ResumableLoader
+from rankless.data.resumable_loader import ResumableLoader as ResumableLoader
 from rankless.liveness.preemption import Preemption as Preemption
 from rankless.liveness.preemption import preemption as preemption
 from rankless.data.worker_signals import shield_worker as shield_worker

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankless.data.global_batches import BatchSchedule, SchedulePosition
+from rankless.data.batch_schedule import BatchSchedule, SchedulePosition
 
 #: A leg of a run: global batches of so many samples, so many of them.
 LEGS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=6)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rankless.data.global_batches import BatchSchedule, SchedulePosition
+from rankless.data.batch_schedule import BatchSchedule, SchedulePosition
 from rankless.data.worker_signals import shield_worker, signals_blocked_in_children
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
