@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import errno
 import itertools
+import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import rankless
 from rankless.errors import RanklessError, StorageError
 from tests.promises.jobs import NO_RUN, job, latest_step, listed, train
 from tests.promises.moments import at_change, at_each_change, count_changes, draw_moments
-from tests.promises.places import FORK, PLACES, Drain, Place, Run, in_killed_job, in_new_job, state_of, weights_of
+from tests.promises.places import (
+    FORK,
+    PLACES,
+    Drain,
+    Place,
+    Run,
+    bucket_of,
+    in_killed_job,
+    in_new_job,
+    state_of,
+    weights_of,
+)
 from tests.promises.promise import because, promise
 
 _NO_WRITER = because("what is saved at a time are generations of a tier", "drain of an earlier job", "`rankless drain`")
@@ -100,6 +114,66 @@ def test_readers_at_any_moment(place: Place) -> None:
     for value, number in zip(itertools.cycle((2.0, 1.0)), draw_moments(changes, 2, place), strict=False):
         with at_change(number, lambda: in_killed_job(read_old_or_new, in_new_job(place))):
             place.save("one", value, overwrite=True)
+
+
+class SlowCopy:
+    """A copy of a run by a program that lists it, copies half of the files or objects, and is at the others later."""
+
+    def __init__(self, run: Any, name: str) -> None:
+        self._run, self._listed = run, [""]
+        self.place = in_new_job(run)
+        self.place.path = run.path.with_name(name)  # type: ignore[attr-defined]
+        if run.local is not None:
+            self.place.local = run.local.with_name(f"tier of {name}")  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        self._listed = sorted(self._read())
+        self._copy(self._listed[::2])
+
+    def end(self) -> None:
+        self._copy(self._listed[1::2])
+
+    def _read(self) -> dict[str, Any]:
+        """Return the files or objects of the run by their names in it."""
+        if (bucket := bucket_of(self._run)) is not None:
+            return {key.removeprefix("run/"): bucket.objects[key] for key in bucket.objects if key.startswith("run/")}
+        files = self._run.path.rglob("*")
+        return {str(file.relative_to(self._run.path)): file for file in files if file.is_file()}
+
+    def _copy(self, names: list[str]) -> None:
+        bucket, found = bucket_of(self._run), self._read()
+        for name in found.keys() & names:
+            target = self.place.path / name  # type: ignore[attr-defined]
+            if bucket is not None:
+                bucket.objects[f"{self.place.path.name}/{name}"] = replace(found[name])  # type: ignore[attr-defined]
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(found[name], target)
+
+
+def go_on_in_copy(copied: Place, step: int) -> None:
+    """Check that a job goes on from a step or the one before, saves all later ones, and finds them again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert train(copied, step + 2) in {step - 1, step}
+    assert latest_step(copied) == step + 2
+    assert {f"step_{number}" for number in range(1, step + 3)} <= {*listed(copied)}
+
+
+@promise(
+    "a copy of a run that began during a save goes on from the old checkpoint or the new one",
+    exempt=NO_RUN,
+    in_one_process=True,
+)
+def test_copies_during_a_save(place: Place) -> None:
+    place.save("step_1", 1.0)
+    changes = count_changes(lambda: place.save("step_2", 2.0))
+    for step, number in enumerate(draw_moments(changes, 2, place)[::4], start=3):  # each takes a job
+        copying = SlowCopy(place, f"copy_{step}")
+        with at_change(number, copying.begin):
+            place.save(f"step_{step}", float(step))
+        copying.end()
+        in_killed_job(go_on_in_copy, copying.place, step)
 
 
 def end_as_worker() -> None:

@@ -115,7 +115,7 @@ class PendingDirectory:
             self.release()
 
     def publish_tag(self, saved: KnownCheckpoint) -> None:
-        """Publish a checkpoint. If an abandoned one of its run has the tag, that one gets another.
+        """Publish a checkpoint, after an abandoned one of its run, or an interrupted copy, has lost the tag.
 
         Raises ``TagExistsError`` if anything else has it.
         """
@@ -130,16 +130,20 @@ class PendingDirectory:
         """Publish a checkpoint in place of what has the tag, as :meth:`replace` does.
 
         An abandoned one of its run is not replaced, but gets another tag: an overwrite is meant for what the run saves
-        over and over again, such as its last checkpoint.
+        over and over again, such as its last checkpoint. An interrupted copy is hidden.
         """
         self._free_tag(saved)
         self.replace(check_replaceable)
 
     def _free_tag(self, saved: KnownCheckpoint) -> bool:
-        """Give an abandoned checkpoint of the same run that has the tag another one. Return whether there was one."""
-        from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415 - few runs go back
+        """Give an abandoned checkpoint of the same run, or an interrupted copy, another name. Return whether one is.
 
-        return name_abandoned(self.final, saved)
+        Imports at the first need: few runs go back, or are copied.
+        """
+        from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415
+        from rankless.run.interrupted_copy import hide_interrupted_copy  # noqa: PLC0415
+
+        return name_abandoned(self.final, saved) or hide_interrupted_copy(self.final, saved.run)
 
     def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path, in place of what is there.

@@ -121,7 +121,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
             is_taken = self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
         else:
             is_taken = posix.path_exists(final)
-        return is_taken and not self._is_abandoned(final)
+        return is_taken and not self._is_abandoned(final) and not _is_interrupted_copy(final)
 
     def _is_abandoned(self, final: Path) -> bool:
         """Return whether an abandoned checkpoint of this run has the tag: it gets another one when this is saved."""
@@ -151,6 +151,13 @@ class SaveRequest(msgspec.Struct, frozen=True):
         """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""
         step = None if self.step is None else check_number("step", self.step)
         return step, read_metrics(self.metrics)
+
+
+def _is_interrupted_copy(final: Path) -> bool:
+    """Return whether the publication hides what has the tag."""
+    from rankless.run.interrupted_copy import is_interrupted_copy  # noqa: PLC0415 - few saves find their tag taken
+
+    return is_interrupted_copy(final)
 
 
 def _check_files(files: object) -> None:

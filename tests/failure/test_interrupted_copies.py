@@ -1,0 +1,148 @@
+"""Tests that a job goes on in a copy of a run, of whose newest checkpoint only some files are there.
+
+Somebody has stopped ``cp`` or ``rm``, or the disk of the copy was full.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rankless
+from rankless.cli.main import app
+from rankless.errors import TagExistsError
+from rankless.run import interrupted_copy
+
+FILES = ("model/model.safetensors", "ranks.json", "ranks.safetensors", "state.json")
+
+#: What may be left without the manifest; a model alone may also be what ``save_model`` has written.
+LEFT = [left for count in range(5) for left in itertools.combinations(FILES, count) if left != FILES[:1]]
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100,), float(step))}
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of a run with three steps."""
+    directory = rankless.RunDirectory(tmp_path / "run")
+    for step in (1, 2, 3):
+        directory.save(f"step_{step}", state(step), step=step)
+    return shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+
+def keep(copied: Path, *names: str) -> None:
+    """Leave only some files of the third step."""
+    for name in {"manifest.json", *FILES} - {*names}:
+        (copied / "step_3" / name).unlink()
+
+
+def go_on(copied: Path, local: Path | None = None, *, is_quiet: bool = True) -> None:
+    """Resume at the second step, and save the third one."""
+    tier = None if local is None else rankless.LocalTier(local, drain_every=1)
+    directory, found = rankless.RunDirectory(copied, local=tier), state(0)
+    assert directory.restore(None, found, resume=True).step == 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore" if is_quiet else "always", message=".* had no manifest")
+        directory.save("step_3", state(3), step=3)
+        directory.finalize()
+    loaded = state(0)
+    assert rankless.restore(copied, model=loaded).step == 3
+    assert torch.equal(loaded["w"], state(3)["w"])
+
+
+def hidden(copied: Path) -> list[Path]:
+    return [*copied.glob(".step_3.*.corrupt")]
+
+
+@pytest.mark.parametrize("left", LEFT, ids=lambda left: ", ".join(left) or "nothing")
+def test_the_step_is_saved_again_and_what_was_left_is_kept(copied: Path, left: tuple[str, ...]) -> None:
+    keep(copied, *left)
+    with pytest.warns(UserWarning, match=r"step_3 had no manifest.*kept as \.step_3.*prune --leftovers"):
+        go_on(copied, is_quiet=False)
+    [folder] = hidden(copied)
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {*left}
+    assert CliRunner().invoke(app, ["prune", str(copied), "--leftovers"]).exit_code == 0
+    assert hidden(copied) == []
+
+
+def test_a_job_with_a_tier_goes_on_too(copied: Path, tmp_path: Path) -> None:
+    keep(copied, "state.json", "model/model.safetensors")
+    go_on(copied, tmp_path / "tier")
+    assert len(hidden(copied)) == 1
+
+
+def test_an_overwrite_keeps_what_was_left(copied: Path) -> None:
+    keep(copied, "state.json", "model/model.safetensors")
+    with pytest.warns(UserWarning, match="had no manifest"):
+        rankless.RunDirectory(copied).save("step_3", state(3), step=3, overwrite=True)
+    assert len(hidden(copied)) == 1
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 4200])
+def test_the_last_file_may_be_cut(copied: Path, size: int) -> None:
+    keep(copied, "ranks.json", "model/model.safetensors")
+    os.truncate(copied / "step_3/model/model.safetensors", size)
+    go_on(copied)
+
+
+def put_notes(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+
+
+def put_link(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to("/etc/hostname")
+
+
+def put_other_tensors(folder: Path) -> None:
+    (folder / "model/model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+
+
+@pytest.mark.parametrize("put", [put_notes, put_link, put_other_tensors])
+def test_what_somebody_has_put_there_stays(copied: Path, put: object) -> None:
+    keep(copied, *FILES)
+    put(copied / "step_3")  # type: ignore[operator]
+    before = sorted((copied / "step_3").rglob("*"))
+    with pytest.raises(TagExistsError, match="step_3 exists already"):
+        go_on(copied)
+    assert sorted((copied / "step_3").rglob("*")) == before
+    assert hidden(copied) == []
+
+
+def test_components_that_were_saved_under_the_tag_stay(copied: Path) -> None:
+    shutil.rmtree(copied / "step_3")
+    rankless.save_model(state(3), copied / "step_3/model", shard=True)
+    with pytest.raises(TagExistsError, match="step_3 exists already"):
+        go_on(copied)
+    loaded = state(0)
+    rankless.load_model(loaded, copied / "step_3/model")
+    assert torch.equal(loaded["w"], state(3)["w"])
+
+
+def test_a_copy_that_is_completed_meanwhile_keeps_its_name(copied: Path, tmp_path: Path) -> None:
+    keep(copied, *FILES)
+    looks = iter([True, True])
+
+    def look(folder: Path) -> bool:
+        if next(looks, False):
+            return True
+        shutil.copy(tmp_path / "run/step_3/manifest.json", folder)
+        return False
+
+    with (
+        mock.patch.object(interrupted_copy, "is_interrupted_copy", look),
+        pytest.raises(TagExistsError, match="step_3"),
+    ):
+        go_on(copied)
+    assert hidden(copied) == []
+    assert rankless.restore(copied, "step_3", model=state(0)).step == 3
