@@ -22,7 +22,6 @@ from tests.helpers.fake_http import FakeStore
 from tests.helpers.fake_s3 import AWS, GOOGLE, FakeS3, failure
 from tests.helpers.object_histories import (
     OPERATIONS,
-    SHARES,
     Start,
     StopAt,
     check_all,
@@ -226,20 +225,20 @@ def attempt(operation: str, results: dict[str, BaseException | None]) -> None:
         results[operation] = error
 
 
-@first_of(1, "share", SHARES)
+@first_of(1, "more", [0, 3, 6])  # with the thirds, these are all moments
 @first_of(
     1,
     ("first", "second", "third"),
     [(*order, third) for order in [("pin", "retention"), ("retention", "pin")] for third in range(3)],
 )
 def test_a_pin_and_a_removal_that_meet_anywhere_leave_a_whole_checkpoint_or_none(
-    fake: FakeStore, first: str, second: str, third: int, share: str
+    fake: FakeStore, first: str, second: str, third: int, more: int
 ) -> None:
     start = Start(fake)
     with mock.patch.object(evaluation, "_RETRY_SECONDS", 0.001):
         start.restore()
         attempt(first, {})
-        for moment in choose_moments(every_moment(len(fake.requests)), third, share):
+        for moment in choose_moments(every_moment(len(fake.requests)), third + more):
             start.restore()
             stop = fake.on_request = StopAt(*moment)
             results: dict[str, BaseException | None] = {}

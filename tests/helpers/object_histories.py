@@ -144,12 +144,9 @@ def brief_retries() -> Iterator[None]:
         yield
 
 
-def choose_moments(moments: Sequence[Moment], third: int) -> Sequence[Moment]:
-    """Return the moments of a case: each ninth, from the one with this number on.
-
-    ``python -m campaigns.object_histories`` goes through all of them.
-    """
-    return moments[third::9]
+def choose_moments(moments: Sequence[Moment], first: int) -> Sequence[Moment]:
+    """Return each ninth moment, from the one with this number on."""
+    return moments[first::9]
 
 
 def every_moment(requests: int) -> list[Moment]:
