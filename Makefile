@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all left-out test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -28,9 +28,13 @@ core: .venv/installed
 	$(BIN)/python $(PYTEST) $(CORE)
 
 ## test-all: all that make test leaves out: further cases and examples, and the tests with other systems
-test-all: .venv/installed
+test-all:
+	$(MAKE) --no-print-directory left-out
+	$(MAKE) --no-print-directory interop
+
+## left-out: the further cases and examples of the tests of rankless itself
+left-out: .venv/installed
 	$(BIN)/python $(PYTEST) --left-out $(CORE)
-	$(BIN)/python $(PYTEST) --full tests/interop
 
 ## test-near: lint, and the tests that can reach what has changed since the commit NEAR
 test-near: .venv/installed
