@@ -47,10 +47,12 @@ def main() -> int:
             (kind, options.seed + place * each + first, min(_BATCH, each - first), options.events)
             for first in range(0, each, _BATCH)
         ]
-        found = []
+        found, made = [], 0
         with ProcessPoolExecutor(options.workers, CONTEXT) as pool:
             for batch in pool.map(run_batch, batches):
                 total.add(batch.counts)
+                made += batch.histories
+                print(f"{kind}: {made} of {each} histories", file=sys.stderr, flush=True)
                 found += batch.violations
                 for violation in batch.violations:
                     print(violation, file=sys.stderr, flush=True)
