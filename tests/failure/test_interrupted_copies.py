@@ -1,4 +1,4 @@
-"""Tests that a job goes on in a copy of a run, of whose newest checkpoint only some files are there.
+"""Tests that a job goes on in a copy of a run whose newest checkpoint has no manifest and lacks other files.
 
 Somebody has stopped ``cp`` or ``rm``, or the disk of the copy was full.
 """
@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -99,6 +100,10 @@ def put_notes(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
 
 
+def put_values(folder: Path) -> None:
+    (folder / "model/notes.json").write_text("{}")
+
+
 def put_link(folder: Path) -> None:
     (folder / "state.json").unlink()
     (folder / "state.json").symlink_to("/etc/hostname")
@@ -108,10 +113,10 @@ def put_other_tensors(folder: Path) -> None:
     (folder / "model/model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
 
 
-@pytest.mark.parametrize("put", [put_notes, put_link, put_other_tensors])
-def test_what_somebody_has_put_there_stays(copied: Path, put: object) -> None:
+@pytest.mark.parametrize("put", [put_notes, put_values, put_link, put_other_tensors])
+def test_what_somebody_has_put_there_stays(copied: Path, put: Callable[[Path], None]) -> None:
     keep(copied, *FILES)
-    put(copied / "step_3")  # type: ignore[operator]
+    put(copied / "step_3")
     before = sorted((copied / "step_3").rglob("*"))
     with pytest.raises(TagExistsError, match="step_3 exists already"):
         go_on(copied)

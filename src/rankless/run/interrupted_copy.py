@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from rankless.errors import StorageError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest, values
-from rankless.ondisk.data_files import CRC_KEY
+from rankless.ondisk.data_files import ADAPTER_CONFIG, CRC_KEY
 from rankless.ondisk.header import LENGTH_BYTES
 from rankless.ondisk.hidden_names import STATISTICS, HiddenName
 from rankless.storage import atomic_rename, directory_trees, posix
@@ -24,11 +24,14 @@ from rankless.storage.store import store_of
 #: The bytes at the beginning of a file of tensors in which the key of our checksums is, and how the header begins.
 _START_BYTES, _HEADER = 2**16, b'{"__metadata__":{"'
 
-_VALUES = frozenset({values.RANKS_FILE, values.SHARED_FILE})
+_AT_TOP = frozenset({values.RANKS_FILE, values.SHARED_FILE, STATISTICS})
 
 
 def hide_interrupted_copy(folder: Path, run: str) -> bool:
-    """Give an interrupted copy a hidden name, and warn. Return whether there was one. Rank 0 calls it to publish."""
+    """Give an interrupted copy a hidden name, and warn. Return whether there was one.
+
+    :class:`~rankless.run.pending_dir.PendingDirectory` calls it on rank 0, which publishes a checkpoint of ``run``.
+    """
     if not is_interrupted_copy(folder):
         return False
     hidden = folder.parent / HiddenName(folder.name, run, secrets.token_hex(8), "corrupt").name
@@ -50,7 +53,7 @@ def is_interrupted_copy(folder: Path) -> bool:
     Some of them must be next to where the manifest would be. ``save_model(model, folder / "model")`` writes the others,
     too, and what it has written is complete.
     """
-    if isinstance(folder, ObjectPath) or posix.path_exists(folder / manifest.NAME):  # mostly, so it is asked first
+    if isinstance(folder, ObjectPath) or posix.path_exists(folder / manifest.NAME):  # mostly so: asked first
         return False
     if posix.is_link(folder) or not posix.is_directory(folder):
         return False
@@ -65,12 +68,13 @@ def _is_of_checkpoint(folder: Path, name: PurePosixPath) -> bool:
     if posix.is_link(folder / name) or not posix.is_file(folder / name):
         return False
     is_at_top = len(name.parts) == 1
-    if name.suffix == ".json":
-        return name.name in _VALUES if is_at_top else True
-    if name.suffix == ".safetensors":
-        is_named = not is_at_top or name.name.startswith(("ranks", "state"))
-        return is_named and _begins_with_our_checksums(folder / name)
-    return is_at_top and name.name == STATISTICS
+    if name.name in (_AT_TOP if is_at_top else {ADAPTER_CONFIG}):
+        return True
+    if is_at_top and not name.name.startswith(("ranks", "state")):
+        return False
+    return name.name.endswith(".safetensors.index.json") or (
+        name.suffix == ".safetensors" and _begins_with_our_checksums(folder / name)
+    )
 
 
 def _begins_with_our_checksums(file: Path) -> bool:

@@ -136,9 +136,9 @@ class PendingDirectory:
         self.replace(check_replaceable)
 
     def _free_tag(self, saved: KnownCheckpoint) -> bool:
-        """Give an abandoned checkpoint of the same run, or an interrupted copy, another name. Return whether one is.
+        """Give an abandoned checkpoint of the same run, or an interrupted copy, another name.
 
-        Imports at the first need: few runs go back, or are copied.
+        Return whether there was one. Called on rank 0. Few runs go back or are copied, so the imports wait for it.
         """
         from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415
         from rankless.run.interrupted_copy import hide_interrupted_copy  # noqa: PLC0415
