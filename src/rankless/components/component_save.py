@@ -23,13 +23,13 @@ from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.save_plan import TensorSpan, plan_into_files
 from rankless.engine.plan.split_tensors import split_ranges
+from rankless.engine.plan.tensor_specs import STATE
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RankMismatchError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
-from rankless.state.capture import STATE
 
 
 class OpenedOutput(msgspec.Struct, frozen=True, array_like=True):

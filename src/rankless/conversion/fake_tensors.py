@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key
 from rankless.engine.plan.tensor_specs import PER_RANK as RANKS
+from rankless.engine.plan.tensor_specs import STATE
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.capture import STATE
 from rankless.state.tensor_views import DTYPES
 
 #: Tensors by group and name.

@@ -30,7 +30,7 @@ MAX_DEPTH = 100
 #: The file of the values that all ranks share, and the file of per-rank values.
 SHARED_FILE, RANKS_FILE = "state.json", "ranks.json"
 
-#: The most bytes of a file of values: readers add_problem larger ones, so none is written.
+#: The most bytes of a file of values: readers refuse larger ones, so none is written.
 VALUES_LIMIT = 2**30
 
 #: The most levels of JSON for one level of a tree: the tag of a namespace, that of its dict, a pair, the value.
@@ -217,7 +217,7 @@ def _encode_any(value: Any, path: tuple[object, ...], encoder: _Encoder) -> Any:
 
 
 def _is_slow(keys: Collection[Any]) -> bool:
-    """Return whether so many keys have one hash that readers would add_problem them."""
+    """Return whether so many keys have one hash that readers would refuse them."""
     try:
         check_hashes(keys)
     except ValueError:
@@ -229,9 +229,7 @@ def _add_form_problem(path: tuple[object, ...], encoder: _Encoder) -> None:
     if len(path) > MAX_DEPTH:
         encoder.add_problem((*path[:5], "…"), f"nested deeper than {MAX_DEPTH} levels, or inside itself")
     else:
-        encoder.add_problem(
-            path, f"more than {MAX_EQUAL_HASHES} of its keys have the same hash, which readers add_problem"
-        )
+        encoder.add_problem(path, f"more than {MAX_EQUAL_HASHES} of its keys have the same hash, which readers refuse")
 
 
 def _is_text(value: str) -> bool:

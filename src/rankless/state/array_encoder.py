@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,67 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankless.engine.io.tensor_sources import order_dimensions
+from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import UnsupportedTensorError
 from rankless.ondisk.dtypes import dtype_of_array
+from rankless.ondisk.value_files import OWN_STATE
 from rankless.ondisk.values import ORDER_SUFFIX, PARAMETER_SUFFIXES, name_tensor
 from rankless.state.array_decoder import encode_scalar
-from rankless.state.tensor_views import NAMES, check_present, view_of
+from rankless.state.tensor_views import NAMES, check_present, local_tensor, view_of
 
 #: Tensors of at most this many bytes are stored inline in values that are merged from several ranks.
 INLINE_BYTES = 64 * 2**10
 
 
+#: What begins the keys of values that are named by their content.
+_BY_CONTENT = ("optimizer", "scheduler")
+
+#: Names a tensor that is stored under a key, given the names that are taken, the key, the tensor, and a suffix.
+ArrayNaming = Callable[[Container[str], str, torch.Tensor, str], str]
+
+
+def name_by_key(taken: Container[str], key: str, tensor: torch.Tensor, suffix: str) -> str:
+    """Name a tensor by its key: the :data:`ArrayNaming` of values that one rank stores."""
+    del tensor
+    return name_tensor(taken, key, suffix)
+
+
+def name_merged(
+    own: Mapping[str, Sequence[Mapping[str, Any]]], taken: Container[str], key: str, tensor: torch.Tensor, suffix: str
+) -> str:
+    """Name a tensor in values that are merged from several ranks.
+
+    Stages of a pipeline have other tensors at the same place, such as ``optimizer.own.0``: a name that all ranks may
+    use must not be a place. Keys of models have the name of a module. ``own`` are the entries of optimizers, by slot:
+    they change from save to save, and are named by the optimizer's parameters, so that the plan of the save before
+    stays valid. What is in settings and in schedulers hardly changes, and is named by its content: ranks that have
+    equal settings store them once, and :func:`~rankless.state.capture.merge_values` sees that others differ.
+    """
+    for slot, entries in own.items():
+        for number, entry in enumerate(entries):
+            place = f"{slot}.{OWN_STATE}.{number}."
+            if key.startswith(place):
+                owner = digest_bytes("\0".join(entry["params"]).encode(errors="surrogatepass"), 8).hex()
+                return name_tensor(taken, f"{slot}.{OWN_STATE}.{owner}.{key.removeprefix(place)}", suffix)
+    kind = next((kind for kind in _BY_CONTENT if key.startswith(kind)), None)
+    return name_tensor(taken, key, suffix) if kind is None else f"{kind}.{digest_tensor(tensor)}{suffix}"
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return a digest of the dtype, shape and elements of what this rank holds of a tensor."""
+    local = local_tensor(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
+    form = f"{NAMES[local.dtype]} {list(local.shape)} ".encode()
+    return digest_bytes(form + local.reshape(-1).view(torch.uint8).numpy().tobytes()).hex()
+
+
 class ArrayEncoder:
-    """An encoder that replaces tensors and arrays in a tree by references. :attr:`tensors` are to be stored, by key.
+    """An encoder that replaces tensors and arrays in a tree by references. :attr:`tensors` are to be stored, by name.
 
     Small tensors under keys that begin with one of ``inline`` are encoded in the tree itself.
     """
 
-    def __init__(self, inline: tuple[str, ...] = ()) -> None:
-        self._inline = inline
+    def __init__(self, inline: tuple[str, ...] = (), naming: ArrayNaming = name_by_key) -> None:
+        self._inline, self._name = inline, naming
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: object, key: str) -> Any:  # noqa: PLR0911 - one return for each type
@@ -78,7 +122,7 @@ class ArrayEncoder:
         }
 
     def _store_tensor(self, tensor: torch.Tensor, key: str, suffix: str = "") -> str:
-        name = name_tensor(self.tensors, key, suffix)
+        name = self._name(self.tensors, key, tensor, suffix)
         self.tensors[name] = tensor.detach()
         return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,8 +13,8 @@ from rankless.engine.integrity.compare_values_by_digest import select_differing
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
 from rankless.engine.plan.split_tensors import Splits
-from rankless.engine.plan.tensor_specs import OWN, PER_RANK, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
-from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
+from rankless.errors import InvalidArgumentError, UnsupportedValueError
 from rankless.observe.spans import traced
 from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
@@ -21,7 +22,7 @@ from rankless.ondisk.validation import check_utf8
 from rankless.ondisk.value_files import OWN_STATE, build_state_file
 from rankless.state import rank_states, user_objects
 from rankless.state import scheduler as schedulers
-from rankless.state.array_encoder import INLINE_BYTES, ArrayEncoder
+from rankless.state.array_encoder import ArrayEncoder, name_merged
 from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
 from rankless.state.differing_values import DIFFERING, LAYOUT, digest_layout
 from rankless.state.model import model_traversal as models
@@ -44,7 +45,7 @@ from rankless.state.tensor_views import TensorView, check_present, view_of
 from rankless.state.training import TrainingObjects
 
 #: Groups of tensors; their directories or files have the same names.
-MODEL, OPTIMIZER, STATE = "model", "optimizer", "state"
+MODEL, OPTIMIZER = "model", "optimizer"
 
 #: The kind of the slots of schedulers.
 SCHEDULER = "scheduler"
@@ -152,6 +153,7 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
     captured = Capture()
     captured.small_files.update(training.files)
     tree: dict[str, Any] = {}
+    own_entries: dict[str, list[dict[str, Any]]] = {}
     views = {}
     for slot, parts in models.model_components(training.model).items():
         check_unmerged(parts)
@@ -169,9 +171,10 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
         for name, tensor in state_tensors.items():
             captured.add_tensor(slot, name, tensor, splits=split_state(name, tensor, refs))
         state_values = optimizers.optimizer_values(groups)
+        own_entries[slot] = optimizers.own_entries(groups)
         tree[slot] = {
             "groups": _split_by_optimizer([split_group(group, refs) for group in state_values]),
-            OWN_STATE: optimizers.own_entries(groups),
+            OWN_STATE: own_entries[slot],
         }
         captured.compared |= compare_state_names(slot, optimizers.owned_names(groups), state_tensors, state_values)
     refs_of_all = optimizers.refs_for(OPTIMIZER, views or _view_naming_models(training)) or {}
@@ -179,7 +182,7 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
     for slot, parts in schedulers.scheduler_components(training.scheduler).items():
         tree[slot] = schedulers.scheduler_entries(parts, names)
     shared = _shared_values(training)
-    arrays = ArrayEncoder(_MERGED)
+    arrays = ArrayEncoder(_MERGED, partial(name_merged, own_entries))
     encoded = values.encode_value({**tree, **shared}, arrays)
     captured.merged_values = {slot: _mergeable_values(slot, encoded[slot]) for slot in tree}
     captured.compared |= _list_compared(shared, encoded, arrays)
@@ -187,7 +190,7 @@ def capture_training(training: TrainingObjects, rank: int, leader: int = 0, diff
         captured.compared |= _list_compared_in_model(slot, view, encoded[slot], arrays)
     if rank == leader:
         captured.shared_values = {name: values.to_json(encoded[name]) for name in shared}
-        _add_arrays(captured, STATE, arrays)
+    _add_state_arrays(captured, arrays, is_leader=rank == leader)
     rank_arrays = ArrayEncoder()
     rank_values = rank_states.capture_rank_state(
         training.dataloader, training.per_rank_content, generators=training.rng
@@ -302,12 +305,6 @@ def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[slot] = values.as_table(
                 member for contribution in contributions for member in values.iterate_members(contribution[slot])
             )
-    unknown_keys = sorted(_find_references(merged) - _find_references(contributions[0]))
-    if unknown_keys:
-        raise StateError(
-            f"{unknown_keys[0]}, a value of a model or optimizer that only some ranks have, holds a tensor of more "
-            f"than {INLINE_BYTES} bytes; such values must be on rank 0, too"
-        )
     return merged
 
 
@@ -388,11 +385,14 @@ def _compare_encoded(value: Any, encoded: Any, arrays: ArrayEncoder) -> Compared
     return ComparedValue(value, encoded, {key: arrays.tensors[key] for key in _find_references(encoded)})
 
 
-def _add_arrays(captured: Capture, group: str, arrays: ArrayEncoder) -> None:
-    """Add the tensors of encoded values to ``group``."""
+def _add_state_arrays(captured: Capture, arrays: ArrayEncoder, *, is_leader: bool) -> None:
+    """Add the tensors of merged values, of which those of the lowest rank are saved, and a leader's of shared ones."""
     for name, tensor in arrays.tensors.items():
-        captured.inventory.add_tensor(group, name, view_of(tensor, f"{group} tensor {name!r}"))
-        captured.tensors[group, name] = TensorBytes(tensor)
+        is_merged = name.startswith(_MERGED)
+        if is_merged or is_leader:
+            view = view_of(tensor, f"{STATE} tensor {name!r}")
+            captured.inventory.add_tensor(STATE, name, view, shared=not is_merged)
+            captured.tensors[STATE, name] = TensorBytes(tensor)
 
 
 def _add_rank_arrays(captured: Capture, arrays: ArrayEncoder, prefix: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from rankless.engine.plan.tensor_specs import OWN, PER_RANK
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE
 from rankless.errors import MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
@@ -21,7 +21,7 @@ from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
 from rankless.state import scheduler as schedulers
 from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.capture import MODEL, OPTIMIZER, STATE, Inventory
+from rankless.state.capture import MODEL, OPTIMIZER, Inventory
 from rankless.state.differing_values import components_of, digest_layout, own_model_values, replace_shared
 from rankless.state.meta_models import MetaModels
 from rankless.state.mismatches import MismatchReport, RestorePolicy

@@ -13,7 +13,7 @@ from rankless.engine.plan import layout_types
 from rankless.engine.plan.layout_types import Coordinate, Division, MeshShape, PlacementLayout
 from rankless.engine.plan.shard_byte_ranges import local_shard
 from rankless.engine.plan.split_tensors import Splits
-from rankless.engine.plan.tensor_specs import OWN, PER_RANK, HeldPieces, LayoutSpec, Meshes, Spec, TensorSpec
+from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE, HeldPieces, LayoutSpec, Meshes, Spec, TensorSpec
 from rankless.engine.plan.uneven_shard_layout import ReportedPart, lay_out_pieces
 from rankless.errors import RankMismatchError, StateError
 from rankless.ondisk.data_files import TensorInfo, intern_info
@@ -72,6 +72,12 @@ class GlobalTensor(msgspec.Struct, frozen=True):
     def iter_coordinates(self) -> Iterator[Coordinate]:
         """Return the coordinates of all shards."""
         return itertools.product(*(range(count) for count, _ in self.division))
+
+
+def _of_lowest_form(tensor_specs: Sequence[tuple[int, TensorSpec]]) -> list[tuple[int, TensorSpec]]:
+    """Return those of some specs of a tensor that have the dtype and shape which the lowest rank has."""
+    lowest = tensor_specs[0][1]
+    return [naming for naming in tensor_specs if (naming[1].dtype, naming[1].shape) == (lowest.dtype, lowest.shape)]
 
 
 class _HolderTable(NamedTuple):
@@ -157,6 +163,8 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
         for (group, _), tensor_specs in naming.items():
             if group == OWN:
                 yield from self._per_rank_tensors(tensor_specs)
+            elif group == STATE:
+                yield self._merge_tensor(_of_lowest_form(tensor_specs))
             else:
                 yield self._merge_tensor(tensor_specs)
 

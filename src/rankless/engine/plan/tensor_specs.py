@@ -17,6 +17,10 @@ from rankless.engine.plan.split_tensors import Splits
 #: The group of tensors that belong to single ranks; their names begin with the rank and a slash.
 PER_RANK = "ranks"
 
+#: The group of tensors in the values that ranks share or merge. Of a tensor that several ranks have, the one of the
+#: lowest rank is stored; others may have another shape.
+STATE = "state"
+
 #: In a spec, the group of tensors of the rank itself. Their names lack the rank, so that ranks can share a spec.
 OWN = "own"
 

@@ -21,6 +21,7 @@ from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.io.tensor_sources import Source
 from rankless.engine.plan.element_ranges import TensorRange
+from rankless.engine.plan.tensor_specs import STATE
 from rankless.errors import InvalidArgumentError
 from rankless.formats.reader import find_file_ranges
 from rankless.formats.registry import LAYOUT
@@ -36,7 +37,6 @@ from rankless.nxd.writer.shard import stored_slices
 from rankless.ondisk import values
 from rankless.ondisk.validation import split_state_key
 from rankless.state.array_decoder import ArrayDecoder
-from rankless.state.capture import STATE
 from rankless.state.optimizer.whole_states import without_orders
 from rankless.storage import posix
 from rankless.storage.posix import check_space

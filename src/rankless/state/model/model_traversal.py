@@ -234,8 +234,8 @@ def _view_entries(
     aliases: frozenset[str],
     splits: Mapping[str, Splits] = MappingProxyType({}),
 ) -> ModelView:
-    view = ModelView(buffers=buffers)
-    tensors, view.extra = _separate_tensors(state)
+    tensors, extra = _separate_tensors(state)
+    view = ModelView(extra=extra, buffers=buffers - extra.keys())  # extra state may be a tensor
     wrappers = {name for name, tensor in tensors.items() if is_wrapper(tensor)}
     for name, tensor in tensors.items():
         if not is_plain(tensor) and name not in wrappers:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from rankless.errors import OptimizerMismatchError
@@ -240,11 +242,20 @@ def _check_equal_keys(member: GroupMember, infos: Mapping[str, Mapping[str, Tens
             )
 
 
+def _fits(value: object, current: torch.Tensor) -> bool:
+    """Return whether a saved setting can fill the tensor ``current``: one of its shape, or one element for one."""
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic | int | float):
+        return False
+    shape = tuple(getattr(value, "shape", ()))
+    return shape == tuple(current.shape) or math.prod(shape) == current.numel() == 1
+
+
 def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
     """Put saved settings into the groups of all optimizers that are loaded together.
 
     A tensor, such as a learning rate that a captured step reads, is filled in place. But if several groups share it, it
-    cannot hold a value for each: then they get separate tensors, as ``Optimizer.load_state_dict`` gives them.
+    cannot hold a value for each: then they get separate tensors, as ``Optimizer.load_state_dict`` gives them. A value
+    that does not fit into the tensor replaces it.
     """
     use_counts = Counter(id(value) for group, _ in pairs for value in group.values() if isinstance(value, torch.Tensor))
     for group, saved in pairs:
@@ -254,7 +265,9 @@ def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> N
                 group[name] = type(current)(value)
             elif not isinstance(current, torch.Tensor):
                 group[name] = value
+            elif not _fits(value, current):
+                group[name] = value.to(current.device) if isinstance(value, torch.Tensor) else value
             elif use_counts[id(current)] > 1:
-                group[name] = current.clone().copy_(torch.as_tensor(value))
+                group[name] = current.clone().copy_(torch.as_tensor(value).reshape(current.shape))
             else:
-                current.copy_(torch.as_tensor(value))
+                current.copy_(torch.as_tensor(value).reshape(current.shape))

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import StateError
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import are_same
-from rankless.state.array_encoder import INLINE_BYTES
+from rankless.state.array_encoder import INLINE_BYTES, digest_tensor
 from rankless.state.optimizer.storable_states import check_tree
-from rankless.state.tensor_views import local_tensor
 from rankless.state.user_objects import read_state
 
 _HOOKS = (
@@ -150,19 +150,21 @@ def resolve_references(tree: Any, states: Sequence[Mapping[str, Any]]) -> Any:
 def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     """Return what a save stores of one optimizer, with the ``names`` of its parameters; ``None`` if it has nothing.
 
-    Large tensors, of which rank 0 stores the bytes, get a digest, so that ranks compare them.
+    Tensors and arrays that are stored apart get a digest, so that ranks compare them.
     """
     own = own_values(optimizer)
     if not own:
         return None
-    large = [leaf for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor) and leaf.nbytes > INLINE_BYTES]
-    digests = [_digest(tensor) for tensor in large]
+    digests = [digest_tensor(tensor) for tensor in map(_find_stored, tree_leaves(own)) if tensor is not None]
     return {"params": list(names), **own, **({"digests": digests} if digests else {})}
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    local = local_tensor(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return digest_bytes(local.numpy().tobytes(), 16).hex()
+def _find_stored(leaf: object) -> torch.Tensor | None:
+    """Return a tensor or an array as a tensor, if it is stored apart from the values."""
+    if isinstance(leaf, np.ndarray):
+        dtype_of_array(leaf)  # refuses what cannot be stored
+        return torch.from_numpy(leaf.copy(order="C"))
+    return leaf if isinstance(leaf, torch.Tensor) and leaf.nbytes > INLINE_BYTES else None
 
 
 def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
