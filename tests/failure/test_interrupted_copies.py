@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from unittest import mock
 
@@ -42,7 +42,7 @@ def copied(tmp_path: Path) -> Path:
 
 
 def keep(copied: Path, *names: str) -> None:
-    """Leave only some files of the third step."""
+    """Leave only some files of the third step. Folders stay, as ``cp`` makes them."""
     for name in {"manifest.json", *FILES} - {*names}:
         (copied / "step_3" / name).unlink()
 
@@ -96,6 +96,96 @@ def test_the_last_file_may_be_cut(copied: Path, size: int) -> None:
     go_on(copied)
 
 
+@pytest.mark.parametrize("size", [0, 1, 300, -1])
+@pytest.mark.parametrize("tag", [None, "step_2"])
+def test_the_manifest_may_be_cut(copied: Path, size: int, tag: str | None) -> None:
+    manifest = copied / "step_3/manifest.json"
+    os.truncate(manifest, size % manifest.stat().st_size)
+    directory, found = rankless.RunDirectory(copied), state(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert directory.restore(tag, found, resume=True).step == 2
+        directory.save("step_3", state(3), step=3)
+    assert rankless.restore(copied, model=state(0)).step == 3
+
+
+def test_a_manifest_that_is_wrong_elsewhere_stays(copied: Path) -> None:
+    """A disk may read one bit wrong: the checkpoint may be intact."""
+    manifest = copied / "step_3/manifest.json"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
+    directory = rankless.RunDirectory(copied)
+    directory.restore("step_2", state(0), resume=True)
+    for overwrite, match in ((False, "exists already"), (True, "it is not known what .*step_3 is")):
+        with pytest.raises(TagExistsError, match=match):
+            directory.save("step_3", state(3), step=3, overwrite=overwrite)
+    assert hidden(copied) == []
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model/model.safetensors"])
+def test_a_file_that_rsync_had_not_written_yet(copied: Path, name: str) -> None:
+    file = copied / "step_3" / name
+    file.rename(file.with_name(f".{file.name}.Ab12Cd"))
+    (copied / "step_3/manifest.json").unlink(missing_ok=True)
+    go_on(copied)
+    assert len(hidden(copied)) == 1
+
+
+def test_only_the_file_of_statistics_is_left(copied: Path) -> None:
+    shutil.rmtree(copied / "step_3")
+    (copied / "step_3").mkdir()
+    (copied / "step_3/.statistics").write_bytes(b"")
+    go_on(copied)
+    assert len(hidden(copied)) == 1
+
+
+def test_an_empty_folder_is_removed_without_a_word(copied: Path) -> None:
+    shutil.rmtree(copied / "step_3")
+    (copied / "step_3").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go_on(copied)
+    assert hidden(copied) == []
+
+
+def test_files_of_the_job_and_of_its_model(tmp_path: Path) -> None:
+    """The next save of the same step has the same files, and shows that they are no notes of somebody."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
+    )
+    model, files = transformers.LlamaForCausalLM(config), {"trainer_state.json": b"{}", "tokenizer.model": b"1"}
+    directory = rankless.RunDirectory(tmp_path)
+    for step in (1, 2):
+        directory.save(f"step_{step}", model, step=step, files=files)
+    (tmp_path / "step_2/manifest.json").unlink()
+    assert (tmp_path / "step_2/model/generation_config.json").exists()
+    directory = rankless.RunDirectory(tmp_path)
+    directory.restore(None, model, resume=True)
+    with pytest.raises(TagExistsError, match="no checkpoint"):
+        directory.save("step_2", model, step=2)
+    with pytest.warns(UserWarning, match="had no manifest"):
+        directory.save("step_2", model, step=2, files=files)
+    assert rankless.list_checkpoints(tmp_path)[-1].status == "complete"
+
+
+@pytest.mark.parametrize("size", [0, 300])
+def test_a_drain_writes_over_a_manifest_that_is_cut(copied: Path, tmp_path: Path, size: int) -> None:
+    shutil.rmtree(copied / "step_3")
+    tier = rankless.LocalTier(tmp_path / "tier", drain_every=10)
+    directory = rankless.RunDirectory(copied, local=tier)
+    directory.restore(None, state(0), resume=True)
+    directory.save("step_3", state(3), step=3).wait_local()
+    shutil.copytree(copied / "step_2", copied / "step_3")
+    os.truncate(copied / "step_3/manifest.json", size)
+    with pytest.warns(UserWarning, match="had no manifest"):
+        directory.finalize()
+    loaded = state(0)
+    assert rankless.restore(copied, model=loaded).step == 3
+    assert torch.equal(loaded["w"], state(3)["w"])
+
+
 def put_notes(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
 
@@ -113,7 +203,32 @@ def put_other_tensors(folder: Path) -> None:
     (folder / "model/model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
 
 
-@pytest.mark.parametrize("put", [put_notes, put_values, put_link, put_other_tensors])
+def put_state(folder: Path) -> None:
+    (folder / "state.json").write_text('{"city": "Rome"}')
+
+
+def put_silly_name(folder: Path) -> None:
+    (folder / ".nfs_mount_notes").write_text("mine")
+
+
+def put_model_next_to_it(folder: Path) -> None:
+    shutil.rmtree(folder)
+    rankless.save_model(state(3), folder / "state_dict.safetensors")
+
+
+def put_scheduler_next_to_it(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    rankless.save_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), folder / "state.json")
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(put_notes, put_values, put_link, put_other_tensors, put_state, put_model_next_to_it),
+        *(put_scheduler_next_to_it, put_silly_name),
+    ],
+)
 def test_what_somebody_has_put_there_stays(copied: Path, put: Callable[[Path], None]) -> None:
     keep(copied, *FILES)
     put(copied / "step_3")
@@ -138,7 +253,7 @@ def test_a_copy_that_is_completed_meanwhile_keeps_its_name(copied: Path, tmp_pat
     keep(copied, *FILES)
     looks = iter([True, True])
 
-    def look(folder: Path) -> bool:
+    def look(folder: Path, new_names: Collection[str]) -> bool:
         if next(looks, False):
             return True
         shutil.copy(tmp_path / "run/step_3/manifest.json", folder)

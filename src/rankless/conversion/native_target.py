@@ -18,14 +18,14 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.contained_paths import check_contained
-from rankless.formats.hub_layout_file import NAME, layout_file
+from rankless.formats.hub_layout_file import layout_file
 from rankless.formats.huggingface import SINGLE, HuggingFaceReader
 from rankless.formats.native import RANKS, STATE, NativeReader
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.formats.sharded.model_files import MODELING
 from rankless.ondisk import values
-from rankless.ondisk.data_files import CONFIG, TensorInfo, is_adapter_group, pack_files
+from rankless.ondisk.data_files import CONFIG, HUB_LAYOUT, TensorInfo, is_adapter_group, pack_files
 from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
@@ -104,7 +104,7 @@ class NativeTarget:
         is_unchanged = all(
             sources.get(key) == key for key in ((_MODEL, name) for name in reader.groups.get(_MODEL, ()))
         )
-        return {f"{_MODEL}/{NAME}": raw} if raw is not None and is_unchanged else {}
+        return {f"{_MODEL}/{HUB_LAYOUT}": raw} if raw is not None and is_unchanged else {}
 
     def open_reader(self) -> Reader:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

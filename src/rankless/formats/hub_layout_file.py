@@ -19,11 +19,8 @@ from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.formats.remapped_reader import NamedRange, TensorMapping
 from rankless.ondisk import strict_json
-from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.data_files import HUB_LAYOUT, TensorInfo
 from rankless.process.prepared_types import prepared
-
-#: The name of the file in the folder of the model.
-NAME = "hub_layout.json"
 
 
 @prepared
@@ -51,7 +48,7 @@ def layout_file(reader: Reader) -> bytes | None:
     """Return the contents of the file in a checkpoint, or ``None`` if it has none."""
     if not isinstance(reader, NativeReader):
         return None
-    name = (reader.model_folder.relative_to(reader.path) / NAME).as_posix()
+    name = (reader.model_folder.relative_to(reader.path) / HUB_LAYOUT).as_posix()
     return reader.read_small_file(name) if name in reader.manifest.files else None
 
 
@@ -61,9 +58,9 @@ def read_layout(reader: Reader) -> HubLayout:
     if raw is None:
         return HubLayout()
     try:
-        return msgspec.convert(strict_json.parse_json(raw, f"{reader.path}: {NAME}"), HubLayout)
+        return msgspec.convert(strict_json.parse_json(raw, f"{reader.path}: {HUB_LAYOUT}"), HubLayout)
     except msgspec.ValidationError as error:
-        raise CorruptCheckpointError(f"{reader.path}: {NAME} is corrupt: {error}") from error
+        raise CorruptCheckpointError(f"{reader.path}: {HUB_LAYOUT} is corrupt: {error}") from error
 
 
 def join_tensors(splits: Mapping[str, Splits], infos: Mapping[str, TensorInfo]) -> dict[str, TensorMapping]:
@@ -100,7 +97,7 @@ def _make_mappings(
 
 
 def _corrupt(name: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{NAME} is corrupt: the parts of tensor {name!r} are not the whole tensor")
+    return CorruptCheckpointError(f"{HUB_LAYOUT} is corrupt: the parts of tensor {name!r} are not the whole tensor")
 
 
 def is_stored_as(name: str, shape: tuple[int, ...], splits: Splits) -> bool:

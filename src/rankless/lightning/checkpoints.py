@@ -21,6 +21,7 @@ from rankless.load.restore_result import RestoreResult
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
 from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.interrupted_copy import is_interrupted_copy
 from rankless.run.ownership import Replaceable
 from rankless.run.scan import CheckpointInfo
 from rankless.save.deferred_errors import DeferredErrors
@@ -151,7 +152,7 @@ def _displace_lightning_checkpoint(path: Path, replaceable: Replaceable) -> Path
         return None
 
     def rename_existing(_: list[bytes]) -> bytes:
-        if not path_exists(path) or is_native(path):
+        if not path_exists(path) or is_native(path) or is_interrupted_copy(path):
             return b""
         replaceable.check(path)
         displaced = _unused_name(path)

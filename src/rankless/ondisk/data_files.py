@@ -43,6 +43,12 @@ NO_ADAPTERS, WITH_ADAPTERS, ONLY_ADAPTERS = "model", "model and adapters", "adap
 #: The file with the configuration of a model of transformers.
 CONFIG = "config.json"
 
+#: The file with the parameters of generation of a model of transformers.
+GENERATION_CONFIG = "generation_config.json"
+
+#: The file with the names and layouts that the tensors of a model have on the Hub.
+HUB_LAYOUT = "hub_layout.json"
+
 #: PEFT's name of the file with the tensors of an adapter, without the suffix.
 ADAPTER_STEM = "adapter_model"
 

@@ -92,6 +92,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return body + b',\n  "crc64nvme": "%016x"\n}\n' % crc64(body)
 
 
+def has_end(raw: bytes) -> bool:
+    """Return whether a manifest has its end, which :func:`encode_manifest` writes: a part of one does not."""
+    return _TAIL.search(raw) is not None
+
+
 def decode_manifest(raw: bytes, file: str) -> Manifest:
     """Parse and check a manifest.
 

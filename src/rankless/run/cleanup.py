@@ -262,7 +262,12 @@ def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Check
                 yield info
             continue
         name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
-        if foreign := _find_foreign(info, info.path):
+        try:
+            foreign = _find_foreign(info, info.path)
+        except StorageError as error:
+            warn_caller(f"{info.path} is not removed, because it is not known whether all in it belongs to it: {error}")
+            continue
+        if foreign:
             _warn_of_foreign(info, foreign)
         if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
             with _lock_removal(info.path.parent, name):

@@ -188,8 +188,17 @@ class Replaceable(msgspec.Struct, frozen=True):
             return
         what = f"{path / foreign} is no file of {self.text}" if foreign else f"{path} is not {self.text}"
         if foreign == manifest.NAME:
-            what = f"{path} was saved under another name, and then renamed or copied"
+            what = _describe_manifest(path)
         raise TagExistsError(f"{what}; nothing else is replaced or removed: choose another name, or move it away")
+
+
+def _describe_manifest(path: Path) -> str:
+    """Return why a folder with a manifest is not the checkpoint that a save may replace."""
+    try:
+        read_manifest(path)
+    except (CorruptCheckpointError, FormatError) as error:
+        return f"it is not known what {path} is: {error}"
+    return f"{path} was saved under another name, and then renamed or copied"
 
 
 def checkpoint_of(tag: str) -> Replaceable:

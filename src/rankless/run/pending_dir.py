@@ -143,7 +143,8 @@ class PendingDirectory:
         from rankless.run.abandoned_tags import name_abandoned  # noqa: PLC0415
         from rankless.run.interrupted_copy import hide_interrupted_copy  # noqa: PLC0415
 
-        return name_abandoned(self.final, saved) or hide_interrupted_copy(self.final, saved.run)
+        names = directory_trees.list_tree(self.path)
+        return name_abandoned(self.final, saved) or hide_interrupted_copy(self.final, saved.run, names)
 
     def replace(self, check_replaceable: Callable[[Path], None], entry: str = "") -> None:
         """Rename the directory, or one entry of it, to the final path, in place of what is there.

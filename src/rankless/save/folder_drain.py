@@ -28,7 +28,7 @@ from rankless.errors import (
     NoCheckpointError,
     TagExistsError,
 )
-from rankless.formats.native import holds_checkpoint, read_manifest
+from rankless.formats.native import read_manifest
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
@@ -42,6 +42,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
+from rankless.storage.filesystem_kind import forget_names
 from rankless.storage.writer_pool import WriterPool
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Generation
@@ -79,7 +80,7 @@ class FolderDrain(GenerationDrain):
         return info
 
     def _open_pending(self) -> bytes:
-        if holds_checkpoint(self.path, self._label.manifest.id):
+        if self._is_written():
             return b""
         self._tier.check_not_fenced(self._label.manifest.tag)
         attempt = secrets.token_hex(8)
@@ -164,9 +165,17 @@ class FolderDrain(GenerationDrain):
                 self._pending.publish_tag(info)
             self._tier.check_published(info)
         except TagExistsError:
-            if not holds_checkpoint(self.path, self._label.manifest.id):
+            if not self._is_written():
                 raise
             self._pending.discard()
+
+    def _is_written(self) -> bool:
+        """Return whether the run directory has the checkpoint. Raises ``StorageError`` if that cannot be found out."""
+        forget_names(self.path.parent)
+        try:
+            return read_manifest(self.path).id == self._label.manifest.id
+        except (CorruptCheckpointError, FormatError, NoCheckpointError):
+            return False
 
     def _remove_old_checkpoints(self) -> None:
         """Remove the checkpoints that are not kept. Failures only warn: the new one is committed."""

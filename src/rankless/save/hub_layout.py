@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.formats.hub_layout_file import NAME, HubLayout, encode_layout, is_stored_as
-from rankless.ondisk.data_files import TensorInfo
+from rankless.formats.hub_layout_file import HubLayout, encode_layout, is_stored_as
+from rankless.ondisk.data_files import HUB_LAYOUT, TensorInfo
 from rankless.ondisk.torchao_form import flat_names, select_described
 from rankless.state.model.fused_layout import stored_layout
 
@@ -24,7 +24,7 @@ def hub_layout_files(models: Mapping[str, object], plan: SavePlan, values: Mappi
         infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in entries}
         layout = find_hub_layout(model, infos, values.get(slot, {}))
         if layout:
-            files[f"{slot}/{NAME}"] = encode_layout(layout)
+            files[f"{slot}/{HUB_LAYOUT}"] = encode_layout(layout)
     return files
 
 

@@ -107,7 +107,9 @@ class SaveRequest(msgspec.Struct, frozen=True):
         if not self.overwrite:
             # Another job that has continued the run may have saved this step: another tag would not help.
             check_not_superseded(self.path, read_history(self.path), self.job)
-            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+            if is_native(final):
+                raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
+            raise TagExistsError(f"{final} exists already, and is no checkpoint: choose another tag, or move it away")
         if not isinstance(final, ObjectPath):
             checkpoint_of(self.tag).check(final)
         elif is_native(final):
@@ -121,7 +123,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
             is_taken = self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
         else:
             is_taken = posix.path_exists(final)
-        return is_taken and not self._is_abandoned(final) and not _is_interrupted_copy(final)
+        return is_taken and not self._is_abandoned(final) and not self._is_interrupted_copy(final)
 
     def _is_abandoned(self, final: Path) -> bool:
         """Return whether an abandoned checkpoint of this run has the tag: it gets another one when this is saved."""
@@ -133,6 +135,12 @@ class SaveRequest(msgspec.Struct, frozen=True):
             and self.job.abandons(info, is_current=info.is_current)
             for info in cached_checkpoints(self.path)
         )
+
+    def _is_interrupted_copy(self, final: Path) -> bool:
+        """Return whether the publication hides what has the tag."""
+        from rankless.run.interrupted_copy import is_interrupted_copy  # noqa: PLC0415 - few saves find their tag taken
+
+        return is_interrupted_copy(final, self.training.files)
 
     @property
     def replaces(self) -> bool:
@@ -151,13 +159,6 @@ class SaveRequest(msgspec.Struct, frozen=True):
         """Return the step and the metrics as the manifest stores them; metrics that are not finite become ``None``."""
         step = None if self.step is None else check_number("step", self.step)
         return step, read_metrics(self.metrics)
-
-
-def _is_interrupted_copy(final: Path) -> bool:
-    """Return whether the publication hides what has the tag."""
-    from rankless.run.interrupted_copy import is_interrupted_copy  # noqa: PLC0415 - few saves find their tag taken
-
-    return is_interrupted_copy(final)
 
 
 def _check_files(files: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -12,8 +13,8 @@ from rankless.storage.atomic_rename import rename_path
 from rankless.storage.links_and_clones import DISK_ERRORS
 from rankless.storage.posix import wrap_os_errors
 
-#: The start of the names that an NFS client gives to removed files that its host has open, until they are closed.
-_REMOVED_BUT_OPEN = ".nfs"
+#: The names that an NFS client gives to removed files that its host has open, until they are closed.
+_REMOVED_BUT_OPEN = re.compile(r"\.nfs[0-9a-f]{8,}")
 
 #: The bytes that are compared at a time.
 _CHUNK = 2**20
@@ -50,22 +51,41 @@ def _raise_unless_missing(
 def _is_removed_but_open(path: Path, number: int | None) -> bool:
     """Return whether a file is removed already, or a directory has no other files, and a process has them open."""
     if number == errno.EBUSY:
-        return path.name.startswith(_REMOVED_BUT_OPEN)
+        return _REMOVED_BUT_OPEN.fullmatch(path.name) is not None
     if number == errno.ENOTEMPTY:
-        return all(entry.name.startswith(_REMOVED_BUT_OPEN) or entry.is_dir() for entry in path.rglob("*"))
+        return all(_REMOVED_BUT_OPEN.fullmatch(entry.name) or entry.is_dir() for entry in path.rglob("*"))
     return False
 
 
 def list_tree(path: Path) -> set[str]:
     """Return the names of all files and links in a directory and below it; of a file or a link, "".
 
-    Directories are not followed through links. Files that are removed, but open on NFS, are left out.
+    Directories are not followed through links. Files that are removed, but open on NFS, are left out. Raises
+    ``StorageError`` if a directory cannot be listed.
     """
     with wrap_os_errors("list", path):
         if path.is_symlink() or not path.is_dir():
             return {""}
-        entries = [entry for entry in path.rglob("*") if not entry.name.startswith(_REMOVED_BUT_OPEN)]
-        return {str(entry.relative_to(path)) for entry in entries if entry.is_symlink() or not entry.is_dir()}
+        return {name for name in _list_files(path) if not _REMOVED_BUT_OPEN.fullmatch(PurePosixPath(name).name)}
+
+
+def has_no_files(path: Path) -> bool:
+    """Return whether a directory has no files below it, not even files that are removed, but open on NFS."""
+    with wrap_os_errors("list", path):
+        return not any(_list_files(path))
+
+
+def _list_files(path: Path) -> Iterator[str]:
+    """Yield the names of all files and links below a directory. ``Path.rglob`` skips what this user may not list."""
+    for folder, folders, files in os.walk(path, onerror=_raise_unless_gone):
+        links = (name for name in folders if Path(folder, name).is_symlink())
+        yield from (str(Path(folder, name).relative_to(path)) for name in (*files, *links))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if error.errno not in {errno.ENOENT, errno.ESTALE}:
+        with wrap_os_errors("list", Path(error.filename)):
+            raise error
 
 
 def find_obstacle(folder: Path, names: Iterable[str]) -> str | None:
@@ -99,7 +119,7 @@ def find_missing(source: Path, target: Path, excluded: set[str]) -> str | None:
         for name in _walk(source, excluded):
             entry, copy = source / name, target / name
             is_there = copy.is_dir() if _is_real_directory(entry) else os.path.lexists(copy) and _is_same(entry, copy)
-            if not is_there and not entry.name.startswith(_REMOVED_BUT_OPEN):
+            if not is_there and not _REMOVED_BUT_OPEN.fullmatch(entry.name):
                 return name
     return None
 

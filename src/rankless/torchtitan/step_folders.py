@@ -17,6 +17,7 @@ from rankless.errors import CorruptCheckpointError, NoCheckpointError, TagExists
 from rankless.formats.native import is_native
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.interrupted_copy import is_interrupted_copy
 from rankless.run.ownership import EXPORT
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
@@ -60,7 +61,8 @@ class RunFolder:
     """The contents of a run folder.
 
     ``infos`` are rankless's checkpoints, oldest first. All others are known by their steps: ``dcp`` are checkpoints of
-    torchtitan, ``exports`` are weights that rankless has exported, ``others`` is anything else with such a name.
+    torchtitan, ``exports`` are weights that rankless has exported, ``others`` is anything else with such a name, but
+    for interrupted copies, which a save hides.
     """
 
     path: Path
@@ -79,7 +81,8 @@ class RunFolder:
         dcp = {step for step in steps if is_dcp(path / tag_of(step))}
         replaceable = {step for step in steps - dcp if is_replaceable(path / tag_of(step))}
         exports = {step for step in replaceable if store.list_names(path / tag_of(step))}
-        return cls(path, infos, frozenset(dcp), frozenset(exports), frozenset(steps - dcp - replaceable))
+        hidden = {step for step in steps - dcp - replaceable if is_interrupted_copy(path / tag_of(step))}
+        return cls(path, infos, frozenset(dcp), frozenset(exports), frozenset(steps - dcp - replaceable - hidden))
 
     def find_start(self, step: int) -> StartPoint | None:
         """Return the checkpoint of a step, or that of the highest step if it is -1; ``None`` if there is none at all.

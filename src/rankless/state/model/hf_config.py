@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rankless.ondisk.data_files import CONFIG
+from rankless.ondisk.data_files import CONFIG, GENERATION_CONFIG
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.state.model.flat_model import FlatModel
 from rankless.state.model.wrapper_modules import find_wrapped
@@ -49,7 +49,7 @@ def base_config_files(module: nn.Module) -> Iterator[tuple[str, bytes]]:
     yield CONFIG, config.to_json_string().encode()
     generation = getattr(module, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
-        yield "generation_config.json", generation.to_json_string().encode()
+        yield GENERATION_CONFIG, generation.to_json_string().encode()
 
 
 def _diffusers_config(module: Any) -> bytes:
