@@ -5,6 +5,7 @@ All frameworks name their checkpoints themselves, and use the same names again w
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,21 @@ def test_an_older_one_is_continued_and_the_later_ones_stay(ranks: Ranks, tmp_pat
     assert of(tmp_path, name) == ([1, 2, 102], {3, 12, 22})
     assert run(ranks, tmp_path, name, Job(1000, 4, LATEST), size=size) == []
     assert of(tmp_path, name) == ([1, 2, 102, 1102], {3, 12, 22})
+
+
+@of_each_adapter
+@pytest.mark.parametrize("size", [None, 0])
+def test_a_copy_that_was_interrupted_in_the_newest_one_is_continued(
+    ranks: Ranks, tmp_path: Path, name: str, size: int | None
+) -> None:
+    """The manifest of the third step is missing, or empty."""
+    run(ranks, tmp_path, name, Job(1, 3))
+    folder = folder_of(ADAPTERS[name], tmp_path)
+    for newest in [info.path for info in rankless.list_checkpoints(folder) if weight_of(info.path) == 3]:
+        (newest / "manifest.json").unlink() if size is None else os.truncate(newest / "manifest.json", size)
+    run(ranks, tmp_path, name, Job(10, 4, 2))
+    complete = [info.path for info in rankless.list_checkpoints(folder) if info.status == "complete"]
+    assert list(dict.fromkeys(map(weight_of, complete))) == [1, 2, 12, 22]
 
 
 @of_each_adapter
