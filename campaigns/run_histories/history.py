@@ -371,8 +371,8 @@ class History:
         before = site.contents
         self._state.look(site, before - self._state.pinned(site))
         if site.worlds is not None:
-            latest = {world: latest_of(world, before) for world in site.worlds}
-            site.worlds = {world for world, found in latest.items() if not found or found[1] in site.contents}
+            latest = {world: latest_of(world, before, any_run=site.had_tiers) for world in site.worlds}
+            site.worlds = {world for world, found in latest.items() if not found or site.contents.intersection(found)}
             if not site.worlds:
                 raise ViolationError(f"prune has removed the latest checkpoint, which was one of {latest.values()}")
 

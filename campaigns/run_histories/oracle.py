@@ -60,10 +60,10 @@ def longest_prefix(content: Content, existing: Collection[Content]) -> Content:
     return max((known for known in existing if content[: len(known)] == known), key=len, default=())
 
 
-def latest_of(world: World, existing: Collection[Content]) -> tuple[int, Content] | None:
-    """Return the run and the content of the latest checkpoint; ``None`` if no run has one on its line."""
-    found = ((head.run, longest_prefix(head.content, existing)) for head in world)
-    return next(((run, content) for run, content in found if content), None)
+def latest_of(world: World, existing: Collection[Content], *, any_run: bool) -> list[Content]:
+    """Return what the latest checkpoint may be: the newest on the line of the newest run that has one, or of any."""
+    found = [content for head in world if (content := longest_prefix(head.content, existing))]
+    return found if any_run else found[:1]
 
 
 def worlds_that_load(
