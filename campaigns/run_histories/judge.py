@@ -245,7 +245,7 @@ class Judge:
         if site.worlds is None or site.is_removed:
             return True
         existing = self._state.must(site, host)
-        return not existing or any(latest_of(world, existing) is None for world in site.worlds)
+        return not existing or any(not latest_of(world, existing, any_run=site.had_tiers) for world in site.worlds)
 
     def _describe(self, site: Site, must: Collection[Content]) -> list[str]:
-        return [f"{latest_of(world, must)} of {world}" for world in site.worlds or ()]
+        return [f"{latest_of(world, must, any_run=site.had_tiers)} of {world}" for world in site.worlds or ()]
