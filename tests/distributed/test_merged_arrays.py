@@ -153,6 +153,15 @@ def test_one_process_with_all_stages_loads_them(ranks: Ranks, tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_conversion_has_them(tmp_path: Path, kind: str) -> None:
+    save_both(tmp_path / "run", kind)
+    rankless.convert(tmp_path / "run/a", tmp_path / "out", to="native")
+    stages = [Stage(number, kind, blank(kind)) for number in range(2)]
+    rankless.restore(tmp_path / "out", None, *objects(stages))
+    assert all(are_equal(stage.kept, make_kept(kind, number)) for number, stage in enumerate(stages))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_stages_on_two_ranks_load_those_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     save_both(tmp_path, kind)
     assert all(is_equal for is_equal, *_ in ranks(2, load_stage, str(tmp_path), kind, 2))

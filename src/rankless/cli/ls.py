@@ -122,6 +122,7 @@ def _print_json(
             }
             for leftover in leftovers
         ],
+        "parts": listing.parts,
     }
     if trees is not None:
         table["tree"] = trees.as_record()
@@ -171,5 +172,11 @@ def _print_table(listing: RunListing, leftovers: Sequence[StaleDirectory]) -> No
             out.print(
                 f"{name}: a whole checkpoint that no tag means; prune --leftovers says how to keep it", style="dim"
             )
+    for name in listing.parts:
+        out.print(
+            f"{escape_control_characters(name)}: a part of a checkpoint, without its manifest: a copy or a removal was "
+            "interrupted",
+            style="dim",
+        )
     if leftovers:
         out.print("unfinished: a save that is still running, or was interrupted", style="dim")

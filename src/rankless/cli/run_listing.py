@@ -13,6 +13,7 @@ from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_metrics, format_size, format_time
 from rankless.run.aliases import Alias, list_aliases, means
 from rankless.run.catalog import StaleDirectory, list_stale_directories
+from rankless.run.interrupted_copy import list_parts_of_checkpoints
 from rankless.run.retention import sort_by_metric
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.links_and_clones import own_bytes
@@ -33,7 +34,8 @@ RUN_CHARACTERS = 6
 class RunListing:
     """The contents of a run directory: ``own`` has the disk space of each checkpoint by itself, by tag.
 
-    ``best`` is the tag of the best checkpoint, if one was asked for.
+    ``parts`` are names of folders with a part of a checkpoint. ``best`` is the tag of the best checkpoint, if one was
+    asked for.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class RunListing:
     own: Mapping[str, int]
     aliases: Mapping[str, Alias]
     leftovers: Sequence[StaleDirectory]
+    parts: Sequence[str]
     best: str = ""
 
     @classmethod
@@ -53,7 +56,8 @@ class RunListing:
             metrics = ", ".join(sorted({name for info in complete for name in info.metrics})) or "none"
             raise InvalidArgumentError(f"no checkpoint has a finite metric {best!r}; there are: {metrics}")
         best_tag = ranked[0].tag if ranked else ""
-        return cls(path, checkpoints, own, list_aliases(path), list_stale_directories(path), best_tag)
+        parts = list_parts_of_checkpoints(path, own)
+        return cls(path, checkpoints, own, list_aliases(path), list_stale_directories(path), parts, best_tag)
 
     @property
     def state(self) -> list[tuple[str, str, str]]:

@@ -119,8 +119,8 @@ class ComponentSave(SaveOperation[Path]):
         kind, captured = self._request.kind, agreement.captured
         if any(tensor.group == STATE for tensor in global_spec.iter_tensors()):
             raise UnsupportedValueError(
-                f"the {kind} has values with NumPy arrays, or tensors of more than 64 KiB, which these files cannot store: "
-                "use save_checkpoint"
+                f"the {kind} has values with NumPy arrays, or with tensors of more than 64 KiB, which these files "
+                "cannot store: use save_checkpoint"
             )
         companions = {name.removeprefix(f"{kind}/"): data for name, data in captured.small_files.items()}
         values = agreement.merged_values.get(kind, {})

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from rankless.errors import CorruptCheckpointError, StorageError, TagExistsError
@@ -103,6 +104,23 @@ def is_interrupted_copy(folder: Path, new_names: Collection[str] = ()) -> bool:
     return all(_is_of_checkpoint(folder, PurePosixPath(name), new_names) for name in names) and any(
         "/" not in name and name != STATISTICS for name in names
     )
+
+
+def list_parts_of_checkpoints(run: Path, tags: Collection[str]) -> list[str]:
+    """Return the names of folders in a run directory, other than ``tags``, with values of a checkpoint and no manifest.
+
+    For people to look at: nothing is removed because of it. In an object store no tag means such a folder.
+    """
+    if isinstance(run, ObjectPath):
+        return []
+    names = (name for name in sorted(posix.list_names(run)) if not name.startswith(".") and name not in tags)
+    return [name for name in names if not is_native(run / name) and any(map(partial(_has_values, run / name), _VALUES))]
+
+
+def _has_values(folder: Path, name: str) -> bool:
+    with suppress(StorageError):
+        return _is_of_checkpoint(folder, PurePosixPath(name), ())
+    return False
 
 
 def _is_cut(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,14 @@ class TestLs:
         assert [row.split()[0] for row in rows] == ["step_1", "step_2", "step_3"]
         assert ["latest" in row for row in rows] == [False, False, True]
         assert all("complete" in row for row in rows)
+
+    def test_names_what_an_interrupted_copy_has_left(self, made: Path, tmp_path: Path) -> None:
+        run = shutil.copytree(made, tmp_path / "run")
+        (run / "step_3/manifest.json").unlink()
+        (run / "notes").mkdir()
+        (run / "notes/state.json").write_text('{"city": "Rome"}')
+        assert invoke("ls", run).stdout.splitlines()[-1].startswith("step_3: a part of a checkpoint")
+        assert invoke_json("ls", run)["parts"] == ["step_3"]
 
     def test_shows_step_size_local_time_and_metrics(self, made: Path) -> None:
         row = invoke("ls", made).stdout.splitlines()[3]
