@@ -14,7 +14,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from rankless.errors import CorruptCheckpointError, StorageError, TagExistsError
+from rankless.errors import (
+    CorruptCheckpointError,
+    FormatError,
+    NoCheckpointError,
+    StorageError,
+    TagExistsError,
+)
 from rankless.formats.native import is_native, read_manifest
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest, values
@@ -128,10 +134,11 @@ def _is_cut(folder: Path) -> bool:
 
     Its end is its checksum. Any other fault of a manifest may be one of a disk, and the checkpoint is left alone.
     """
-    try:
-        read_manifest(folder)
-    except CorruptCheckpointError:
-        return not manifest.has_end(store_of(folder).read_small(folder / manifest.NAME))
+    with suppress(FormatError, NoCheckpointError):  # that of another program, or it was removed meanwhile
+        try:
+            read_manifest(folder)
+        except CorruptCheckpointError:
+            return not manifest.has_end(store_of(folder).read_small(folder / manifest.NAME))
     return False
 
 
