@@ -64,7 +64,8 @@ def digest_tensor(tensor: torch.Tensor) -> str:
     """Return a digest of the dtype, shape and elements of what this rank holds of a tensor."""
     local = local_tensor(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
     form = f"{NAMES[local.dtype]} {list(local.shape)} ".encode()
-    return digest_bytes(form + local.reshape(-1).view(torch.uint8).numpy().tobytes()).hex()
+    data = local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+    return digest_bytes(form + data).hex()
 
 
 class ArrayEncoder:

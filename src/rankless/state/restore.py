@@ -552,10 +552,14 @@ class LoadTargets:
         for slot, view in self._views.items():
             self._apply_model(slot, view)
         optimizer_restores = self._optimizer_restores.values()
-        put_settings([pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()])
+        rounded = put_settings(
+            [pair for optimizer_restore in optimizer_restores for pair in optimizer_restore.pair_settings()]
+        )
         for slot, optimizer_restore in self._optimizer_restores.items():
             optimizer_restore.apply()
-            if optimizer_restore.has_changed_states:
+            if optimizer_restore.has_changed_states or not rounded.isdisjoint(
+                map(id, optimizer_restore.loaded_groups())
+            ):
                 self.report.cast.add(slot)
         loaded_groups = {id(group) for restore in optimizer_restores for group in restore.loaded_groups()}
         for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():

@@ -18,9 +18,9 @@ import rankless
 from rankless.conversion import hub_form
 from rankless.engine.plan.split_tensors import SplitLayout
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError
-from rankless.formats.hub_layout_file import NAME, join_tensors
+from rankless.formats.hub_layout_file import join_tensors
 from rankless.formats.native import NativeReader
-from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.data_files import HUB_LAYOUT, TensorInfo
 from tests.helpers.corruption import flip_tensor_bit
 from tests.helpers.pool import Ranks
 
@@ -65,7 +65,7 @@ def test_exports_have_the_tensors_of_save_pretrained(checkpoint: Path, tmp_path:
     rankless.export_model(checkpoint, tmp_path / "exported", max_shard_size="20KB")
     assert_equal_folders(tmp_path / "converted", tmp_path / "expected")
     assert_equal_folders(tmp_path / "exported", tmp_path / "expected")
-    assert NAME not in {path.name for path in (tmp_path / "converted").iterdir()}
+    assert HUB_LAYOUT not in {path.name for path in (tmp_path / "converted").iterdir()}
 
 
 def test_a_cast_export_has_the_tensors_of_the_cast_model(checkpoint: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_copy_of_a_checkpoint_exports_the_same(checkpoint: Path, tmp_path: Pat
     rankless.convert(tmp_path / "copies", tmp_path / "converted", to="hf")
     assert_equal_folders(tmp_path / "converted", tmp_path / "expected")
     rankless.convert(checkpoint, tmp_path / "others/s", to="native", exclude=["model.norm.*"])
-    assert not (tmp_path / "others/s/model" / NAME).exists()
+    assert not (tmp_path / "others/s/model" / HUB_LAYOUT).exists()
 
 
 def test_the_checkpoint_itself_opens_as_before(checkpoint: Path) -> None:
@@ -122,7 +122,9 @@ def save_sharded(path: Path) -> None:
 
 def test_sharded_ranks_store_the_same_layout(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
     ranks(2, save_sharded, tmp_path / "sharded")
-    assert (tmp_path / "sharded/s/model" / NAME).read_bytes() == (checkpoint / "s/model" / NAME).read_bytes()
+    assert (tmp_path / "sharded/s/model" / HUB_LAYOUT).read_bytes() == (
+        checkpoint / "s/model" / HUB_LAYOUT
+    ).read_bytes()
 
 
 def test_tensors_that_transformers_does_not_store_are_left_out(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def whole(name: str, numel: int, at: int = 0, offset: int = 0, size: int | None 
 )
 def test_a_forged_layout_is_corrupt(splits: Mapping[str, tuple[SplitLayout, ...]]) -> None:
     infos = {"a": TensorInfo("F32", (8,)), "b": TensorInfo("F32", (8,)), "c": TensorInfo("F16", (8,))}
-    with pytest.raises(CorruptCheckpointError, match=NAME):
+    with pytest.raises(CorruptCheckpointError, match=HUB_LAYOUT):
         join_tensors(splits, infos)
 
 

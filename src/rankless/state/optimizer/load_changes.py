@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rankless.state.optimizer.object_states import COLLECTIONS, map_elements
@@ -22,6 +25,10 @@ def remember(tree: Any) -> Any:
     """Return a copy of a tree's collections, with its tensors as they are now, for :func:`is_unchanged`."""
     if isinstance(tree, torch.Tensor):
         return _SeenTensor(tree, _versions_of(tree))
+    if isinstance(tree, np.ndarray):
+        return tree.copy()
+    if type(tree) is OrderedDict:
+        return OrderedDict((key, remember(value)) for key, value in tree.items())
     return map_elements(tree, remember)
 
 
@@ -33,12 +40,24 @@ def is_unchanged(seen: Any, tree: Any) -> bool:
         )
     if type(seen) is not type(tree):
         return False
-    if type(seen) is dict:
+    if type(seen) in {dict, OrderedDict}:
         return bool(seen.keys() == tree.keys()) and all(is_unchanged(seen[key], tree[key]) for key in seen)
     if type(seen) in COLLECTIONS:
         has_limit = getattr(seen, "maxlen", None) == getattr(tree, "maxlen", None)
         return has_limit and len(seen) == len(tree) and all(map(is_unchanged, seen, tree))
-    return bool(seen == tree) or (seen != seen and tree != tree)  # noqa: PLR0124 - NaN
+    return _is_same(seen, tree)
+
+
+def _is_same(seen: Any, value: Any) -> bool:
+    """Return whether two values of one type that are no collections are the same, bit for bit if they are floats."""
+    if isinstance(seen, np.ndarray | np.generic):
+        return seen.dtype == value.dtype and seen.shape == value.shape and bool(seen.tobytes() == value.tobytes())
+    if isinstance(seen, float):
+        return struct.pack("<d", seen) == struct.pack("<d", value)
+    try:
+        return bool(seen == value)
+    except Exception:  # noqa: BLE001 - who cannot compare two values has changed them, as far as is known
+        return False
 
 
 def has_all(seen: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -53,7 +72,7 @@ def is_cast_of(loaded: Any, value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         a, b = local_tensor(loaded), local_tensor(value)
         return a.shape == b.shape and torch.allclose(a, b.to(a.dtype).to(a.device), rtol=0, atol=0, equal_nan=True)
-    if type(value) is dict:
+    if type(value) in {dict, OrderedDict}:
         return bool(loaded.keys() == value.keys()) and all(is_cast_of(loaded[key], value[key]) for key in value)
     if type(value) in COLLECTIONS:
         return len(loaded) == len(value) and all(map(is_cast_of, loaded, value))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -242,32 +241,94 @@ def _check_equal_keys(member: GroupMember, infos: Mapping[str, Mapping[str, Tens
             )
 
 
-def _fits(value: object, current: torch.Tensor) -> bool:
-    """Return whether a saved setting can fill the tensor ``current``: one of its shape, or one element for one."""
-    if not isinstance(value, torch.Tensor | np.ndarray | np.generic | int | float):
-        return False
-    shape = tuple(getattr(value, "shape", ()))
-    return shape == tuple(current.shape) or math.prod(shape) == current.numel() == 1
-
-
-def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+def put_settings(pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> set[int]:
     """Put saved settings into the groups of all optimizers that are loaded together.
 
-    A tensor, such as a learning rate that a captured step reads, is filled in place. But if several groups share it, it
-    cannot hold a value for each: then they get separate tensors, as ``Optimizer.load_state_dict`` gives them. A value
-    that does not fit into the tensor replaces it.
+    A tensor, such as a learning rate that a captured step reads, is filled in place, also if several groups share it
+    and get the same value. Else they get separate tensors. A value that does not fit into the tensor replaces it, as
+    ``Optimizer.load_state_dict`` does. Return the ids of the groups in which a value was rounded.
     """
     use_counts = Counter(id(value) for group, _ in pairs for value in group.values() if isinstance(value, torch.Tensor))
+    shared: dict[int, list[_Place]] = {}
     for group, saved in pairs:
         for name, value in saved.items():
             current = group.get(name)
             if isinstance(current, Enum):
                 group[name] = type(current)(value)
-            elif not isinstance(current, torch.Tensor):
-                group[name] = value
-            elif not _fits(value, current):
-                group[name] = value.to(current.device) if isinstance(value, torch.Tensor) else value
-            elif use_counts[id(current)] > 1:
-                group[name] = current.clone().copy_(torch.as_tensor(value).reshape(current.shape))
+            elif isinstance(current, torch.Tensor):
+                shared.setdefault(id(current), []).append(_Place(group, name, value))
             else:
-                current.copy_(torch.as_tensor(value).reshape(current.shape))
+                group[name] = value
+    rounded: set[int] = set()
+    for key, places in shared.items():
+        rounded.update(map(id, _put_into_tensor(places, is_all=len(places) == use_counts[key])))
+    return rounded
+
+
+class _Place(NamedTuple):
+    """A setting that is a tensor, and its saved value."""
+
+    group: dict[str, Any]
+    name: str
+    value: Any
+
+
+def _put_into_tensor(places: Sequence[_Place], *, is_all: bool) -> list[dict[str, Any]]:
+    """Put the saved values of settings that are one tensor. ``is_all``: no other group has it.
+
+    Return the groups in which a value was rounded.
+    """
+    current = places[0].group[places[0].name]
+    fits = [_fit(place.value, current) for place in places]
+    first = fits[0]
+    is_one = first is not None and all(fit is not None and _is_equal(fit, first) for fit in fits)
+    if first is not None and is_one and is_all and _is_writable(current):
+        with torch.no_grad():
+            current.copy_(first)
+    else:
+        for place, fit in zip(places, fits, strict=True):
+            value = place.value if fit is None else fit
+            place.group[place.name] = value.to(current.device) if isinstance(value, torch.Tensor) else value
+    return [
+        place.group
+        for place, fit in zip(places, fits, strict=True)
+        if fit is not None and not _is_equal(fit, _as_tensor(place.value))
+    ]
+
+
+def _fit(value: object, current: torch.Tensor) -> torch.Tensor | None:
+    """Return a saved value with the form of a tensor; ``None`` if it would be another value, except for rounding."""
+    if type(current) not in {torch.Tensor, torch.nn.Parameter} or not isinstance(
+        value, torch.Tensor | np.generic | int | float
+    ):
+        return None
+    try:
+        saved = _as_tensor(value)
+    except TypeError:  # an integer of more than 64 bits
+        return None
+    if tuple(saved.shape) != tuple(current.shape) and (isinstance(value, torch.Tensor) or current.numel() != 1):
+        return None
+    fit = saved.reshape(current.shape).to(current.device, current.dtype, copy=True)
+    is_float = saved.is_floating_point() and current.is_floating_point()
+    return fit if is_float or _is_equal(fit, saved) else None
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """Return a saved setting as a tensor, without rounding: torch would make a number single precision."""
+    return value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+
+
+def _is_equal(fit: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Return whether a cast has kept all values."""
+    if not saved.is_floating_point():
+        if fit.dtype == saved.dtype:
+            return torch.equal(fit.reshape(saved.shape), saved.to(fit.device))
+        return bool(saved.numel() == 1 and fit.item() == saved.item())
+    wide, back = saved.double(), fit.reshape(saved.shape).to(saved.device, torch.float64)
+    return torch.equal(back.isnan(), wide.isnan()) and torch.equal(back.nan_to_num(), wide.nan_to_num())
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be filled in place: an expanded one has one element in several places."""
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not is_expanded and not tensor.is_inference()

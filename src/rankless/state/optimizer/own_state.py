@@ -7,6 +7,7 @@ The optimizer gives it by its own ``state_dict``, with hooks, and takes it by it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from rankless.errors import StateError
+from rankless.errors import StateError, UnsupportedTensorError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import are_same
@@ -162,8 +163,10 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
 def _find_stored(leaf: object) -> torch.Tensor | None:
     """Return a tensor or an array as a tensor, if it is stored apart from the values."""
     if isinstance(leaf, np.ndarray):
-        dtype_of_array(leaf)  # refuses what cannot be stored
-        return torch.from_numpy(leaf.copy(order="C"))
+        with suppress(UnsupportedTensorError):  # the encoder refuses it, and names its place
+            dtype_of_array(leaf)
+            return torch.from_numpy(leaf.copy(order="C"))
+        return None
     return leaf if isinstance(leaf, torch.Tensor) and leaf.nbytes > INLINE_BYTES else None
 
 
