@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from rankless.storage.atomic_rename import rename_path
@@ -77,14 +78,15 @@ def has_no_files(path: Path) -> bool:
 
 def _list_files(path: Path) -> Iterator[str]:
     """Yield the names of all files and links below a directory. ``Path.rglob`` skips what this user may not list."""
-    for folder, folders, files in os.walk(path, onerror=_raise_unless_gone):
+    for folder, folders, files in os.walk(path, onerror=partial(_raise_unless_gone, path)):
         links = (name for name in folders if Path(folder, name).is_symlink())
         yield from (str(Path(folder, name).relative_to(path)) for name in (*files, *links))
 
 
-def _raise_unless_gone(error: OSError) -> None:
+def _raise_unless_gone(path: Path, error: OSError) -> None:
+    """Raise the error of a directory below ``path``. An error of reading its names does not say which one it is."""
     if error.errno not in {errno.ENOENT, errno.ESTALE}:
-        with wrap_os_errors("list", Path(error.filename)):
+        with wrap_os_errors("list", Path(error.filename or path)):
             raise error
 
 
