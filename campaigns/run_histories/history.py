@@ -312,7 +312,7 @@ class History:
         by_number = {self._state.run_of[found.content]: found.sequence for found in site.known}
         world = tuple(sorted(heads, key=lambda head: -by_number.get(head.run, 0)))
         self._state.note(f"{site.place.name} is copied to {place.name} without its history")
-        self._add_copy(site, Site(place, {world}, had_tiers=site.had_tiers))
+        self._add_copy(site, Site(place, {world}, had_tiers=site.had_tiers, lacks_history=True))
 
     def copy_while_saving(self) -> None:
         """Copy a run directory while a job is in the middle of a save."""
@@ -439,7 +439,11 @@ class History:
             run = job.run or job.number
             of_run = {known for known in site.contents if self._state.run_of[known] == run}
             line = sorted((known for known in of_run if content[: len(known)] == known), key=len)
-            removable |= of_run - set(line[len(line) - keep + 1 :])
+            kept = set(line[len(line) - keep + 1 :])
+            if site.lacks_history:  # then those that were abandoned count, too
+                by_number = [found.content for found in site.known if found.content in of_run]
+                kept &= set(by_number[len(by_number) - keep + 1 :])
+            removable |= of_run - kept
         removable -= self._state.pinned(site)
         if overwrite:
             tag = self._tag(job, content)

@@ -39,6 +39,8 @@ class Site:
     is_removed: bool = False
     #: Then the numbers of different runs do not follow each other: a save into a tier does not wait for storage.
     had_tiers: bool = False
+    #: It is a copy without history, or a copy of one.
+    lacks_history: bool = False
     #: The contents that jobs have named last to go on from, by their runs, as far as that is certain.
     went_back: dict[int, Content] = field(default_factory=dict)
 
