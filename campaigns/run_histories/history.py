@@ -337,6 +337,7 @@ class History:
         self._end_jobs(target)
         source.place.copy(target.place.name)
         target.worlds, target.is_removed, target.went_back = None, target.had_tiers, {}
+        target.lacks_history |= source.lacks_history
         # The pointer of an overwrite in the one has a higher number than that of the same tag in the other.
         self._state.look(target, target.contents if isinstance(target.place, BucketPlace) else set())
         self._state.note(f"{source.place.name} is merged into {target.place.name}")
