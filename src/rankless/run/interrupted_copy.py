@@ -65,16 +65,23 @@ def hide_interrupted_copy(folder: Path, run: str, new_names: Collection[str]) ->
     if _remove_if_empty(folder):
         return True
     hidden = folder.parent / HiddenName(folder.name, run, secrets.token_hex(8), "corrupt").name
-    with suppress(StorageError):  # a mount point keeps its name, and so does what belongs to another user
+    try:
         atomic_rename.rename_path(folder, hidden)
-        if is_interrupted_copy(hidden, new_names):
-            warn_caller(
-                f"{folder} had no manifest, or a part of one, as if a copy or a removal had been interrupted. It is "
-                f"kept as {hidden.name}, because its tag is needed; rankless prune --leftovers removes it"
-            )
-            return True
+    except StorageError:  # a mount point keeps its name, and so does what belongs to another user
+        return False
+    try:
+        is_copy = is_interrupted_copy(hidden, new_names)
+    except StorageError:
         _give_back(hidden, folder)
-    return False
+        raise
+    if not is_copy:
+        _give_back(hidden, folder)
+        return False
+    warn_caller(
+        f"{folder} had no manifest, or a part of one, as if a copy or a removal had been interrupted. It is kept as "
+        f"{hidden.name}, because its tag is needed; rankless prune --leftovers removes it"
+    )
+    return True
 
 
 def _remove_if_empty(folder: Path) -> bool:
@@ -147,8 +154,8 @@ def _is_of_checkpoint(folder: Path, path: PurePosixPath, new_names: Collection[s
     file = folder / path
     if posix.is_link(file) or not posix.is_file(file):
         return False
-    partial = _OF_RSYNC.fullmatch(path.name)
-    name = partial["name"] if partial else path.name
+    draft = _OF_RSYNC.fullmatch(path.name)
+    name = draft["name"] if draft else path.name
     is_at_top = len(path.parts) == 1
     if is_at_top and name in _VALUES:
         return _begins_as(_read_start(file), _VALUES[name])
