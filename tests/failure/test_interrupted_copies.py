@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ import rankless
 from rankless.cli.main import app
 from rankless.errors import TagExistsError
 from rankless.run import interrupted_copy
+from tests.helpers.fake_s3 import FakeS3
 
 FILES = ("model/model.safetensors", "ranks.json", "ranks.safetensors", "state.json")
 
@@ -266,3 +268,22 @@ def test_a_copy_that_is_completed_meanwhile_keeps_its_name(copied: Path, tmp_pat
         go_on(copied)
     assert hidden(copied) == []
     assert rankless.restore(copied, "step_3", model=state(0)).step == 3
+
+
+def check_message(path: Any, tier: rankless.LocalTier | None = None) -> None:
+    directory = rankless.RunDirectory(path, local=tier)
+    directory.save("step_1", state(1), step=1).wait_local()
+    with pytest.raises(TagExistsError, match="exists already; choose another tag, or pass overwrite=True"):
+        directory.save("step_1", state(1), step=1)
+    directory.finalize()
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_the_error_says_that_a_checkpoint_may_be_overwritten(tmp_path: Path, *, has_tier: bool) -> None:
+    check_message(tmp_path / "run", rankless.LocalTier(tmp_path / "tier", drain_every=10) if has_tier else None)
+
+
+def test_the_error_says_so_in_a_bucket() -> None:
+    fake = FakeS3()
+    with fake.connected():
+        check_message(fake.store_at("http://fake").path("bucket/run"))

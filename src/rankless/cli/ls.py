@@ -69,6 +69,8 @@ def ls(  # noqa: PLR0917 - options of the command
     if not checkpoints and not (tier is not None and tier.generations):
         hidden = len(listing.leftovers) - len(shown)
         hint = f"--all also lists {format_count(hidden, 'interrupted save')}." if hidden else ""
+        parts = ", ".join(map(escape_control_characters, listing.parts))
+        hint = f"A part of one, without its manifest: {parts}. {hint}".strip() if parts else hint
         print_error(f"there is no checkpoint in {path}", hint)
         raise typer.Exit(1)
     is_corrupt = any(info.status != "complete" for info in checkpoints) or (tier is not None and tier.is_corrupt)

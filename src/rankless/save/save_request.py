@@ -107,9 +107,12 @@ class SaveRequest(msgspec.Struct, frozen=True):
         if not self.overwrite:
             # Another job that has continued the run may have saved this step: another tag would not help.
             check_not_superseded(self.path, read_history(self.path), self.job)
-            if is_native(final):
-                raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
-            raise TagExistsError(f"{final} exists already, and is no checkpoint: choose another tag, or move it away")
+            # In a bucket, or if only the tier has the checkpoint, nothing has this path.
+            if not isinstance(final, ObjectPath) and posix.path_exists(final) and not is_native(final):
+                raise TagExistsError(
+                    f"{final} exists already, and is no checkpoint: choose another tag, or move it away"
+                )
+            raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
         if not isinstance(final, ObjectPath):
             checkpoint_of(self.tag).check(final)
         elif is_native(final):

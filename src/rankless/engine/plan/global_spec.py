@@ -75,7 +75,7 @@ class GlobalTensor(msgspec.Struct, frozen=True):
 
 
 def _of_lowest_form(tensor_specs: Sequence[tuple[int, TensorSpec]]) -> list[tuple[int, TensorSpec]]:
-    """Return those of some specs of a tensor that have the dtype and shape which the lowest rank has."""
+    """Return the specs of a tensor that have the dtype and shape which the lowest rank has."""
     lowest = tensor_specs[0][1]
     return [naming for naming in tensor_specs if (naming[1].dtype, naming[1].shape) == (lowest.dtype, lowest.shape)]
 

@@ -35,9 +35,10 @@ class LayoutSpec(msgspec.Struct, frozen=True, array_like=True):
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor. ``layout`` is an index into the spec's layouts; ``None`` if every rank that names it has all of it.
 
-    Ranks that hold a ``shared`` tensor must have equal values and divide the writing. If it is not shared (a buffer),
-    the value of the lowest rank is saved. ``splits`` are the stored tensors, if it is not stored as one tensor of its
-    name. A tensor that is ``apart`` shares no file with tensors that are not.
+    Ranks that hold a ``shared`` tensor must have equal values and divide the writing. If it is not shared (a
+    buffer, or a tensor in merged values), the value of the lowest rank is saved. ``splits`` are the stored tensors,
+    if it is not stored as one tensor of its name. A tensor that is ``apart`` shares no file with tensors that are
+    not.
     """
 
     group: str

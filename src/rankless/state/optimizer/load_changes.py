@@ -40,6 +40,8 @@ def is_unchanged(seen: Any, tree: Any) -> bool:
         )
     if type(seen) is not type(tree):
         return False
+    if type(seen) is OrderedDict and [*seen] != [*tree]:
+        return False
     if type(seen) in {dict, OrderedDict}:
         return bool(seen.keys() == tree.keys()) and all(is_unchanged(seen[key], tree[key]) for key in seen)
     if type(seen) in COLLECTIONS:
