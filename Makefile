@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all left-out test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -20,17 +20,22 @@ demo-hosts: .venv/installed
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
 CORE := tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
 
-## test: lint, types, and the tests of rankless itself; lint runs beside the tests
+## test: lint, types, and the tests of rankless itself but the slow ones; lint runs beside the tests
 test: .venv/installed
 	$(MAKE) --no-print-directory --jobs 2 --keep-going lint core
 
 core: .venv/installed
-	$(BIN)/python $(PYTEST) $(CORE)
+	$(BIN)/python $(PYTEST) --quick $(CORE)
 
-## test-all: all that make test leaves out: further cases and examples, and the tests with other systems
+## test-all: all that make test leaves out: slow cases, further cases and examples, and the tests with other systems
 test-all:
+	$(MAKE) --no-print-directory slow
 	$(MAKE) --no-print-directory left-out
 	$(MAKE) --no-print-directory interop
+
+## slow: the slow cases of the tests of rankless itself, of tests/slow_cases.txt
+slow: .venv/installed
+	$(BIN)/python $(PYTEST) --slow $(CORE)
 
 ## left-out: the further cases and examples of the tests of rankless itself
 left-out: .venv/installed
@@ -46,7 +51,7 @@ NEAR ?= HEAD
 near: .venv/installed
 	$(BIN)/python -m campaigns.near --base $(NEAR) | xargs --no-run-if-empty $(BIN)/python $(PYTEST)
 
-## durations: measure how long each file of tests takes, for the order in which they run
+## durations: measure how long each file of tests takes, for the order in which they run, and which cases are slow
 durations: .venv/installed
 	$(BIN)/python $(PYTEST) --write-durations $(CORE)
 	$(BIN)/python $(PYTEST) --write-durations --left-out $(CORE)

@@ -35,9 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile(ALL if config.option.full or config.option.left_out else DAY)
+    settings.load_profile(ALL if suite.has_more_cases(config) else DAY)
     if config.option.write_durations and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(suite.DurationsFile(suite.durations_file(config)))
+        plugin = suite.DurationsFile(suite.durations_file(config), writes_slow_cases=not suite.has_more_cases(config))
+        config.pluginmanager.register(plugin)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
