@@ -22,9 +22,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def are_few(nbytes: int) -> bool:
+    """Return whether to move ``nbytes`` between memory and files takes less time than to start threads for it."""
+    return nbytes < _FEW_BYTES
+
+
 def count_threads(nbytes: int, threads: int = THREADS) -> int:
     """Return how many of ``threads`` are to move ``nbytes`` between memory and files: one if they are few."""
-    return threads if nbytes >= _FEW_BYTES else 1
+    return 1 if are_few(nbytes) else threads
 
 
 def run_in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:

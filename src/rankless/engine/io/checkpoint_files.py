@@ -17,7 +17,7 @@ from rankless.ondisk import block_crcs, manifest
 from rankless.ondisk.block_crcs import Fragment
 from rankless.ondisk.data_files import DataFile, build_index, index_path
 from rankless.ondisk.manifest import FileRecord, Manifest
-from rankless.process.worker_threads import THREADS, run_in_threads
+from rankless.process.worker_threads import THREADS, count_threads, run_in_threads
 from rankless.storage import posix
 from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.filesystem_kind import is_in_memory
@@ -96,11 +96,12 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         commit of its journal: six files took half the time.
         """
         threads = 1 if is_in_memory(self.folder) else THREADS
+        nbytes = sum(map(len, (*headers.values(), *contents.values())))
         for name in contents:
             posix.make_parents(self.folder, name)
         writes = [partial(_write_header, self.folder / name, header) for name, header in headers.items()]
         writes += [partial(_write_small, self.folder / name, data) for name, data in contents.items()]
-        run_in_threads(lambda write: write(), writes, threads)
+        run_in_threads(lambda write: write(), writes, count_threads(nbytes, threads))
         files = [*contents, *(file.path for file in self.plan.files)]
         folders = {str(parent) for name in files for parent in Path(name).parents}
         with span("sync", "sync"):
