@@ -21,7 +21,7 @@ _TESTS = Path(__file__).parents[1]
 SLOW_CASES = _TESTS / "slow_cases.txt"
 
 #: A case is slow if it takes more seconds than that, next to the three others that ``make`` runs at a time.
-_SLOW = 2.0
+_SLOW = 1.2
 
 #: Files without slow cases: every change can break the rules that they check.
 _QUICK = ("tests/unit/test_architecture.py", "tests/docs/test_prose.py")

@@ -59,10 +59,10 @@ def record(value: Any) -> bytes:
 class Folder:
     """Metadata being forged. Each value and chunk has a place; those of one ``data`` are in one file."""
 
-    def __init__(self, path: Path, data: bytes = b"") -> None:
+    def __init__(self, path: Path, value: Any = None) -> None:
         path.mkdir()
         self._path = path
-        self._data = data or record(torch.ones(2))
+        self._data = record(value)
         self.metadata = Metadata({}, {}, {}, StorageMeta("x"))
 
     def place(self, offset: int = 0, size: int | None = None) -> _StorageInfo:
@@ -170,26 +170,26 @@ def petabytes(folder: Folder) -> None:
     folder.tensor("t", (2**40,), [chunk((0,), (2**40,))], folder.place())
 
 
-#: Folders, with what is in their file of data, and why they are refused; one is odd, but sound.
-FOLDERS: dict[str, tuple[Callable[[Folder], None], bytes, str | None]] = {
-    "values of one record": (values_of_one_record, record([0] * 200_000), "more work"),
-    "records that overlap": (records_that_overlap, record([0] * 200_000), "they overlap"),
-    "chunks that overlap": (chunks_that_overlap, record(torch.ones(1000)), "they overlap"),
-    "chunks of many dimensions": (chunks_of_many_dimensions, b"", ""),
-    "chunks that tensors share": (shared_chunks, b"", "more work"),
-    "long paths": (long_paths, b"", "more work|parts"),
-    "paths of one prefix": (paths_of_one_prefix, b"", None),
-    "transforms without end": (transforms_without_end, b"", "more work"),
-    "petabytes in a record": (petabytes, record(torch.ones(1).expand(2**40)), "chunk of tensor 't' has"),
-    "irregular chunks": (irregular_chunks, b"", ""),
-    "offsets of one hash": (offsets_of_one_hash, b"", "same hash"),
+#: Folders, with the value in their file of data, and why they are refused; one is odd, but sound.
+FOLDERS: dict[str, tuple[Callable[[Folder], None], Any, str | None]] = {
+    "values of one record": (values_of_one_record, [0] * 200_000, "more work"),
+    "records that overlap": (records_that_overlap, [0] * 200_000, "they overlap"),
+    "chunks that overlap": (chunks_that_overlap, torch.ones(1000), "they overlap"),
+    "chunks of many dimensions": (chunks_of_many_dimensions, torch.ones(2), ""),
+    "chunks that tensors share": (shared_chunks, torch.ones(2), "more work"),
+    "long paths": (long_paths, torch.ones(2), "more work|parts"),
+    "paths of one prefix": (paths_of_one_prefix, torch.ones(2), None),
+    "transforms without end": (transforms_without_end, torch.ones(2), "more work"),
+    "petabytes in a record": (petabytes, torch.ones(1).expand(2**40), "chunk of tensor 't' has"),
+    "irregular chunks": (irregular_chunks, torch.ones(2), ""),
+    "offsets of one hash": (offsets_of_one_hash, torch.ones(2), "same hash"),
 }
 
 
 @first_of(9, "kind", FOLDERS)
 def test_a_distributed_checkpoint_costs_little(tmp_path: Path, kind: str) -> None:
-    make, data, match = FOLDERS[kind]
-    folder = Folder(tmp_path / "c", data)
+    make, value, match = FOLDERS[kind]
+    folder = Folder(tmp_path / "c", value)
     make(folder)
     path = folder.written()
     refused = nullcontext() if match is None else pytest.raises(RanklessError, match=rf"(?s){path}.*({match})")

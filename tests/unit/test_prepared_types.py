@@ -9,8 +9,6 @@ from pathlib import Path
 
 import rankless
 
-SOURCES = [ast.parse(file.read_text()) for file in Path(rankless.__file__).parent.rglob("*.py")]
-
 #: Six threads decode a type for the first time at once, for many types. ``{decorator}`` is what is done before.
 SCRIPT = """
 import sys, threading
@@ -46,8 +44,9 @@ def decoded_names(tree: ast.Module) -> set[str]:
 
 
 def test_each_type_that_is_decoded_is_prepared() -> None:
-    names = set[str]().union(*map(decoded_names, SOURCES))
-    classes = [node for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    modules = [ast.parse(file.read_text()) for file in Path(rankless.__file__).parent.rglob("*.py")]
+    names = set[str]().union(*map(decoded_names, modules))
+    classes = [node for tree in modules for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     decoded = [
         node
         for node in classes
