@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import rankless
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import FakeS3, store_at
+from tests.helpers.pairwise import each_value
 from tests.helpers.pool import Ranks
 
 #: More elements of float32 than are stored inside the values.
@@ -117,6 +121,53 @@ def load_stage(path: str, kind: str, stages: int) -> tuple[bool, tuple[str, ...]
     stage = Stage(number, kind, blank(kind))
     restored = rankless.restore(path, None, *objects([stage]))
     return are_equal(stage.kept, make_kept(kind, number)), restored.exact, restored.reconstructed
+
+
+def open_in(run: Path, tiers: Path | None, drain_every: int) -> rankless.RunDirectory:
+    """Open a run directory; each rank is a host with a tier of its own, if there are ``tiers``."""
+    tier = None if tiers is None else rankless.LocalTier(tiers / f"host{dist.get_rank()}", drain_every=drain_every)
+    return rankless.RunDirectory(run, local=tier)
+
+
+def save_stage_in(run: Path, tiers: Path | None, drain_every: int, kind: str) -> None:
+    number = dist.get_rank()
+    directory = open_in(run, tiers, drain_every)
+    directory.save("a", *objects([Stage(number, kind, make_kept(kind, number))]), step=1)
+    directory.wait()
+
+
+def load_stage_in(run: Path, tiers: Path | None, kind: str) -> tuple[str, bool, tuple[str, ...]]:
+    """Return where the stage was loaded from, whether it has its own value back, and what is called exact."""
+    number = dist.get_rank()
+    stage = Stage(number, kind, blank(kind))
+    directory = open_in(run, tiers, 1)
+    restored = directory.restore(None, *objects([stage]))
+    directory.finalize()
+    return restored.source, are_equal(stage.kept, make_kept(kind, number)), restored.exact
+
+
+@each_value(
+    {
+        "kind": KINDS,
+        "is_bucket": [False, True],
+        "has_tier, drain_every, is_lost": [(False, 1, False), (True, 10**6, False), (True, 1, False), (True, 1, True)],
+    }
+)
+def test_every_place_has_them(
+    ranks: Ranks, tmp_path: Path, kind: str, is_bucket: bool, has_tier: bool, drain_every: int, is_lost: bool
+) -> None:
+    """A run directory or a bucket, without a tier, in the tier alone, drained, and drained by hosts that are lost."""
+    tiers = tmp_path / "tiers" if has_tier else None
+    with FakeS3().served() as url:
+        run = store_at(url, retry_seconds=20.0).path(f"{BUCKET}/run") if is_bucket else tmp_path / "run"
+        ranks(2, save_stage_in, run, tiers, drain_every, kind)
+        if is_lost and tiers is not None:
+            shutil.rmtree(tiers)
+        outcomes = ranks(2, load_stage_in, run, tiers, kind)
+    for source, is_equal, exact in outcomes:
+        assert is_equal
+        assert {"model", "optimizer", "scheduler"} <= {*exact}
+        assert ("tier" in source or "memory" in source) == (has_tier and not is_lost), source
 
 
 def save_both(path: Path, kind: str) -> None:
