@@ -45,7 +45,7 @@ class ForkedProcess:
     """A :class:`JobProcess` that is a child of this one. It counts as hanging after ``seconds`` without an answer."""
 
     def __init__(self, number: int, make: Callable[[], Trainer], seconds: float) -> None:
-        self._number, self._seconds = number, seconds
+        self._number, self._seconds, self._is_closed = number, seconds, False
         self._pipe, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=run_job, args=(theirs, make))
         self._process.start()
@@ -62,19 +62,19 @@ class ForkedProcess:
             with suppress(EOFError, ConnectionResetError):
                 if self._pipe.poll(_POLL):
                     return self._pipe.recv()  # type: ignore[no-any-return]
-            pid, status = os.waitpid(self._pid, os.WNOHANG | os.WUNTRACED)
-            if pid and os.WIFSTOPPED(status):
+            if _has_stopped(self._pid):
                 return "stopped"
-            if pid:
-                self._process = None  # type: ignore[assignment]
-                if status != signal.SIGKILL:
+            if not self._process.is_alive():
+                status = self._process.exitcode
+                self._close()
+                if status != -signal.SIGKILL:
                     raise HangError(f"job {self._number} has ended with the status {status}")
                 return "killed"
         raise HangError(f"job {self._number} does not answer")
 
     @property
     def _pid(self) -> int:
-        if self._process is None or self._process.pid is None:
+        if self._is_closed or self._process.pid is None:
             raise HangError(f"job {self._number} has ended")
         return self._process.pid
 
@@ -84,8 +84,20 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """See :class:`JobProcess`."""
-        if self._process is not None:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            self._process = None  # type: ignore[assignment]
+        if not self._is_closed:
+            self._process.kill()
+            self._process.join()
+            self._close()
+
+    def _close(self) -> None:
+        """Close the process and the pipe: a campaign starts thousands, and each fork copies what is open."""
+        self._process.close()
         self._pipe.close()
+        self._is_closed = True
+
+
+def _has_stopped(pid: int) -> bool:
+    """Return whether a child has stopped since the last look, and leave its end to ``multiprocessing``."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None
+    return False
