@@ -504,7 +504,7 @@ class RunDirectory:
             return b""
 
         session = self._current_ranks().open_session(self._timeout)
-        vote_same_call(session, "beginning", call, lambda: b"", check_and_agree)
+        vote_same_call(session, "beginning", lambda: call, lambda: b"", check_and_agree)
 
     def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
         """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.

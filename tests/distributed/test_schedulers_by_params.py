@@ -1,8 +1,10 @@
 """Tests that each stage of a pipeline, and each chunk of a stage, gets the state of its own scheduler."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -102,3 +104,154 @@ def test_a_scheduler_that_differs_between_replicas_is_not_exact(ranks: Ranks, tm
         assert "scheduler" not in exact
         assert "scheduler" in reconstructed
         assert count == 3
+
+
+class Peaks(lr_scheduler.LRScheduler):
+    """Keeps a list of its own, with an item for each group."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.peaks = [group["lr"] * 10 for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        return [peak * min(1, (1 + self.last_epoch) / 10) for peak in self.peaks]
+
+
+def one_group_each(names: str, rates: dict[str, float], make_scheduler: Any) -> tuple[Any, Any, Any]:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    optimizer = optim.SGD([{"params": [*model[name].parameters()], "lr": rates[name]} for name in names])
+    return model, optimizer, make_scheduler(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["lambda", "cyclic"])
+@pytest.mark.parametrize("order", ["ba", "cab"])
+def test_groups_in_another_order_keep_their_rates(tmp_path: Path, kind: str, order: str) -> None:
+    rates = {"a": 1.0, "b": 0.5, "c": 0.25}
+    saved = one_group_each("".join(sorted(order)), rates, SCHEDULERS[kind])
+    advance([saved[1]], [saved[2]], 2)
+    rankless.save_checkpoint(tmp_path, "x", *saved)
+    (expected,) = advance([saved[1]], [saved[2]], 2)
+    here = one_group_each(order, dict.fromkeys(rates, 3.0), SCHEDULERS[kind])
+    assert "scheduler" in rankless.restore(tmp_path, None, *here).exact
+    (actual,) = advance([here[1]], [here[2]], 2)
+    assert dict(zip(order, actual, strict=True)) == dict(zip(sorted(order), expected, strict=True))
+
+
+def test_a_list_that_may_have_an_item_for_each_group_is_not_divided(tmp_path: Path) -> None:
+    rates = {"a": 1.0, "b": 0.5}
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", rates, Peaks))
+    same = one_group_each("ab", dict.fromkeys(rates, 9.0), Peaks)
+    rankless.restore(tmp_path, None, *same)
+    assert same[2].peaks == [10.0, 5.0]
+    for names in ("ba", "b"):
+        model, optimizer, scheduler = one_group_each(names, rates, Peaks)
+        with pytest.raises(rankless.MismatchError, match="scheduler: the checkpoint has no state of a scheduler of"):
+            rankless.restore(tmp_path, None, model, optimizer, scheduler, strict=False)
+
+
+def stage_of(name: str, lr: float, period: int, *, bias: bool = True) -> tuple[Any, Any, Any]:
+    """A stage with the usual groups with decay and without. The second one is empty if nothing has a bias."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=bias)})
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    optimizer = optim.SGD([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=lr)
+    return model, optimizer, lr_scheduler.CosineAnnealingLR(optimizer, period)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "blocks": {"lr": 0.2, "period": 100},
+    "embed": {"lr": 0.1, "period": 10, "bias": False},
+    "head": {"lr": 0.3, "period": 20, "bias": False},
+}
+
+
+def save_stages(path: str) -> None:
+    name = [*STAGES][dist.get_rank()]
+    rankless.save_checkpoint(path, "x", *stage_of(name, **STAGES[name]))
+
+
+def load_stages(path: str, names: list[str]) -> tuple[tuple[str, ...], list[tuple[int, list[float]]]]:
+    stages = [stage_of(name, **STAGES[name] | {"lr": 9.0, "period": 55}) for name in names]
+    models, optimizers, schedulers = map(list, zip(*stages, strict=True))
+    restored = rankless.restore(path, None, models, optimizers, schedulers)
+    found = [
+        (scheduler.T_max, [group["lr"] for group in optimizer.param_groups])
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True)
+    ]
+    return restored.exact, found
+
+
+def load_own_stage(path: str) -> tuple[tuple[str, ...], list[tuple[int, list[float]]]]:
+    return load_stages(path, [[*STAGES][dist.get_rank()]])
+
+
+def test_stages_with_empty_groups_get_their_own_schedules_and_rates(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, save_stages, str(tmp_path))
+    expected = [(stage["period"], [stage["lr"]] * 2) for stage in STAGES.values()]
+    outcomes = ranks(3, load_own_stage, str(tmp_path))
+    assert [found for _, (found,) in outcomes] == expected
+    # The checkpoint has two empty groups of other settings, and does not say which one is whose; their rates are those
+    # of the schedulers.
+    assert ["optimizer" in exact for exact, _ in outcomes] == [True, False, False]
+    for names in ([*STAGES], [*reversed(STAGES)]):
+        _, found = load_stages(str(tmp_path), names)
+        assert [period for period, _ in found] == [STAGES[name]["period"] for name in names]
+
+
+def save_two_stages(path: str) -> None:
+    name = [*STAGES][dist.get_rank()]
+    rankless.save_checkpoint(path, "x", *stage_of(name, **STAGES[name]))
+
+
+def test_the_empty_group_of_a_stage_gets_its_settings(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_two_stages, str(tmp_path))
+    for exact, _ in (outcomes := ranks(2, load_own_stage, str(tmp_path))):
+        assert {"optimizer", "scheduler"} <= {*exact}
+    assert [found for _, (found,) in outcomes] == [(100, [0.2, 0.2]), (10, [0.1, 0.1])]
+
+
+def test_one_scheduler_does_not_take_the_place_of_several_that_differ(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_two_stages, str(tmp_path))
+    model = nn.ModuleDict({"blocks": nn.Linear(2, 2), "embed": nn.Linear(2, 2, bias=False)})
+    whole = optim.SGD(model.parameters(), lr=0.5)
+    scheduler = lr_scheduler.CosineAnnealingLR(whole, 55)
+    with pytest.raises(rankless.MismatchError, match="or states of several that differ"):
+        rankless.restore(tmp_path, None, model, scheduler=scheduler)
+    assert scheduler.T_max == 55
+
+
+def test_stages_load_the_groups_of_a_whole_model(ranks: Ranks, tmp_path: Path) -> None:
+    """A scheduler of three groups is divided between stages of two and of one."""
+    rates = {"a": 1.0, "b": 0.5, "c": 0.25}
+    saved = one_group_each("abc", rates, SCHEDULERS["lambda"])
+    advance([saved[1]], [saved[2]], 2)
+    rankless.save_checkpoint(tmp_path, "x", *saved)
+    (expected,) = advance([saved[1]], [saved[2]], 2)
+    parts = [one_group_each(names, rates, SCHEDULERS["lambda"]) for names in ("ac", "b")]
+    models, optimizers, schedulers = map(list, zip(*parts, strict=True))
+    assert "scheduler" in rankless.restore(tmp_path, None, models, optimizers, schedulers).exact
+    assert advance(optimizers, schedulers, 2) == [[expected[0], expected[2]], [expected[1]]]
+
+
+def test_a_conversion_renames_what_a_scheduler_schedules(tmp_path: Path) -> None:
+    rates = {"a": 1.0, "b": 0.5}
+    rankless.save_checkpoint(tmp_path / "run", "x", *one_group_each("ab", rates, SCHEDULERS["lambda"]))
+    rankless.convert(tmp_path / "run/x", tmp_path / "new", to="native", rename={r"^a\.": "z."})
+    here = one_group_each("bz", {"z": 9.0, "b": 9.0}, SCHEDULERS["lambda"])
+    assert "scheduler" in rankless.restore(tmp_path / "new", None, *here).exact
+    assert here[2].base_lrs == [0.5, 1.0]
+
+
+def save_schedule_of_ranks(path: str) -> list[str]:
+    optimizer = optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rankless.save_lr_scheduler(scheduler, f"{path}/schedule")
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_file_of_one_scheduler_is_rank_0s_with_a_warning(ranks: Ranks, tmp_path: Path) -> None:
+    (first, second) = ranks(2, save_schedule_of_ranks, str(tmp_path))
+    assert any("ranks hold different states of the scheduler" in text for text in first)
+    assert second == []

@@ -21,6 +21,7 @@ from rankless.errors import (
     NoCheckpointError,
 )
 from rankless.formats.torch_file import TorchFileReader, is_torch_file
+from rankless.observe.warning import warn_caller
 from rankless.ondisk import values
 from rankless.ondisk.block_crcs import crc64
 from rankless.process.prepared_types import prepared
@@ -44,7 +45,7 @@ class _SchedulerFile(msgspec.Struct):
 
 
 def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: bool) -> None:
-    """Write the state of a scheduler on rank 0. All ranks raise the same error.
+    """Write the state of a scheduler on rank 0, and warn if other ranks hold another. All ranks raise the same error.
 
     Raises ``UnsupportedValueError``, which names all values that cannot be stored, or ``InvalidArgumentError`` if
     the object is not a scheduler, or the path is a folder.
@@ -52,13 +53,17 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
     destination = Destination(path, folder=False)
     call = CallDescription("save of a scheduler", {"the path": repr(str(path))})
 
-    def check_path() -> bytes:
-        destination.check_replaceable()
-        return b""
+    state: dict[str, Any] = {}
 
-    def write_file(_: list[bytes]) -> bytes:
-        state = _scheduler_state(scheduler)
-        encoded = _encode_state(state)
+    def encode() -> bytes:
+        destination.check_replaceable()
+        state.update(_scheduler_state(scheduler))
+        return _encode_state(state)
+
+    def write_file(encoded_states: list[bytes]) -> bytes:
+        encoded = encoded_states[0]
+        if any(other != encoded for other in encoded_states):
+            warn_caller("ranks hold different states of the scheduler: rank 0's is saved, and all ranks will load it")
         data = as_saved_bytes(state["state"]) if as_torch else encoded
         if isinstance(path, ObjectPath):
             path.store.replace_small(path, data)
@@ -71,7 +76,7 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
             raise
         return b""
 
-    vote_same_call(session, "saving the scheduler", call, check_path, write_file)
+    vote_same_call(session, "saving the scheduler", lambda: call, encode, write_file)
 
 
 def read_scheduler(scheduler: Any, path: Path, session: Session) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,17 @@ def _filter_value(name: str, value: Any, tensor_filter: TensorFilter) -> Any:
             _rename_own(entry, tensor_filter) for entry in value.get(OWN_STATE, ()) if _is_whole(entry, tensor_filter)
         ]
         return {**value, "groups": groups, **({OWN_STATE: own} if own else {})}
+    if kind == "scheduler":
+        return _filter_scheduler(value, tensor_filter)
     return value
+
+
+def _filter_scheduler(value: Any, tensor_filter: TensorFilter) -> Any:
+    """Return a scheduler, or several, with the selected parameters in its groups, if it has any."""
+    if isinstance(value, list):
+        return [_filter_scheduler(entry, tensor_filter) for entry in value]
+    params = value.get("params") if isinstance(value, Mapping) else None
+    return {**value, "params": [_filter_names(names, tensor_filter) for names in params]} if params else value
 
 
 def _is_whole(entry: Mapping[str, Any], tensor_filter: TensorFilter) -> bool:
@@ -113,11 +123,15 @@ def _rename_own(entry: Mapping[str, Any], tensor_filter: TensorFilter) -> dict[s
     return {**entry, "params": [tensor_filter.rename_parameter(name) for name in entry["params"]]}
 
 
+def _filter_names(names: Sequence[str], tensor_filter: TensorFilter) -> list[str]:
+    return [tensor_filter.rename_parameter(name) for name in names if tensor_filter.is_selected(name)]
+
+
 def _filter_group(group: Mapping[str, Any], tensor_filter: TensorFilter) -> dict[str, Any]:
     """Return a parameter group with the selected parameters."""
     return {
         **group,
-        "params": [tensor_filter.rename_parameter(name) for name in group["params"] if tensor_filter.is_selected(name)],
+        "params": _filter_names(group["params"], tensor_filter),
         "state": {
             tensor_filter.rename_parameter(name): state
             for name, state in group["state"].items()

@@ -157,7 +157,7 @@ def agree_on_sources(request: CopyRequest, session: Session) -> list[int]:
             raise InvalidArgumentError("no rank is a source: pass sources=, or on some ranks source=")
         return _encode(list(given))
 
-    raw = vote_same_call(session, "looking at what to copy", request.describe_call(), check_call, decide)
+    raw = vote_same_call(session, "looking at what to copy", request.describe_call, check_call, decide)
     return msgspec.msgpack.decode(raw, type=list[int])
 
 

@@ -6,6 +6,7 @@ ranks have the same list, its order is saved with the per-rank state: formats th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,11 +100,24 @@ def _as_stored(slot: str, value: Any) -> Any:
 
 
 def _join_stages(entries: Any) -> Any:
-    """Return the encoded entries of all stages as a checkpoint stores them: a single one if they are equal."""
+    """Return the encoded entries of all stages as a checkpoint stores them: a single one if their states are equal.
+
+    It has the parameters of each group if there are several groups: a load may have them in another order.
+    """
     if not isinstance(entries, list) or not entries:
         return entries
     contents = [_without_params(entry) for entry in entries]
-    return contents[0] if all(content == contents[0] for content in contents) else entries
+    if not all(content == contents[0] for content in contents):
+        return entries
+    groups = _join_groups([entry.get("params") for entry in entries if isinstance(entry, dict)])
+    return {**contents[0], "params": groups} if len(groups) > 1 else contents[0]
+
+
+def _join_groups(params: Sequence[Any]) -> list[list[str]]:
+    """Return the parameters in each group of all stages; nothing if they are unknown, or stages have other groups."""
+    if not all(params) or len(set(map(len, params))) != 1:
+        return []
+    return [sorted(set(itertools.chain(*groups))) for groups in zip(*params, strict=True)]
 
 
 def _without_params(entry: Any) -> Any:

@@ -165,7 +165,7 @@ def negotiate_save(
     raw = vote_same_call(
         session,
         "looking at what to save",
-        request.describe_call(),
+        request.describe_call,
         capture_and_announce,
         decide,
     )

@@ -64,6 +64,17 @@ class ArrayDecoder:
         return self.tensors[str(key)]
 
 
+def are_same_decoded(first: Any, second: Any) -> bool:
+    """Return whether two decoded trees are the same. Tensors and arrays have no values yet: only one is the same."""
+    if type(first) is not type(second) or hasattr(first, "shape"):
+        return first is second
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(are_same_decoded(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(are_same_decoded, first, second))
+    return repr(first) == repr(second) if isinstance(first, float) else bool(first == second)
+
+
 def encode_scalar(value: np.generic) -> Any:
     """Encode a scalar of NumPy. Return ``NotImplemented`` if its dtype cannot be stored."""
     if value.dtype.name not in NUMPY_DTYPES:

@@ -14,7 +14,7 @@ from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.layout_types import MeshShape, PlacementLayout
 from rankless.engine.plan.split_tensors import Splits
 from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
-from rankless.errors import InvalidArgumentError, UnsupportedValueError
+from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
 from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
@@ -22,7 +22,7 @@ from rankless.ondisk.validation import check_utf8
 from rankless.ondisk.value_files import OWN_STATE, build_state_file
 from rankless.state import rank_states, user_objects
 from rankless.state import scheduler as schedulers
-from rankless.state.array_encoder import ArrayEncoder, name_merged
+from rankless.state.array_encoder import ArrayEncoder, digest_tensor, name_merged
 from rankless.state.compared_values import ComparedValue, compare_buffer, compare_state_names
 from rankless.state.differing_values import DIFFERING, LAYOUT, digest_layout
 from rankless.state.model import model_traversal as models
@@ -213,6 +213,7 @@ def _view_naming_models(training: TrainingObjects) -> dict[str, ModelView]:
 
 def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: bool) -> None:
     check_duplicate_tensors(view)
+    _check_duplicate_values(view)
     for name, tensor in view.tensors.items():
         is_frozen, splits = name in view.frozen, view.splits.get(name, ())
         is_apart = is_frozen and frozen_apart
@@ -221,6 +222,18 @@ def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: b
         captured.frozen |= keys if is_frozen else set()
     if view.tied:
         captured.inventory.tied[slot] = view.tied
+
+
+def _check_duplicate_values(view: ModelView) -> None:
+    """Raise ``StateError`` if parts of a model hold different extra state under one name."""
+    for name, owners in view.owners.items():
+        first, *others = [_encode_by_content(name, owner.value) for owner in owners] if len(owners) > 1 else [None]
+        if not all(values.are_same(other, first) for other in others):
+            raise StateError(f"two parts of the model hold different values of {name!r}; give them different names")
+
+
+def _encode_by_content(name: str, value: Any) -> Any:
+    return values.encode_value({name: value}, ArrayEncoder(("",), lambda *key: digest_tensor(key[2]) + key[3]))
 
 
 def _add_adapters(captured: Capture, slot: str, parts: Sequence[object], view: ModelView, *, is_required: bool) -> None:

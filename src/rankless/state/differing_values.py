@@ -1,7 +1,8 @@
 """Values that differ between ranks where a training expects one value for all: buffers, extra state, stateful objects.
 
 Rank 0's value is stored for all, as if they were equal. Besides, each rank's own values are stored among its per-rank
-values. As many ranks with the same layout get them back; others get rank 0's, and the result of the load says so.
+values, and so are stateful objects that rank 0 does not have. As many ranks with the same layout get them back; others
+get rank 0's, and the result of the load says so.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def replace_shared(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
     """
     replaced = {name: own.get(name, value) for name, value in shared.items()}
     if "stateful" in replaced:
-        replaced["stateful"] = {name: own.get(_STATEFUL + name, state) for name, state in replaced["stateful"].items()}
+        of_rank = {name.removeprefix(_STATEFUL): own[name] for name in own if name.startswith(_STATEFUL)}
+        replaced["stateful"] = replaced["stateful"] | of_rank
     return replaced
 
 

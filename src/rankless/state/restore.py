@@ -126,6 +126,12 @@ class LoadTargets:
         refs = optimizers.refs_for(OPTIMIZER, self._views or self._view_models()) or {}
         names = {identity: [ref.name for ref in param_refs] for identity, param_refs in refs.items()}
         entries = find_entries(self._values[slot], [scheduled_params(part, names) for part in parts])
+        if isinstance(entries, list) and None in entries:
+            self.report.different.append(
+                f"{slot}: the checkpoint has no state of a scheduler of these parameters and groups, or states of "
+                "several that differ: leave it out, and make a new one"
+            )
+            return
         self._scheduler_entries[slot] = entries
         self.report.different += schedulers.compare_schedulers(parts, entries)
         if has_differed(entries):
@@ -500,6 +506,8 @@ class LoadTargets:
             self._match_own_state(slot, optimizer_restore)
             for name in optimizer_restore.missing:
                 self.report.add_missing(slot, f"{slot}/{name}")
+            if optimizer_restore.is_unsure:
+                self.report.cast.add(slot)
             for number in optimizer_restore.regrouped:
                 self.report.add_missing(slot, f"{slot}: settings of group {number}")
             for name, tensor in optimizer_restore.targets.items():

@@ -7,9 +7,19 @@ from typing import Any
 
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.values import are_same, to_json
+from rankless.state.array_decoder import are_same_decoded
 
 #: Keys of the states of torch's schedulers whose values are lists with an item for each parameter group.
 BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
+
+#: Keys of theirs whose values are lists of something else.
+_NOT_BY_GROUP = ("_milestones", "_schedule_phases")
+
+#: The key of the states of the schedulers in a chain.
+_LINKS = "_schedulers"
+
+#: A saved entry, and the number of one of its groups.
+_Place = tuple[Mapping[str, Any], int]
 
 #: The mark of a state that differed between ranks which schedule the same parameters.
 _DIFFERED = "differed"
@@ -57,34 +67,70 @@ def has_differed(saved: Any) -> bool:
 def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> Any:
     """Return the saved entry of each of several schedulers, given the ``params`` of each one's groups.
 
-    If one cannot be found by its parameters, all are returned as they are stored: they are matched by position.
+    It is ``None`` for a scheduler of which the checkpoint has no state, or several that differ. If parameters are not
+    known, here or in the checkpoint, all entries are returned as they are stored: they are matched by position.
     """
-    if not isinstance(saved, list):
+    entries = saved if isinstance(saved, list) else [saved]
+    if None in params or not all(isinstance(entry, Mapping) and entry.get("params") for entry in entries):
         return saved
-    entries = [None if groups is None else _find_entry(saved, groups) for groups in params]
-    return saved if None in entries else entries
+    if len(entries) == len(params) == 1 and not any(_find_places(entries, names) for names in params[0] or ()):
+        return entries  # all parameters have other names here
+    return [_find_entry(entries, groups or []) for groups in params]
 
 
 def _find_entry(saved: Sequence[Mapping[str, Any]], groups: Sequence[list[str]]) -> Mapping[str, Any] | None:
-    places = [_find_group(saved, names) for names in groups]
-    found = [place for place in places if place is not None]
-    if not found or len(found) != len(places):
-        return None
-    entry = found[0][0]
-    if all(other is entry for other, _ in found) and [index for _, index in found] == [*range(len(entry["params"]))]:
+    """Return the saved entry with these groups, or one that is made of parts of several."""
+    if (entry := next((entry for entry in saved if entry["params"] == groups), None)) is not None:
         return entry
-    state = _join_states([(other["state"], index) for other, index in found])
-    same_class = len({other["class"] for other, _ in found}) == 1
-    return {"class": entry["class"], "state": state} if same_class and state is not None else None
+    found = [_find_places(saved, names) for names in groups]
+    first = next((places[0][0] for places in found if places), None)
+    if first is None:
+        return None
+    # A group without parameters, or with new ones, is the one with its number.
+    found = [places or [(first, number)] for number, places in enumerate(found)]
+    return _join_entries(found) if all(map(_are_alike, found)) else None
 
 
-def _find_group(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Mapping[str, Any], int] | None:
-    """Return the saved entry, and the number of its group, that has parameters of these names."""
-    for entry in saved:
-        for index, group in enumerate(entry.get("params") or ()):
-            if not set(names).isdisjoint(group):
-                return entry, index
-    return None
+def _join_entries(found: Sequence[Sequence[_Place]]) -> Mapping[str, Any] | None:
+    """Return the entry with the groups at the first of each of these places; ``None`` if that cannot be told."""
+    chosen = [places[0] for places in found]
+    first = chosen[0][0]
+    if len(chosen) == len(first["params"]) and chosen == [(first, number) for number in range(len(chosen))]:
+        return first
+    entries = [entry for places in found for entry, _ in places]
+    if any(_may_list_groups(entry["state"], len(entry["params"])) for entry in entries):
+        return None
+    state = _join_states([(entry["state"], number) for entry, number in chosen])
+    marks = {_DIFFERED: True} if any(entry.get(_DIFFERED) for entry in entries) else {}
+    return None if state is None else {"class": first["class"], "state": state, **marks}
+
+
+def _find_places(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[_Place]:
+    """Return the saved entries, each with the number of its group, that have parameters of these names."""
+    return [
+        (entry, number)
+        for entry in saved
+        for number, group in enumerate(entry["params"])
+        if not set(names).isdisjoint(group)
+    ]
+
+
+def _are_alike(places: Sequence[_Place]) -> bool:
+    """Return whether the states of several groups, which are one group here, are known and the same."""
+    if any(number >= len(entry["params"]) for entry, number in places):
+        return False
+    first, *others = [
+        {"class": entry["class"], "state": _join_states([(entry["state"], number)])} for entry, number in places
+    ]
+    return all(are_same_decoded(other, first) for other in others)
+
+
+def _may_list_groups(state: Any, count: int) -> bool:
+    """Return whether a state has a list of which nobody knows that it has no item for each of ``count`` groups."""
+    if not isinstance(state, Mapping):
+        return len(state) == count if isinstance(state, list | tuple) else getattr(state, "shape", ())[:1] == (count,)
+    unknown = (value for key, value in state.items() if key not in {*BY_GROUP, *_NOT_BY_GROUP, _LINKS})
+    return any(_may_list_groups(value, count) for value in (*unknown, *state.get(_LINKS, ())))
 
 
 def _join_states(places: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Any] | None:
@@ -92,13 +138,19 @@ def _join_states(places: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, A
     first, joined = places[0][0], {}
     for key, value in first.items():
         values = [state.get(key) for state, _ in places]
-        if key in BY_GROUP and all(isinstance(items, list) for items in values):
+        if key in BY_GROUP and all(
+            isinstance(state.get(key), list) and index < len(state[key]) for state, index in places
+        ):
             joined[key] = [state[key][index] for state, index in places]
-        elif key == "_schedulers":
+        elif key == _LINKS:
             links = zip(*([(link, index) for link in state[key]] for state, index in places), strict=False)
             joined[key] = [_join_states(link_places) for link_places in links]
-        elif all(other == value for other in values):
+        elif all(are_same_decoded(other, value) for other in values):
             joined[key] = value
         else:
             return None
-    return None if any(link is None for link in joined.get("_schedulers", ())) else joined
+    return None if any(link is None for link in joined.get(_LINKS, ())) else joined
+
+
+def _has_item(items: Any, index: int) -> bool:
+    return isinstance(items, list) and index < len(items)

@@ -129,7 +129,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         """Call a function on rank 0. Return its result, or raise its error, on all ranks."""
         session = self._ranks.open_session(self.config.timeout)
         call = CallDescription("CheckpointManager", arguments)
-        return vote_same_call(session, phase, call, lambda: b"", lambda _: decide())
+        return vote_same_call(session, phase, lambda: call, lambda: b"", lambda _: decide())
 
     def _load_initial(self) -> bool:
         """Load what a new run starts from. Dtypes are cast. Return whether there is such a checkpoint."""

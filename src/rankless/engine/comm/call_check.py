@@ -11,8 +11,9 @@ from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import RankMismatchError
 from rankless.process.prepared_types import prepared
 
-#: Bytes of the digest.
+#: Bytes of a digest, and of the three digests of a call.
 _DIGEST_BYTES = 8
+_DIGESTS_BYTES = 3 * _DIGEST_BYTES
 
 _SAME, _DIFFERENT = b"=", b"!"
 
@@ -38,24 +39,32 @@ class CallDescription(msgspec.Struct, frozen=True):
 def vote_same_call(
     session: Session,
     phase: str,
-    call: CallDescription,
+    describe: Callable[[], CallDescription],
     work: Callable[[], bytes],
     decide: Callable[[list[bytes]], bytes],
 ) -> bytes:
     """Vote on the results of all ranks' ``work``; return the decision.
 
-    Raises ``RankMismatchError`` if the ranks' calls differ.
+    ``describe`` returns this rank's call. It runs inside the vote: if it finds a wrong argument, all ranks raise the
+    error. Raises ``RankMismatchError`` if the ranks' calls differ.
     """
-    encoded, digest = msgspec.msgpack.encode(call), call.digest()
+
+    def describe_and_work() -> bytes:
+        return describe().digest() + work()
 
     def compare_and_decide(posted: list[bytes]) -> bytes:
-        if _are_different([post[: len(digest)] for post in posted]):
+        if _are_different([post[:_DIGESTS_BYTES] for post in posted]):
             return _DIFFERENT
-        return _SAME + decide([post[len(digest) :] for post in posted])
+        return _SAME + decide([post[_DIGESTS_BYTES:] for post in posted])
 
-    _, decision = session.vote(phase, lambda: digest + work(), lambda result: result, compare_and_decide)
+    _, decision = session.vote(phase, describe_and_work, lambda result: result, compare_and_decide)
     if decision == _DIFFERENT:
-        session.vote("comparing the arguments of the call", lambda: encoded, lambda result: result, _raise_difference)
+        session.vote(
+            "comparing the arguments of the call",
+            lambda: msgspec.msgpack.encode(describe()),
+            lambda result: result,
+            _raise_difference,
+        )
     return decision[1:]
 
 

@@ -15,6 +15,10 @@ DIGEST_BYTES = 8
 
 _ENTRY_BYTES = 2 * DIGEST_BYTES
 
+#: The prefix of the names of values of which only rank 0's is stored for all ranks, and the first byte of the digests
+#: of such names: no other digest has it.
+OF_RANK_0, _MARK = "stateful/", 0xFF
+
 Name = TypeVar("Name", str, bytes)
 
 
@@ -30,10 +34,14 @@ def has_name(table: bytes, name: str) -> bool:
 
 
 def find_differing(posted: Iterable[bytes]) -> bytes:
-    """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks."""
-    return b"".join(
-        sorted(select_unequal(entry for table in dict.fromkeys(posted) for entry in _iterate_entries(table)))
-    )
+    """Return the names whose values differ between the ranks that have them, encoded, given the tables of all ranks.
+
+    They include the names in :data:`OF_RANK_0` that rank 0 lacks.
+    """
+    first, *others = dict.fromkeys(posted)
+    entries = [entry for table in (first, *others) for entry in _iterate_entries(table)]
+    lacking = {name for name, _ in entries if name[0] == _MARK} - dict(_iterate_entries(first)).keys()
+    return b"".join(sorted(select_unequal(entries) | lacking))
 
 
 def select_unequal(entries: Iterable[tuple[Name, bytes]]) -> set[Name]:
@@ -58,7 +66,10 @@ def _split_names(differing: bytes) -> set[bytes]:
 
 
 def _digest_name(name: str) -> bytes:
-    return digest_bytes(name.encode(errors="surrogatepass"), DIGEST_BYTES)
+    digest = digest_bytes(name.encode(errors="surrogatepass"), DIGEST_BYTES)
+    if name.startswith(OF_RANK_0):
+        return bytes([_MARK]) + digest[1:]
+    return digest if digest[0] != _MARK else bytes([_MARK - 1]) + digest[1:]
 
 
 def _iterate_entries(table: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -298,16 +298,35 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
                 )
 
     def tied_names(self) -> dict[str, dict[str, str]]:
-        """Return ``{group: {tied name: stored name}}`` over all ranks."""
+        """Return ``{group: {tied name: stored name}}`` over all ranks.
+
+        Raises ``RankMismatchError`` if a name is of a tied tensor on one rank, and of another tensor on another rank:
+        nothing has compared these, and a file cannot have both.
+        """
         result: dict[str, dict[str, str]] = {}
         for spec in self.specs:
             for group, names in spec.tied.items():
-                result.setdefault(group, {}).update(names)
+                known = result.setdefault(group, {})
+                for alias, name in names.items():
+                    if known.setdefault(alias, name) != name:
+                        raise _tied_elsewhere(group, alias, name, known[alias])
+        stored = ((tensor.group, tensor.name) for spec in self.specs if result for tensor in spec.tensors)
+        for group, name in stored:
+            if name in result.get(group, ()):
+                raise _tied_elsewhere(group, name, result[group][name], name)
         return result
 
     def known_names(self, kind: str) -> set[str]:
         """Return the other names of a kind that any rank knows."""
         return {name for spec in self.specs for name in spec.known_names.get(kind, ())}
+
+
+def _tied_elsewhere(group: str, alias: str, name: str, other: str) -> RankMismatchError:
+    elsewhere = "a tensor of its own" if other == alias else f"one tensor with {other!r}"
+    return RankMismatchError(
+        f"{group} tensor {alias!r} is one tensor with {name!r} on one rank, and {elsewhere} on another: tie the same "
+        "names, registered in the same order, on all ranks, or give tensors that are not tied other names"
+    )
 
 
 def _check_shards(global_tensor: GlobalTensor) -> None:

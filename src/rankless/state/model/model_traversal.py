@@ -22,7 +22,7 @@ from rankless.state.model.flat_model import FlatModel
 from rankless.state.model.flat_shards import FlatShard
 from rankless.state.model.hf_config import unwrap_model
 from rankless.state.model.load_hooks import HookedLoader
-from rankless.state.model.model_view import EXTRA, ModelView, ParamRef, is_extra, merge_views
+from rankless.state.model.model_view import EXTRA, ModelView, Owner, ParamRef, is_extra, merge_views
 from rankless.state.model.replaced_entries import ReplacedModel
 from rankless.state.model.state_dict_hooks import HookedStateDict, has_hooks, state_dict_names
 from rankless.state.model.state_dict_hooks import hooked_state_dict as hooked
@@ -81,7 +81,7 @@ def _view_part(model: object, *, hooks: bool) -> ModelView:
         return _view_replaced(model)
     if isinstance(model, MutableMapping):
         view = _view_entries(dict(model), set(), frozenset())
-        view.owners = {name: (model, name) for name in view.extra}
+        view.owners = {name: [Owner(model, name, value)] for name, value in view.extra.items()}
         return view
     raise InvalidArgumentError(
         f"model must be a torch.nn.Module or a state dict, or a list or dict of them; got {type(model).__qualname__}"
@@ -117,7 +117,7 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
         for raw_name, raw_splits in result.splits.items()
     }
     view = _view_entries(state, buffers, frozenset(getattr(module, "_tied_weights_keys", None) or ()), splits)
-    view.owners = {name: (module, raw_names[name]) for name in view.extra}
+    view.owners = {name: [Owner(module, raw_names[name], value)] for name, value in view.extra.items()}
     overwritten = _overwritten_buffers(model)
     view.overwritten = {name for name in buffers if id(state.get(name)) in overwritten}
     view.loaders = [HookedLoader(module, raw_names, frozenset(result.splits))]
@@ -195,9 +195,8 @@ def _add_unmanaged(view: ModelView, model: nn.Module) -> None:
         state |= named_buffers
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             state[prefix + EXTRA] = module.get_extra_state()
-            view.owners[prefix + EXTRA] = (module, EXTRA)
+            view.owners[prefix + EXTRA] = [Owner(module, EXTRA, state[prefix + EXTRA])]
     unmanaged = _view_entries(state, buffers, frozenset())
-    unmanaged.owners = view.owners
     merge_views(view, unmanaged)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -43,6 +43,14 @@ class ParamRef(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, name=prefix + self.name, splits=splits)
 
 
+class Owner(NamedTuple):
+    """The module or state dict that has a value, or a result of ``get_extra_state``, under a name."""
+
+    holder: nn.Module | MutableMapping[str, Any]
+    name: str
+    value: Any
+
+
 class ModelView(msgspec.Struct):
     """A model as a checkpoint sees it.
 
@@ -51,9 +59,9 @@ class ModelView(msgspec.Struct):
     names of parameters without gradients; ``duplicates`` are further tensors that several parts of the model have under
     one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs`` are the parameters by ``id``.
     ``extra`` are values of a state dict that are not tensors, and results of ``get_extra_state``, by name; ``owners``
-    are the objects that they are given back to, with the name that they have there. ``overwritten`` are the names of
-    buffers that DDP replaces by those of another rank before the next step. ``loaders`` are the modules whose
-    load hooks must run.
+    are the objects that they are given back to, each with its value and the name that it has there. ``overwritten`` are
+    the names of buffers that DDP replaces by those of another rank before the next step. ``loaders`` are the modules
+    whose load hooks must run.
     """
 
     tensors: dict[str, TensorView] = msgspec.field(default_factory=dict)
@@ -65,24 +73,35 @@ class ModelView(msgspec.Struct):
     frozen: set[str] = msgspec.field(default_factory=set)
     refs: dict[int, tuple[ParamRef, ...]] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module | MutableMapping[str, Any], str]] = msgspec.field(default_factory=dict)
+    owners: dict[str, list[Owner]] = msgspec.field(default_factory=dict)
     overwritten: set[str] = msgspec.field(default_factory=set)
     loaders: list[HookedLoader] = msgspec.field(default_factory=list)
 
     def set_extra(self, name: str, value: object) -> None:
-        """Give one of ``extra`` back to its owner, unless only the owner's ``load_state_dict`` can take it."""
-        owner, inner_name = self.owners[name]
-        if not isinstance(owner, nn.Module):
-            owner[inner_name] = value
-        elif is_extra(inner_name):
-            module = owner.get_submodule(inner_name.removesuffix(EXTRA).removesuffix("."))
-            with loading_code(module, "model"):
-                module.set_extra_state(value)
+        """Give one of ``extra`` back to its owners, unless only an owner's ``load_state_dict`` can take it."""
+        for owner in self.owners[name]:
+            _give_back(owner, value)
+
+
+def _give_back(owner: Owner, value: object) -> None:
+    if not isinstance(owner.holder, nn.Module):
+        owner.holder[owner.name] = value
+    elif is_extra(owner.name):
+        module = owner.holder.get_submodule(owner.name.removesuffix(EXTRA).removesuffix("."))
+        with loading_code(module, "model"):
+            module.set_extra_state(value)
 
 
 def merge_views(merged: ModelView, view: ModelView) -> None:
-    """Add another view to ``merged``. Raises ``StateError`` if two different tensors have one name."""
+    """Add another view to ``merged``. Raises ``StateError`` if two different tensors have one name.
+
+    A tensor that parts have under several names is tied, as in one part. A name that is tied in one part, and has a
+    tensor of its own in another, has both tensors.
+    """
+    ties = _find_ties(merged, view)
     for name, tensor in view.tensors.items():
+        if name in ties:
+            continue
         first = merged.tensors.setdefault(name, tensor)
         if first.local is not tensor.local:
             kinds = [(either.dtype, either.shape, either.layout, either.pieces) for either in (first, tensor)]
@@ -90,20 +109,29 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
                 raise StateError(f"two parts of the model have different tensors named {name!r}")
             merged.duplicates.append((name, tensor))
     merged.duplicates += view.duplicates
+    tied = merged.tied | {alias: ties.get(name, name) for alias, name in view.tied.items()} | ties
+    for alias in [alias for alias in tied if alias in merged.tensors]:
+        target = tied.pop(alias)
+        merged.duplicates.append((alias, merged.tensors[target]))
+    merged.tied = tied
     merged.loaders += view.loaders
-    pairs = (
-        (merged.tied, view.tied),
-        (merged.extra, view.extra),
-        (merged.owners, view.owners),
-        (merged.splits, view.splits),
-        (merged.wrappers, view.wrappers),
-    )
-    for target, source in pairs:
-        target.update(source)  # type: ignore[arg-type]
+    merged.extra |= view.extra
+    merged.splits |= view.splits
+    merged.wrappers |= view.wrappers
+    for name, owners in view.owners.items():
+        known = merged.owners.setdefault(name, [])
+        known += [owner for owner in owners if all(owner.holder is not other.holder for other in known)]
     merged.buffers |= view.buffers
     merged.overwritten |= view.overwritten
     merged.frozen |= view.frozen
-    merged.refs |= view.refs
+    merged.refs = view.refs | merged.refs
+
+
+def _find_ties(merged: ModelView, view: ModelView) -> dict[str, str]:
+    """Return the names in ``view`` of tensors that ``merged`` has under other names, which are the values."""
+    shared = [(merged.refs[identity], refs) for identity, refs in view.refs.items() if identity in merged.refs]
+    names = {refs[0].name: known[0].name for known, refs in shared if len(known) == len(refs) == 1}
+    return {name: known for name, known in names.items() if name != known and name not in merged.tensors}
 
 
 def check_duplicate_tensors(view: ModelView) -> None:

@@ -56,6 +56,8 @@ class OptimizerRestore:
         self._saved_dtypes = saved_dtypes
         matching = match_groups(groups, saved, tolerance)
         self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
+        #: Whether a group without parameters keeps its settings because the checkpoint has several of its number.
+        self.is_unsure = matching.is_unsure
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
         self._saved_states = {name: state for saved_group in saved for name, state in saved_group["state"].items()}

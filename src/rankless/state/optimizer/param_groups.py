@@ -10,6 +10,7 @@ import msgspec
 
 from rankless.errors import OptimizerMismatchError, StateError
 from rankless.ondisk import values
+from rankless.state.array_decoder import are_same_decoded
 from rankless.state.optimizer.optimizer_view import ParamGroup, parameter_names
 
 #: The encoded groups of one optimizer in a checkpoint, each with a class, parameters, settings and states.
@@ -84,12 +85,14 @@ class GroupMatching(msgspec.Struct, frozen=True):
     """A matching of groups: ``settings`` are their saved groups, or ``None`` for a group that keeps its own settings.
 
     ``missing`` are parameters that have no state in the checkpoint. ``regrouped`` are the numbers of groups that keep
-    their own settings because the checkpoint groups their parameters differently.
+    their own settings because the checkpoint groups their parameters differently. ``is_unsure``: a group without
+    parameters keeps its own because the checkpoint has several of its number, with other settings.
     """
 
     settings: list[dict[str, Any] | None]
     missing: list[str]
     regrouped: list[int]
+    is_unsure: bool = False
 
 
 def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: MatchTolerance) -> GroupMatching:
@@ -119,7 +122,11 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     settings = [
         candidates[0] if candidates and i not in problems else None for i, candidates in enumerate(saved_groups)
     ]
-    return GroupMatching(settings, missing, [groups[i].number for i in sorted(problems)])
+    is_unsure = any(
+        not group.param_names() and settings[i] is None and bool(_find_alike(group, saved))
+        for i, group in enumerate(groups)
+    )
+    return GroupMatching(settings, missing, [groups[i].number for i in sorted(problems)], is_unsure)
 
 
 def check_trained(saved: EncodedGroups, trained: set[str], tolerance: MatchTolerance) -> list[str]:
@@ -144,11 +151,11 @@ def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
 def _find_saved_groups(
     group: ParamGroup, group_of: Mapping[str, dict[str, Any]], saved: EncodedGroups
 ) -> list[dict[str, Any]]:
-    """Return the saved groups that have parameters of a group; for an empty group, the one with its number."""
+    """Return the saved groups that have parameters of a group; for an empty group, the one that is alike."""
     names = group.param_names()
     if not names:
-        matching = [candidate for candidate in saved if candidate["number"] == group.number]
-        return matching if len(matching) == 1 else []
+        alike = _find_alike(group, saved)
+        return alike[:1] if all(_has_settings_of(alike[0], other) for other in alike[1:]) else []
     saved_groups = list({id(group_of[name]): group_of[name] for name in names if name in group_of}.values())
     class_name = group.adapter.class_name
     for saved_group in saved_groups:
@@ -159,12 +166,31 @@ def _find_saved_groups(
     return saved_groups
 
 
+def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
+    """Return the saved groups of the class and number of a group without parameters; those without, if there are any.
+
+    A stage of a pipeline may have no bias, and so no parameter in its second group.
+    """
+    classes = {None, group.adapter.class_name}
+    alike = [other for other in saved if other["number"] == group.number and (other["class"] in classes)]
+    return [other for other in alike if not other["params"]] or alike
+
+
+def _has_settings_of(saved: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return saved is other or (
+        saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"])
+    )
+
+
 def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]]) -> dict[int, str]:
-    """Return a message for each group, by index, whose parameters are in several groups in the checkpoint."""
+    """Return a message for each group, by index, whose parameters are in groups of other settings in the checkpoint.
+
+    Groups with equal settings are one here if a stage of a pipeline that saved had no parameter in an earlier group.
+    """
     problems = {}
     for i, group in enumerate(groups):
         first, *others = [name for name in group.param_names() if name in group_of] or [""]
-        other = next((name for name in others if group_of[name] is not group_of[first]), None)
+        other = next((name for name in others if not _has_settings_of(group_of[name], group_of[first])), None)
         if other is not None:
             problems[i] = (
                 f"parameter group {group.number} holds {first!r} and {other!r}, which are in different groups in the "

@@ -1,0 +1,131 @@
+"""Tests of ranks that pass other objects, such as stages of a pipeline: what is stored, and what is refused."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn, optim
+
+import rankless
+from tests.helpers.pool import Ranks
+
+
+class Meter:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+METERS: dict[str, list[dict[str, float]]] = {
+    "only the last": [{}, {"loss": 3.5}],
+    "other names": [{"embed": 1.5}, {"loss": 3.5}],
+    "one in common": [{"both": 1.0}, {"both": 1.0, "loss": 3.5}],
+    "only the first": [{"loss": 3.5}, {}],
+}
+
+
+def save_and_load_meters(path: str, kind: str) -> tuple[dict[str, Any], tuple[str, ...], list[str]]:
+    rank = dist.get_rank()
+    stage = nn.ModuleDict({"ab"[rank]: nn.Linear(2, 2)})
+    meters = {name: Meter(value) for name, value in METERS[kind][rank].items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for tag in ("x", "y"):  # the second one knows what differs
+            rankless.save_checkpoint(path, tag, stage, stateful=meters)
+    for meter in meters.values():
+        meter.value = None
+    restored = rankless.restore(path, "y", stage, stateful=meters)
+    values = {name: meter.value for name, meter in meters.items()}
+    return values, restored.exact, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", METERS)
+def test_stateful_objects_of_any_rank_are_stored(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    outcomes = ranks(2, save_and_load_meters, str(tmp_path), kind)
+    assert [values for values, *_ in outcomes] == METERS[kind]
+    assert all("stateful" in exact for _, exact, _ in outcomes)
+    has_more = bool(METERS[kind][1].keys() - METERS[kind][0].keys())
+    assert any("stateful/loss" in text for text in outcomes[0][2]) == has_more
+
+
+def test_another_number_of_ranks_names_what_it_has_not(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_and_load_meters, str(tmp_path), "only the last")
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+    with pytest.raises(rankless.MismatchError, match="loss"):
+        rankless.restore(tmp_path, "y", model, stateful={"loss": Meter(None)})
+
+
+def tied(order: str, is_tied: bool = True) -> nn.Module:
+    module = nn.Module()
+    weight = nn.Parameter(nn.Linear(2, 2).weight.detach().fill_(1.0))
+    for name in order.split():
+        layer = nn.Linear(2, 2, bias=False)
+        layer.weight = weight if is_tied else nn.Parameter(weight.detach().clone())
+        module.add_module(name, layer)
+    return module
+
+
+TIES: dict[str, list[nn.Module]] = {
+    "a copy on the other rank": [tied("embed head"), tied("head")],
+    "another order": [tied("embed head"), tied("head embed")],
+    "untied replica": [tied("embed head"), tied("embed head", is_tied=False)],
+    "a chain": [tied("a b"), tied("b c")],
+    "another name": [tied("a b"), tied("c b")],
+}
+
+
+def save_tied(path: str, kind: str, component: bool) -> str:
+    model = TIES[kind][dist.get_rank()]
+    try:
+        if component:
+            rankless.save_model(model, f"{path}/model")
+        else:
+            rankless.save_checkpoint(path, "x", model)
+    except rankless.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("component", [False, True])
+@pytest.mark.parametrize("kind", TIES)
+def test_a_save_that_no_load_could_read_is_refused(ranks: Ranks, tmp_path: Path, kind: str, component: bool) -> None:
+    """A file cannot have a name as a tensor, and as a further name of another one."""
+    messages = ranks(2, save_tied, str(tmp_path), kind, component)
+    assert all("is one tensor with" in message for message in messages), messages
+    assert rankless.list_checkpoints(tmp_path) == []
+
+
+def call_with_empty_list(path: str, argument: str, loads: bool) -> tuple[str, float]:
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    rankless.save_checkpoint(path, "x", **objects, overwrite=True)
+    given = objects | ({argument: []} if dist.get_rank() else {})
+    began = time.monotonic()
+    call = rankless.restore if loads else rankless.save_checkpoint
+    with pytest.raises(rankless.InvalidArgumentError) as caught:
+        call(path, "x", **given, timeout=60.0)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("argument", ["model", "scheduler"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_list_without_objects_on_one_rank_is_an_error_of_all(
+    ranks: Ranks, tmp_path: Path, argument: str, loads: bool
+) -> None:
+    for message, seconds in ranks(2, call_with_empty_list, str(tmp_path), argument, loads):
+        assert f"{argument} is a list without objects" in message
+        assert seconds < 30
