@@ -269,8 +269,10 @@ class History:
 
     def unpin(self) -> None:
         """End an evaluation."""
-        job, _ = self._state.pins.pop(self.random.randrange(len(self._state.pins)))
+        job, content = self._state.pins.pop(self.random.randrange(len(self._state.pins)))
         job.kill()
+        for stopped in self._state.stopped:
+            stopped.removable |= stopped.held & {content}
 
     def remove_tier(self) -> None:
         """Remove the folder of a tier."""
@@ -445,7 +447,9 @@ class History:
                 by_number = [found.content for found in site.known if found.content in of_run]
                 kept &= set(by_number[len(by_number) - keep + 1 :])
             removable |= of_run - kept
-        removable -= self._state.pinned(site)
+        job.held = removable & self._state.pinned(site)
+        removable -= job.held
+        job.removable = removable
         if overwrite:
             tag = self._tag(job, content)
             removable |= {found.content for found in site.known if found.tag == tag}

@@ -15,7 +15,8 @@ class Job:
     """A job that trains. ``content`` and ``run`` are those of its state, as the oracle knows them.
 
     ``host`` is that of its tier, or ``""``. ``run`` is 0 as long as it has loaded and saved nothing.
-    ``is_challenged``: another job may have continued its run.
+    ``is_challenged``: another job may have continued its run. ``removable`` are the checkpoints that its last save may
+    remove, and ``held`` those that it may remove as soon as they are not pinned any more.
     """
 
     def __init__(self, number: int, place: Place, tier: Path | None, host: str, process: JobProcess) -> None:
@@ -23,6 +24,8 @@ class Job:
         self.content: Content = ()
         self.run = 0
         self.is_challenged = self.is_doubtful = self.has_claimed = self.has_lost_tier = False
+        self.removable: set[Content] = set()
+        self.held: set[Content] = set()
         self.awaited: Any = None
         self._process = process
 

@@ -190,7 +190,9 @@ class Judge:
             self._state.challenge(site, job, run, certain=True)
         job.content, job.run, job.has_claimed = content, run, True
         for other in [*self._state.jobs, *self._state.stopped]:
-            if other.run == run and other.place.name == site.place.name and not other.has_claimed:
+            # One that has loaded just this checkpoint continues it.
+            is_behind = other.run == run and not other.has_claimed and other.content != content
+            if is_behind and other.place.name == site.place.name:
                 other.is_challenged |= job.tier is None
                 other.is_doubtful = True
         for tier in site.tiers.values():

@@ -291,3 +291,15 @@ def _begin_from_tier(base: Path) -> None:
     """Load step 2, and be killed before it is drained."""
     with mock.patch.object(GenerationDrain, "follow_up", side_effect=rankless.StateError("killed")):
         assert open_run(base).restore(None, state_of(-1), resume=True).step == 2
+
+
+def test_a_step_is_saved_again_after_what_was_abandoned_has_been_removed(tmp_path: Path) -> None:
+    """The tier knew the tag from the load, which went back; another job's policy has removed the checkpoint since."""
+    save_steps(rankless.RunDirectory(tmp_path / "run"), 1, 2)
+    directory = open_run(tmp_path)
+    with pytest.warns(UserWarning, match="goes back to 'step_1'"):
+        directory.restore("step_1", state_of(-1), resume=True)
+    shutil.rmtree(tmp_path / "run/step_2")
+    save_steps(directory, 2)
+    directory.wait()
+    assert load_step(tmp_path) == 2

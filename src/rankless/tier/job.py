@@ -159,7 +159,9 @@ class TierJob:
         self._incarnation, self._run_id = claimed.incarnation, claimed.run
         highest = history.next_sequence(complete, claimed.run) - 1
         self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
-        self._tags, self._drained_at = {info.tag for info in infos if info.is_current}, time.monotonic()
+        # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.
+        taken = (info for info in infos if info.status != "complete" or info.is_copy or history.is_current(info))
+        self._tags, self._drained_at = {info.tag for info in taken}, time.monotonic()
         if not isinstance(self.run, ObjectPath):
             known = {info.tag for info in infos}
             self._tags |= list_names(self.run) - known  # a folder of the user's is no checkpoint, and is not replaced
