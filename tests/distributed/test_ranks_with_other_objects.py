@@ -129,3 +129,33 @@ def test_a_list_without_objects_on_one_rank_is_an_error_of_all(
     for message, seconds in ranks(2, call_with_empty_list, str(tmp_path), argument, loads):
         assert f"{argument} is a list without objects" in message
         assert seconds < 30
+
+
+class Counting(optim.SGD):
+    """Counts something in its own state dict."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.calls = state.pop("calls")
+        super().load_state_dict(state)
+
+
+def count_in_an_empty_stage(path: str) -> tuple[tuple[str, ...], int]:
+    rank = dist.get_rank()
+    stage = nn.ModuleDict({} if rank else {"a": nn.Linear(2, 2)})
+    optimizer = Counting([{"params": [*stage.parameters()]}], lr=0.1)
+    optimizer.calls = 5 + rank
+    rankless.save_checkpoint(path, "x", stage, optimizer)
+    optimizer.calls = 0
+    return rankless.restore(path, None, stage, optimizer).exact, optimizer.calls
+
+
+def test_the_optimizer_of_an_empty_stage_keeps_its_own_values(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, (exact, calls) in enumerate(ranks(2, count_in_an_empty_stage, str(tmp_path))):
+        assert "optimizer" in exact
+        assert calls == 5 + rank

@@ -190,9 +190,10 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def add_blank_entries(ranks: Sequence[Sequence[dict[str, Any]]], names: Sequence[set[str]]) -> list[dict[str, Any]]:
     """Return the entries of all ranks, with one without values for each that a rank lacks of parameters that it has.
 
-    ``names`` are those of the parameters of each rank. So :func:`merge_own` finds that the ranks differ.
+    ``names`` are those of the parameters of each rank. So :func:`merge_own` finds that the ranks differ. An optimizer
+    without parameters, as in an empty stage, is that of one rank: others do not lack it.
     """
-    keys = {tuple(entry["params"]) for entries in ranks for entry in entries}
+    keys = {tuple(entry["params"]) for entries in ranks for entry in entries if entry["params"]}
     added = []
     for entries, of_rank in zip(ranks, names, strict=True):
         lacking = keys - {tuple(entry["params"]) for entry in entries}
