@@ -226,21 +226,30 @@ def start_sequence(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.SequentialLR(optimizer, links, milestones=[2])
 
 
-@pytest.mark.parametrize("start", [start_sequence, lr_scheduler.ReduceLROnPlateau])
-@pytest.mark.parametrize("saved", [1, 2])
-def test_a_scheduler_of_other_groups_is_refused_before_it_fails_in_a_step(
-    tmp_path: Path, saved: int, start: Callable[[torch.optim.Optimizer], Any]
-) -> None:
-    def make(groups: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model, optimizer = build("plain", BODY if groups == 1 else [], groups == 2)
-        return model, optimizer, start(optimizer)
+def of_groups(groups: int, start: Callable[[torch.optim.Optimizer], Any]) -> tuple[Any, Any, Any]:
+    model, optimizer = build("plain", BODY if groups == 1 else [], groups == 2)
+    return model, optimizer, start(optimizer)
 
-    rankless.save_checkpoint(tmp_path, "s", *make(saved))
-    here = 3 - saved
-    with pytest.raises(
-        MismatchError, match=f"scheduler: of {saved} parameter groups in the checkpoint, of {here} here"
-    ):
-        rankless.restore(tmp_path, None, *make(here), strict=False)
+
+STARTS = [start_sequence, lr_scheduler.ReduceLROnPlateau]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_scheduler_of_other_groups_is_refused_before_it_fails_in_a_step(
+    tmp_path: Path, start: Callable[[torch.optim.Optimizer], Any]
+) -> None:
+    rankless.save_checkpoint(tmp_path, "s", *of_groups(1, start))
+    with pytest.raises(MismatchError, match="scheduler: of 1 parameter groups in the checkpoint, of 2 here"):
+        rankless.restore(tmp_path, None, *of_groups(2, start), strict=False)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_groups_of_one_schedule_may_be_one_group(tmp_path: Path, start: Callable[[torch.optim.Optimizer], Any]) -> None:
+    rankless.save_checkpoint(tmp_path, "s", *of_groups(2, start))
+    model, optimizer, scheduler = of_groups(1, start)
+    assert "scheduler" in rankless.restore(tmp_path, None, model, optimizer, scheduler, strict=False).exact
+    optimizer.step()
+    scheduler.step(*([1.0] if start is lr_scheduler.ReduceLROnPlateau else []))
 
 
 # ---------------------------------------------------------------------------------------------------------------

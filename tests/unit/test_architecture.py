@@ -223,7 +223,7 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 118
-    assert save_functions <= 566
+    assert save_functions <= 563
     assert load_modules <= 121
     assert load_functions <= 556
 

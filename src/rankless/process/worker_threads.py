@@ -29,7 +29,7 @@ def are_few(nbytes: int) -> bool:
 
 def count_threads(nbytes: int, threads: int = THREADS) -> int:
     """Return how many of ``threads`` are to move ``nbytes`` between memory and files: one if they are few."""
-    return 1 if are_few(nbytes) else threads
+    return threads if nbytes >= _FEW_BYTES else 1
 
 
 def run_in_threads(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:

@@ -92,7 +92,7 @@ def _find_entry(saved: Sequence[Mapping[str, Any]], groups: Sequence[list[str]])
 
 
 def _join_entries(found: Sequence[Sequence[_Place]]) -> Mapping[str, Any] | None:
-    """Return the entry with the groups at the first of each of these places; ``None`` if that cannot be told."""
+    """Return the entry with the groups at the first of each of these places; ``None`` if it is not certain."""
     chosen = [places[0] for places in found]
     first = chosen[0][0]
     if len(chosen) == len(first["params"]) and chosen == [(first, number) for number in range(len(chosen))]:
@@ -126,7 +126,7 @@ def _are_alike(places: Sequence[_Place]) -> bool:
 
 
 def _may_list_groups(state: Any, count: int) -> bool:
-    """Return whether a state has a list of which nobody knows that it has no item for each of ``count`` groups."""
+    """Return whether a state has a list of unknown meaning that may have an item for each of ``count`` groups."""
     if not isinstance(state, Mapping):
         return len(state) == count if isinstance(state, list | tuple) else getattr(state, "shape", ())[:1] == (count,)
     unknown = (value for key, value in state.items() if key not in {*BY_GROUP, *_NOT_BY_GROUP, _LINKS})

@@ -49,15 +49,12 @@ def vote_same_call(
     error. Raises ``RankMismatchError`` if the ranks' calls differ.
     """
 
-    def describe_and_work() -> bytes:
-        return describe().digest() + work()
-
     def compare_and_decide(posted: list[bytes]) -> bytes:
         if _are_different([post[:_DIGESTS_BYTES] for post in posted]):
             return _DIFFERENT
         return _SAME + decide([post[_DIGESTS_BYTES:] for post in posted])
 
-    _, decision = session.vote(phase, describe_and_work, lambda result: result, compare_and_decide)
+    _, decision = session.vote(phase, lambda: describe().digest() + work(), lambda result: result, compare_and_decide)
     if decision == _DIFFERENT:
         session.vote(
             "comparing the arguments of the call",

@@ -129,6 +129,11 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     return GroupMatching(settings, missing, [groups[i].number for i in sorted(problems)], is_unsure)
 
 
+def _has_unsure(groups: Sequence[ParamGroup], settings: Sequence[dict[str, Any] | None], saved: EncodedGroups) -> bool:
+    unset = (group for group, saved_group in zip(groups, settings, strict=True) if saved_group is None)
+    return any(not group.param_names() and bool(_find_alike(group, saved)) for group in unset)
+
+
 def check_trained(saved: EncodedGroups, trained: set[str], tolerance: MatchTolerance) -> list[str]:
     """Return the saved parameters that no rank trains. Raises ``OptimizerMismatchError`` for them unless tolerated."""
     untrained = sorted({name for group in saved for name in group["params"]} - trained)
@@ -177,9 +182,7 @@ def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
 
 
 def _has_settings_of(saved: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return saved is other or (
-        saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"])
-    )
+    return saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"])
 
 
 def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]]) -> dict[int, str]:
@@ -190,7 +193,14 @@ def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict
     problems = {}
     for i, group in enumerate(groups):
         first, *others = [name for name in group.param_names() if name in group_of] or [""]
-        other = next((name for name in others if not _has_settings_of(group_of[name], group_of[first])), None)
+        other = next(
+            (
+                name
+                for name in others
+                if group_of[name] is not group_of[first] and not _has_settings_of(group_of[name], group_of[first])
+            ),
+            None,
+        )
         if other is not None:
             problems[i] = (
                 f"parameter group {group.number} holds {first!r} and {other!r}, which are in different groups in the "
