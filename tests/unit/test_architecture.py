@@ -151,7 +151,9 @@ classes = [value for value in values if isinstance(value, type) and "__dataclass
 dataclasses = sorted({cls.__name__ for cls in classes})
 time.sleep(3.2)  # from then on a manifest is remembered, whatever the time of the machine
 load("a")
-ran = [count(save), count(load)]
+ran = [count(save)]
+time.sleep(3.2)  # however long that save has taken
+ran.append(count(load))
 print(json.dumps({"save": saved, "load": loaded, "dataclasses": dataclasses, "ran": ran, "bare": without_generators}))
 """
 
@@ -225,7 +227,7 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     assert save_modules <= 118
     assert save_functions <= 563
     assert load_modules <= 121
-    assert load_functions <= 556
+    assert load_functions <= 555
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:
