@@ -13,39 +13,28 @@ from torch import nn, optim
 
 import rankless
 from tests.helpers.pool import Ranks
+from tests.helpers.stateful import Counter
 
-
-class Meter:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-METERS: dict[str, list[dict[str, float]]] = {
-    "only the last": [{}, {"loss": 3.5}],
-    "other names": [{"embed": 1.5}, {"loss": 3.5}],
-    "one in common": [{"both": 1.0}, {"both": 1.0, "loss": 3.5}],
-    "only the first": [{"loss": 3.5}, {}],
+METERS: dict[str, list[dict[str, int]]] = {
+    "only the last": [{}, {"loss": 3}],
+    "other names": [{"embed": 1}, {"loss": 3}],
+    "one in common": [{"both": 1}, {"both": 1, "loss": 3}],
+    "only the first": [{"loss": 3}, {}],
 }
 
 
 def save_and_load_meters(path: str, kind: str) -> tuple[dict[str, Any], tuple[str, ...], list[str]]:
     rank = dist.get_rank()
     stage = nn.ModuleDict({"ab"[rank]: nn.Linear(2, 2)})
-    meters = {name: Meter(value) for name, value in METERS[kind][rank].items()}
+    meters = {name: Counter(value) for name, value in METERS[kind][rank].items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for tag in ("x", "y"):  # the second one knows what differs
             rankless.save_checkpoint(path, tag, stage, stateful=meters)
     for meter in meters.values():
-        meter.value = None
+        meter.count = 0
     restored = rankless.restore(path, "y", stage, stateful=meters)
-    values = {name: meter.value for name, meter in meters.items()}
+    values = {name: meter.count for name, meter in meters.items()}
     return values, restored.exact, [str(warning.message) for warning in caught]
 
 
@@ -62,7 +51,7 @@ def test_another_number_of_ranks_names_what_it_has_not(ranks: Ranks, tmp_path: P
     ranks(2, save_and_load_meters, str(tmp_path), "only the last")
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
     with pytest.raises(rankless.MismatchError, match="loss"):
-        rankless.restore(tmp_path, "y", model, stateful={"loss": Meter(None)})
+        rankless.restore(tmp_path, "y", model, stateful={"loss": Counter()})
 
 
 def tied(order: str, is_tied: bool = True) -> nn.Module:

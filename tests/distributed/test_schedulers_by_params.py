@@ -255,3 +255,45 @@ def test_a_file_of_one_scheduler_is_rank_0s_with_a_warning(ranks: Ranks, tmp_pat
     (first, second) = ranks(2, save_schedule_of_ranks, str(tmp_path))
     assert any("ranks hold different states of the scheduler" in text for text in first)
     assert second == []
+
+
+@pytest.mark.parametrize("rates", [{"a": 0.5, "b": 0.5}, {"a": 1.0, "b": 0.5}])
+def test_groups_may_be_one_group_if_their_schedules_were_the_same(tmp_path: Path, rates: dict[str, float]) -> None:
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", rates, SCHEDULERS["lambda"]))
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+    scheduler = SCHEDULERS["lambda"](optim.SGD(model.parameters(), lr=9.0))
+    if len({*rates.values()}) > 1:
+        with pytest.raises(rankless.MismatchError, match="or states of several that differ"):
+            rankless.restore(tmp_path, None, model, scheduler=scheduler)
+        assert scheduler.base_lrs == [9.0]
+    else:
+        assert "scheduler" in rankless.restore(tmp_path, None, model, scheduler=scheduler).exact
+        assert scheduler.base_lrs == [0.5]
+
+
+def save_with_a_period_of_its_rank(path: str) -> None:
+    rank = dist.get_rank()
+    name = "ab"[rank // 2]
+    model, optimizer, _ = one_group_each(name, {"a": 0.1, "b": 0.1}, SCHEDULERS["lambda"])
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    period = 10 + rank if rank > 1 else 12
+    rankless.save_checkpoint(path, "x", model, optimizer, lr_scheduler.CosineAnnealingLR(optimizer, period))
+
+
+def test_a_schedule_that_differed_between_ranks_is_not_exact_in_a_joined_group(ranks: Ranks, tmp_path: Path) -> None:
+    """The second stage's differed, and the stored one of it equals that of the first stage."""
+    ranks(4, save_with_a_period_of_its_rank, str(tmp_path))
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+    scheduler = lr_scheduler.CosineAnnealingLR(optim.SGD(model.parameters(), lr=0.1), 55)
+    restored = rankless.restore(tmp_path, None, model, scheduler=scheduler)
+    assert scheduler.T_max == 12
+    assert "scheduler" in restored.reconstructed
+
+
+def test_without_names_of_parameters_schedulers_of_stages_are_not_called_exact(ranks: Ranks, tmp_path: Path) -> None:
+    """They are in the order of their parameters in the checkpoint, and in that of the caller here."""
+    ranks(2, save_two_stages, str(tmp_path))
+    stages = [stage_of(name, **STAGES[name] | {"lr": 9.0, "period": 55}) for name in ("blocks", "embed")]
+    restored = rankless.restore(tmp_path, None, scheduler=[scheduler for _, _, scheduler in stages], rng=False)
+    assert "scheduler" in restored.reconstructed

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def test_slow_cases_are_tests_of_today() -> None:
-    """A renamed test would run by day again, slow as it is: ``make durations`` writes the list anew."""
+    """A renamed test would be in ``make test`` again, slow as it is: ``make durations`` writes the list anew."""
     for case in suite.SLOW_CASES.read_text().splitlines():
         file, *_, name = case.partition("[")[0].split("::")
         assert f"def {name}(" in (_ROOT / file).read_text(), case

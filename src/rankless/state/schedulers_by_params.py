@@ -47,7 +47,7 @@ def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
     merged: dict[bytes, dict[str, Any]] = {}
     for entries in ranks:
         for position, entry in enumerate(entries):
-            key = to_json(entry["params"] or position)
+            key = to_json(entry["params"]) if entry["params"] else b"%06d" % position
             first = merged.setdefault(key, entry)
             if not are_same({**first, _DIFFERED: True}, {**entry, _DIFFERED: True}):
                 merged[key] = {**first, _DIFFERED: True}
@@ -59,9 +59,15 @@ def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
     return [merged[key] for key in sorted(merged)]
 
 
-def has_differed(saved: Any) -> bool:
-    """Return whether a stored scheduler had other states on other ranks."""
-    return any(entry.get(_DIFFERED) for entry in (saved if isinstance(saved, list) else [saved]))
+def is_uncertain(entries: Any, params: Sequence[list[list[str]] | None]) -> bool:
+    """Return whether what :func:`find_entries` returned may not be the state that the schedulers here had.
+
+    Ranks had different states of one, or stages had different schedulers, whose parameters are not known here: the
+    checkpoint has them in an order of its own.
+    """
+    stored = entries if isinstance(entries, list) else [entries]
+    is_by_position = len(stored) > 1 and None in params
+    return any(entry.get(_DIFFERED) or (is_by_position and entry.get("params")) for entry in stored)
 
 
 def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> Any:
@@ -93,15 +99,14 @@ def _find_entry(saved: Sequence[Mapping[str, Any]], groups: Sequence[list[str]])
 
 def _join_entries(found: Sequence[Sequence[_Place]]) -> Mapping[str, Any] | None:
     """Return the entry with the groups at the first of each of these places; ``None`` if it is not certain."""
-    chosen = [places[0] for places in found]
+    chosen, entries = [places[0] for places in found], [entry for places in found for entry, _ in places]
     first = chosen[0][0]
+    marks = {_DIFFERED: True} if any(entry.get(_DIFFERED) for entry in entries) else {}
     if len(chosen) == len(first["params"]) and chosen == [(first, number) for number in range(len(chosen))]:
-        return first
-    entries = [entry for places in found for entry, _ in places]
+        return {**first, **marks}
     if any(_may_list_groups(entry["state"], len(entry["params"])) for entry in entries):
         return None
     state = _join_states([(entry["state"], number) for entry, number in chosen])
-    marks = {_DIFFERED: True} if any(entry.get(_DIFFERED) for entry in entries) else {}
     return None if state is None else {"class": first["class"], "state": state, **marks}
 
 
@@ -138,9 +143,7 @@ def _join_states(places: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, A
     first, joined = places[0][0], {}
     for key, value in first.items():
         values = [state.get(key) for state, _ in places]
-        if key in BY_GROUP and all(
-            isinstance(state.get(key), list) and index < len(state[key]) for state, index in places
-        ):
+        if key in BY_GROUP and all(_has_item(state.get(key), index) for state, index in places):
             joined[key] = [state[key][index] for state, index in places]
         elif key == _LINKS:
             links = zip(*([(link, index) for link in state[key]] for state, index in places), strict=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -69,9 +68,10 @@ def write_file_ranges(
 
 
 def _waits_for_disk(writers: Mapping[int, FileWriter], files: Sequence[Path], sync: bool) -> bool:
-    if any(not writer.copies_bytes for writer in writers.values()):
+    """Return whether threads that finish these files wait for a disk, and so are best several."""
+    if not all(writer.copies_bytes for writer in writers.values()):
         return True
-    return sync and any(not is_in_memory(files[file].parent) for file in itertools.islice(writers, 1))
+    return sync and bool(writers) and not is_in_memory(files[next(iter(writers))].parent)
 
 
 def _schedule_chunks(

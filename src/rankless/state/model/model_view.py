@@ -131,7 +131,11 @@ def _find_ties(merged: ModelView, view: ModelView) -> dict[str, str]:
     """Return the names in ``view`` of tensors that ``merged`` has under other names, which are the values."""
     shared = [(merged.refs[identity], refs) for identity, refs in view.refs.items() if identity in merged.refs]
     names = {refs[0].name: known[0].name for known, refs in shared if len(known) == len(refs) == 1}
-    return {name: known for name, known in names.items() if name != known and name not in merged.tensors}
+    return {
+        name: known
+        for name, known in names.items()
+        if name != known and name not in merged.tensors and view.tensors[name].local is merged.tensors[known].local
+    }
 
 
 def check_duplicate_tensors(view: ModelView) -> None:

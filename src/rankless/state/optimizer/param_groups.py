@@ -176,8 +176,12 @@ def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
 
     A stage of a pipeline may have no bias, and so no parameter in its second group.
     """
-    classes = {None, group.adapter.class_name}
-    alike = [other for other in saved if other["number"] == group.number and (other["class"] in classes)]
+    class_name = group.adapter.class_name
+    alike = [
+        other
+        for other in saved
+        if other["number"] == group.number and (None in {class_name, other["class"]} or class_name == other["class"])
+    ]
     return [other for other in alike if not other["params"]] or alike
 
 
