@@ -122,14 +122,12 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
     settings = [
         candidates[0] if candidates and i not in problems else None for i, candidates in enumerate(saved_groups)
     ]
-    is_unsure = any(
-        not group.param_names() and settings[i] is None and bool(_find_alike(group, saved))
-        for i, group in enumerate(groups)
-    )
+    is_unsure = None in settings and _has_unsure(groups, settings, saved)
     return GroupMatching(settings, missing, [groups[i].number for i in sorted(problems)], is_unsure)
 
 
 def _has_unsure(groups: Sequence[ParamGroup], settings: Sequence[dict[str, Any] | None], saved: EncodedGroups) -> bool:
+    """Return whether a group without parameters has no saved group, although the checkpoint has several like it."""
     unset = (group for group, saved_group in zip(groups, settings, strict=True) if saved_group is None)
     return any(not group.param_names() and bool(_find_alike(group, saved)) for group in unset)
 
