@@ -623,7 +623,7 @@ def test_an_export_replaces_the_whole_checkpoint_of_its_step(ranks: Ranks, tmp_p
     ranks(2, export_over, str(tmp_path))
     step = tmp_path / "checkpoint/step-4"
     assert [path.name for path in step.iterdir()] == ["model.safetensors"]
-    assert not list(tmp_path.glob("checkpoint/.*"))
+    assert not list(tmp_path.glob("checkpoint/.step-*"))
     assert all((tensor == 7).all() for _, tensor in rankless.open(step).items())
     assert [info.tag for info in rankless.list_checkpoints(tmp_path / "checkpoint")] == ["step-2"]
 

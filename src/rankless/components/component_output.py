@@ -13,7 +13,7 @@ from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.formats.sharded.index import files_named_by
 from rankless.run.cleanup import clean_up
 from rankless.run.object_run import check_output_name
-from rankless.run.ownership import COMPONENT_FILE, EXPORT
+from rankless.run.ownership import COMPONENT_FILE, replaced_by_export
 from rankless.run.pending_dir import PendingDirectory
 from rankless.storage import directory_trees, posix
 from rankless.storage.direct_io import BufferedWriter
@@ -107,7 +107,9 @@ class ComponentOutput:
             self._pending.publish()
             return
         posix.sync_tree(self.folder)
-        self._pending.replace(self._keep_others if self._destination.keeps_others else EXPORT.check)
+        self._pending.replace(
+            self._keep_others if self._destination.keeps_others else replaced_by_export(final.name).check
+        )
         with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
             self._pending.remove_displaced()
 

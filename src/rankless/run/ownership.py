@@ -216,5 +216,11 @@ DCP_FOLDER = Replaceable(("dcp",), "a checkpoint of torch.distributed.checkpoint
 #: What an export of weights in place of a folder replaces.
 EXPORT = Replaceable(("export",), "an export of weights by rankless")
 
+
+def replaced_by_export(tag: str) -> Replaceable:
+    """Return what an export in place of a step replaces: an earlier export, or a checkpoint that has this tag."""
+    return Replaceable(("export", "checkpoint", "unfinished"), "an export or a checkpoint of rankless", tag)
+
+
 #: What a save of one component into one file replaces.
 COMPONENT_FILE = Replaceable(("file", "scheduler"), "a file of safetensors, of torch.save or of a scheduler")

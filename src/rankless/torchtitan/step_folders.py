@@ -14,11 +14,10 @@ import msgspec
 
 from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, TagExistsError
-from rankless.formats.native import is_native
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.interrupted_copy import is_interrupted_copy
-from rankless.run.ownership import EXPORT
+from rankless.run.ownership import EXPORT, replaced_by_export
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.storage.directory_trees import remove_directory
@@ -155,7 +154,7 @@ def remove_replaceable(folder: Path) -> bool:
 
 def check_replaceable(folder: Path) -> None:
     """Raise ``TagExistsError`` if a folder has what an export must not replace."""
-    if store_of(folder).path_exists(folder) and not is_native(folder) and not is_replaceable(folder):
+    if replaced_by_export(folder.name).find_foreign(folder) is not None:
         raise TagExistsError(
             f"{folder} is neither a checkpoint nor an export of rankless, and is not replaced: move it away"
         )
