@@ -297,3 +297,153 @@ def test_without_names_of_parameters_schedulers_of_stages_are_not_called_exact(r
     stages = [stage_of(name, **STAGES[name] | {"lr": 9.0, "period": 55}) for name in ("blocks", "embed")]
     restored = rankless.restore(tmp_path, None, scheduler=[scheduler for _, _, scheduler in stages], rng=False)
     assert "scheduler" in restored.reconstructed
+
+
+def of_one_optimizer(name: str, kinds: list[Any]) -> tuple[Any, Any, list[Any]]:
+    model = nn.ModuleDict({name: nn.Linear(2, 2)})
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, [kind(optimizer) for kind in kinds]
+
+
+#: The schedulers of each of two stages.
+SEVERAL: list[list[Any]] = [
+    [lambda optimizer: lr_scheduler.StepLR(optimizer, 2), lambda optimizer: lr_scheduler.StepLR(optimizer, 5)],
+    [lambda optimizer: lr_scheduler.StepLR(optimizer, 3), lr_scheduler.ReduceLROnPlateau],
+]
+
+
+@pytest.mark.parametrize("kinds", SEVERAL)
+def test_each_scheduler_of_one_optimizer_keeps_its_own_state(tmp_path: Path, kinds: list[Any]) -> None:
+    model, optimizer, schedulers = of_one_optimizer("a", kinds)
+    for number, scheduler in enumerate(schedulers):
+        scheduler.last_epoch = 10 + number
+    rankless.save_checkpoint(tmp_path, "x", model, optimizer, schedulers)
+    model, optimizer, schedulers = of_one_optimizer("a", kinds)
+    assert "scheduler" in rankless.restore(tmp_path, None, model, optimizer, schedulers).exact
+    assert [scheduler.last_epoch for scheduler in schedulers] == [10, 11]
+
+
+def save_several(path: str) -> None:
+    rank = dist.get_rank()
+    model, optimizer, schedulers = of_one_optimizer("ab"[rank], SEVERAL[rank])
+    for number, scheduler in enumerate(schedulers):
+        scheduler.last_epoch = 10 * rank + number
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rankless.save_checkpoint(path, "x", model, optimizer, schedulers)
+
+
+def load_several(path: str) -> tuple[bool, list[int]]:
+    rank = dist.get_rank()
+    model, optimizer, schedulers = of_one_optimizer("ab"[rank], SEVERAL[rank])
+    restored = rankless.restore(path, None, model, optimizer, schedulers)
+    return "scheduler" in restored.exact, [scheduler.last_epoch for scheduler in schedulers]
+
+
+def test_each_scheduler_of_each_stage_keeps_its_own_state(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save_several, str(tmp_path))
+    assert ranks(2, load_several, str(tmp_path)) == [(True, [0, 1]), (True, [10, 11])]
+
+
+@pytest.mark.parametrize("order", ["nab", "anb", "abn"])
+def test_a_new_group_does_not_take_the_rate_of_another(tmp_path: Path, order: str) -> None:
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", {"a": 1.0, "b": 0.5}, SCHEDULERS["lambda"]))
+    model, optimizer, scheduler = one_group_each(order, {"a": 9.0, "b": 9.0, "n": 3.0}, SCHEDULERS["lambda"])
+    with pytest.raises(rankless.MismatchError, match="no state of a scheduler of these parameter groups"):
+        rankless.restore(tmp_path, None, model, optimizer, scheduler, strict=False)
+    assert [group["lr"] for group in optimizer.param_groups] == [3.0 if name == "n" else 9.0 for name in order]
+
+
+def test_a_group_whose_parameters_are_all_new_is_not_called_exact(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", {"a": 1.0, "b": 0.5}, SCHEDULERS["lambda"]))
+    model, optimizer, scheduler = one_group_each("an", {"a": 9.0, "n": 9.0}, SCHEDULERS["lambda"])
+    restored = rankless.restore(tmp_path, None, model, optimizer, scheduler, strict=False)
+    assert "scheduler" in restored.reconstructed
+    assert scheduler.base_lrs == [1.0, 0.5]
+
+
+def with_names(names: str) -> tuple[Any, Any]:
+    """An optimizer that knows the names of its parameters, and has a group for each layer."""
+    layers = {name: nn.Linear(2, 2) for name in names}
+    groups = [
+        {"params": [(f"{name}.{own}", parameter) for own, parameter in layer.named_parameters()], "lr": rate}
+        for rate, (name, layer) in enumerate(layers.items(), 1)
+    ]
+    optimizer = optim.SGD(groups)
+    return optimizer, SCHEDULERS["lambda"](optimizer)
+
+
+def test_an_optimizer_with_names_has_a_scheduler_with_names(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path, "x", None, *with_names("ab"))
+    optimizer, scheduler = with_names("ba")
+    assert "scheduler" in rankless.restore(tmp_path, None, None, optimizer, scheduler).exact
+    assert scheduler.base_lrs == [2, 1]
+
+
+def test_groups_of_one_scheduler_without_names_are_not_called_exact(tmp_path: Path) -> None:
+    model, optimizer, scheduler = one_group_each("ab", {"a": 1.0, "b": 0.5}, SCHEDULERS["lambda"])
+    rankless.save_checkpoint(tmp_path, "x", model, optimizer, scheduler)
+    assert "scheduler" in rankless.restore(tmp_path, None, scheduler=scheduler, rng=False).reconstructed
+
+
+class OwnSchedule:
+    """A scheduler that does not say which parameters it schedules."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def stage_with_others(kind: str, shift: int) -> tuple[Any, Any, list[Any]]:
+    rank = dist.get_rank()
+    model, optimizer, schedulers = of_one_optimizer("ab"[rank], [lambda one: lr_scheduler.StepLR(one, 3 + rank)])
+    if kind == "own":
+        return model, optimizer, [OwnSchedule(10 * rank + number + shift) for number in range(2 - rank)]
+    if kind == "outside" and rank == 0:
+        schedulers.append(OwnSchedule(7 + shift))
+    if kind == "untrained" and rank == 0:
+        return model.requires_grad_(False), [], []
+    return model, optimizer, schedulers
+
+
+def resume_with_others(path: str, kind: str) -> tuple[bool, list[Any]]:
+    rankless.save_checkpoint(path, "x", *stage_with_others(kind, 0))
+    model, optimizer, schedulers = stage_with_others(kind, 100)
+    restored = rankless.restore(path, None, model, optimizer, schedulers)
+    states = [getattr(scheduler, "value", getattr(scheduler, "step_size", None)) for scheduler in schedulers]
+    return "scheduler" in restored.exact, states
+
+
+def test_ranks_may_have_other_numbers_of_schedulers(ranks: Ranks, tmp_path: Path) -> None:
+    """If the checkpoint has one of them only once although ranks had different ones, they are not called exact."""
+    assert ranks(2, resume_with_others, str(tmp_path / "own"), "own") == [(False, [0, 1]), (False, [0])]
+    assert ranks(2, resume_with_others, str(tmp_path / "outside"), "outside") == [(False, [3, 7]), (True, [4])]
+    assert ranks(2, resume_with_others, str(tmp_path / "untrained"), "untrained") == [(True, []), (True, [4])]
+
+
+def test_schedulers_of_a_file_without_names_are_not_called_exact(ranks: Ranks, tmp_path: Path) -> None:
+    """The file has those of stages in the order of their parameters."""
+    ranks(2, save_two_stages, str(tmp_path))
+    rankless.convert(tmp_path / "x", tmp_path / "x.pt", to="torch")
+    stages = [stage_of(name, **STAGES[name] | {"lr": 9.0, "period": 55}) for name in ("embed", "blocks")]
+    models, optimizers, schedulers = map(list, zip(*stages, strict=True))
+    restored = rankless.restore(tmp_path / "x.pt", None, models, optimizers, schedulers, rng=False)
+    assert "scheduler" not in restored.exact
+
+
+@pytest.mark.parametrize("target", ["torch", "dcp", "lightning"])
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_groups_of_a_file_without_names_are_exact_if_their_order_does_not_matter(
+    tmp_path: Path, target: str, rate: float
+) -> None:
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", {"a": 1.0, "b": rate}, SCHEDULERS["lambda"]))
+    path = tmp_path / ("exported.ckpt" if target == "lightning" else f"exported_{target}")
+    rankless.convert(tmp_path / "x", path, to=target)
+    here = one_group_each("ba", {"a": 9.0, "b": 9.0}, SCHEDULERS["lambda"])
+    restored = rankless.restore(path, None, *here, rng=False)
+    assert ("scheduler" in restored.exact) == (rate == 1.0)

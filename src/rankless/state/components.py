@@ -24,7 +24,8 @@ def name_components(kind: str, given: Any, is_single: Callable[[Any], bool]) -> 
     """Return the parts of each separate object, under ``kind`` or, for those of a dict, ``kind/name``.
 
     ``is_single`` returns whether a mapping is a single object, such as a state dict, rather than a dict of several
-    objects. Raises ``InvalidArgumentError`` for a list without parts; only an optimizer may have none.
+    objects. Raises ``InvalidArgumentError`` for a list without parts; only optimizers and schedulers may have none:
+    those of a stage of a pipeline that is not trained.
     """
     if given is None:
         return {}
@@ -33,7 +34,7 @@ def name_components(kind: str, given: Any, is_single: Callable[[Any], bool]) -> 
     else:
         slots = {kind: _flatten_parts(given)}
     empty = next((slot for slot, parts in slots.items() if not parts), None)
-    if empty is not None and kind != "optimizer":
+    if empty is not None and kind not in {"optimizer", "scheduler"}:
         raise InvalidArgumentError(f"{empty} is a list without objects: leave it out, or pass None")
     return slots
 

@@ -42,7 +42,7 @@ from rankless.state.optimizer.numbered_parameters import (
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.rank_states import LOADER, PER_RANK_CONTENT, RNG, RankState
-from rankless.state.schedulers_by_params import find_entries, is_uncertain, scheduled_params
+from rankless.state.schedulers_by_params import find_entries, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description
 from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
@@ -126,7 +126,7 @@ class LoadTargets:
         refs = optimizers.refs_for(OPTIMIZER, self._views or self._view_models()) or {}
         names = {identity: [ref.name for ref in param_refs] for identity, param_refs in refs.items()}
         params = [scheduled_params(part, names) for part in parts]
-        entries = find_entries(self._values[slot], params)
+        entries, is_uncertain = find_entries(self._values[slot], params)
         if isinstance(entries, list) and None in entries:
             self.report.different.append(
                 f"{slot}: the checkpoint has no state of a scheduler of these parameter groups, or states of several "
@@ -135,7 +135,7 @@ class LoadTargets:
             return
         self._scheduler_entries[slot] = entries
         self.report.different += schedulers.compare_schedulers(parts, entries)
-        if is_uncertain(entries, params):
+        if is_uncertain:
             self.report.cast.add(slot)
 
     def _match_differing(self) -> None:

@@ -28,60 +28,106 @@ _DIFFERED = "differed"
 def scheduled_params(scheduler: Any, names: Mapping[int, Sequence[str]]) -> list[list[str]] | None:
     """Return the names of the parameters in each group that a scheduler schedules; ``None`` if they are unknown.
 
-    ``names`` are those of the parameters of models, by ``id``.
+    ``names`` are those of the parameters of models, by ``id``. Without a model, an optimizer that was created from
+    ``named_parameters()`` knows them.
     """
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-    if not groups or not all(id(parameter) in names for group in groups for parameter in group["params"]):
-        return None
-    return [sorted(name for parameter in group["params"] for name in names[id(parameter)]) for group in groups]
+    named = [_name_group(group, names) for group in groups or ()]
+    return [group for group in named if group is not None] if named and None not in named else None
+
+
+def _name_group(group: Mapping[str, Any], names: Mapping[int, Sequence[str]]) -> list[str] | None:
+    if all(id(parameter) in names for parameter in group["params"]):
+        return sorted(name for parameter in group["params"] for name in names[id(parameter)])
+    own = group.get("param_names", ())
+    return sorted(own) if not names and len(own) == len(group["params"]) else None
 
 
 def merge_entries(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the encoded entries of all ranks, each once, in an order that does not depend on the ranks.
 
-    Entries without parameters are distinguished by their position. If ranks hold different states of one, that of the
-    lowest rank is stored, and marked.
+    If all ranks have the same, their order is kept: a caller without a model may load them by position.
+    Entries of the same parameters, or without parameters, are distinguished by their order on their rank. If ranks hold
+    different states of one, or only some ranks have one without parameters, that of the lowest rank is stored, and
+    marked.
     """
     if all(are_same(entries, ranks[0]) for entries in ranks):
         return ranks[0]
-    merged: dict[bytes, dict[str, Any]] = {}
-    for entries in ranks:
-        for position, entry in enumerate(entries):
-            key = to_json(entry["params"]) if entry["params"] else b"%06d" % position
+    merged: dict[tuple[bytes, int], dict[str, Any]] = {}
+    keys = [[to_json(entry["params"]) if entry["params"] else b"" for entry in entries] for entries in ranks]
+    for names, entries in zip(keys, ranks, strict=True):
+        for key, entry in zip(zip(names, _count_earlier(names), strict=True), entries, strict=True):
             first = merged.setdefault(key, entry)
-            if not are_same({**first, _DIFFERED: True}, {**entry, _DIFFERED: True}):
+            is_everywhere = key[0] or all(other.count(b"") > key[1] for other in keys)
+            if not is_everywhere or not are_same({**first, _DIFFERED: True}, {**entry, _DIFFERED: True}):
                 merged[key] = {**first, _DIFFERED: True}
     if any(entry.get(_DIFFERED) for entry in merged.values()):
         warn_caller(
-            "ranks hold different states of a scheduler: that of the lowest rank is saved, and a load calls the "
-            "scheduler reconstructed"
+            "ranks hold different states of a scheduler, or other numbers of schedulers of unknown parameters: that of "
+            "the lowest rank is saved, and a load calls the scheduler reconstructed"
         )
     return [merged[key] for key in sorted(merged)]
 
 
-def is_uncertain(entries: Any, params: Sequence[list[list[str]] | None]) -> bool:
-    """Return whether what :func:`find_entries` returned may not be the state that the schedulers here had.
-
-    Ranks had different states of one, or stages had different schedulers, whose parameters are not known here: the
-    checkpoint has them in an order of its own.
-    """
-    stored = entries if isinstance(entries, list) else [entries]
-    is_by_position = len(stored) > 1 and None in params
-    return any(entry.get(_DIFFERED) or (is_by_position and entry.get("params")) for entry in stored)
+def _count_earlier(items: Sequence[Any]) -> list[int]:
+    """Return for each item how many before it are equal: an optimizer may have several schedulers."""
+    return [items[:index].count(item) for index, item in enumerate(items)]
 
 
-def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> Any:
+def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> tuple[Any, bool]:
     """Return the saved entry of each of several schedulers, given the ``params`` of each one's groups.
 
-    It is ``None`` for a scheduler of which the checkpoint has no state, or several that differ. If parameters are not
-    known, here or in the checkpoint, all entries are returned as they are stored: they are matched by position.
+    It is ``None`` for a scheduler of which the checkpoint has no state, or several that differ. If parameters are
+    known only here, or only in the checkpoint, all entries are returned as they are stored: they are matched by
+    position. Also return whether an entry may not be the state that the scheduler had: ranks had different states of
+    it, or something was matched by position that may be in another order here.
     """
     entries = saved if isinstance(saved, list) else [saved]
-    if None in params or not all(isinstance(entry, Mapping) and entry.get("params") for entry in entries):
-        return saved
+    named = [entry for entry in entries if _has_params(entry)]
+    unnamed = [entry for entry in entries if not _has_params(entry)]
+    known = [groups for groups in params if groups is not None]
+    if not params:  # this stage has no scheduler
+        return [], False
+    if bool(named) != bool(known):
+        is_ordered = any(not are_same_decoded(entry["state"], entries[0]["state"]) for entry in entries)
+        return saved, is_ordered or _has_differed(entries) or any(
+            _has_ordered_groups(entry["state"]) for entry in entries
+        )
     if len(entries) == len(params) == 1 and not any(_find_places(entries, names) for names in params[0] or ()):
-        return entries  # all parameters have other names here
-    return [_find_entry(entries, groups or []) for groups in params]
+        return entries, _has_differed(entries)  # all parameters have other names here
+    if not _has_differed(unnamed[params.count(None) :], every=True):
+        return saved, True  # more schedulers than here: the caller refuses that
+    found = [
+        _find_entry([entry for entry, other in _with_turns(named) if other == turn], groups)
+        if groups is not None
+        else next(iter(unnamed[turn:]), None)
+        for groups, turn in zip(params, _count_earlier(params), strict=True)
+    ]
+    return found, _has_differed([entry for entry in found if entry is not None])
+
+
+def _has_ordered_groups(state: Any) -> bool:
+    """Return whether the groups of a scheduler have different states, so that their order matters."""
+    if not isinstance(state, Mapping):
+        return False
+    lists = [items for key, items in state.items() if key in BY_GROUP and isinstance(items, list)]
+    return any(not are_same_decoded(item, items[0]) for items in lists for item in items) or any(
+        _has_ordered_groups(link) for link in state.get(_LINKS, ())
+    )
+
+
+def _has_params(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and bool(entry.get("params"))
+
+
+def _has_differed(entries: Sequence[Any], *, every: bool = False) -> bool:
+    """Return whether one of the entries, or ``every`` one, has the mark of a state that differed between ranks."""
+    return (all if every else any)(entry.get(_DIFFERED, False) for entry in entries)
+
+
+def _with_turns(named: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """Return each saved entry with the number of entries of the same parameters before it."""
+    return list(zip(named, _count_earlier([entry["params"] for entry in named]), strict=True))
 
 
 def _find_entry(saved: Sequence[Mapping[str, Any]], groups: Sequence[list[str]]) -> Mapping[str, Any] | None:
@@ -92,9 +138,15 @@ def _find_entry(saved: Sequence[Mapping[str, Any]], groups: Sequence[list[str]])
     first = next((places[0][0] for places in found if places), None)
     if first is None:
         return None
-    # A group without parameters, or with new ones, is the one with its number.
+    # A group without parameters, or with new ones, may be the one with its number.
+    taken = [number for places in found for entry, number in places if entry is first]
+    guessed = [number for number, places in enumerate(found) if not places]
+    if any(groups[number] and number in taken for number in guessed):
+        return None
     found = [places or [(first, number)] for number, places in enumerate(found)]
-    return _join_entries(found) if all(map(_are_alike, found)) else None
+    marks = {_DIFFERED: True} if any(groups[number] or number in taken for number in guessed) else {}
+    entry = _join_entries(found) if all(map(_are_alike, found)) else None
+    return None if entry is None else {**entry, **marks}
 
 
 def _join_entries(found: Sequence[Sequence[_Place]]) -> Mapping[str, Any] | None:
@@ -105,6 +157,8 @@ def _join_entries(found: Sequence[Sequence[_Place]]) -> Mapping[str, Any] | None
     if len(chosen) == len(first["params"]) and chosen == [(first, number) for number in range(len(chosen))]:
         return {**first, **marks}
     if any(_may_list_groups(entry["state"], len(entry["params"])) for entry in entries):
+        return None
+    if any(entry["class"] != first["class"] for entry in entries):
         return None
     state = _join_states([(entry["state"], number) for entry, number in chosen])
     return None if state is None else {"class": first["class"], "state": state, **marks}

@@ -17,7 +17,7 @@ from rankless.errors import CorruptCheckpointError
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.filesystem_kind import is_in_memory
 from rankless.storage.fork_safety import ClosedInForks
-from rankless.storage.posix import wrap_os_errors, write_fully
+from rankless.storage.posix import start_writeback, wrap_os_errors, write_fully
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
 SECTOR_BYTES = 4096
@@ -66,6 +66,11 @@ class FileWriter(ClosingMixin, ClosedInForks):
 
     def flush(self) -> None:
         """Pass everything written so far to the file system: a later sync of the file makes it durable."""
+
+    def start_writeback(self) -> None:
+        """Let the kernel begin to write to the disk what was written through the page cache."""
+        with wrap_os_errors("write", self._path):
+            start_writeback(self._buffered_fd)
 
     def sync(self) -> None:
         """Make everything written so far durable."""

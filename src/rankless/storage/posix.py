@@ -210,17 +210,11 @@ def sync_tree(path: Path) -> None:
     fsync_path(path)
 
 
-def start_writeback(path: Path) -> None:
+def start_writeback(fd: int) -> None:
     """Let the kernel begin to write the bytes of a file to its disk, if the system can: a later sync waits less."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    with wrap_os_errors("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # Linux starts the writeback of dirty pages at this advice, and drops the pages that are clean already.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    if hasattr(os, "posix_fadvise"):
+        # Linux starts the writeback of dirty pages at this advice, and drops the pages that are clean already.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_path(path: Path, flags: int = 0) -> None:

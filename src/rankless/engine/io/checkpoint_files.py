@@ -111,19 +111,20 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         folders = {self.folder / parent for name in names for parent in Path(name).parents}
         few = len(files) <= _FEW_FILES and is_local(self.folder)
         with span("sync", "sync"):
-            for file in files:
-                posix.start_writeback(file)
             run_in_threads(posix.fsync_path, [*files, *folders], 1 if in_memory or few else THREADS)
 
 
 def _write_header(path: Path, header: bytes) -> None:
     with BufferedWriter(path) as writer:
         writer.write(0, memoryview(header))
+        writer.start_writeback()
 
 
 def _write_small(path: Path, data: bytes) -> None:
     with posix.new_file(path) as file:
         file.write(data)
+        file.flush()
+        posix.start_writeback(file.fileno())
 
 
 def build_headers(
