@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from rankless import view
-from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError
+from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, RanklessError
 from rankless.formats.native import holds_checkpoint
+from rankless.observe.warning import warn_caller
 from rankless.run.catalog import list_checkpoints
 from rankless.run.object_run import tag_of
 from rankless.run.pin import held_pin, is_being_removed
+from rankless.run.pointers import Pointer, find_tag
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import Best, TagArgument
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -73,6 +75,7 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
             counts = isinstance(parent, ObjectPath) or attempt < _ATTEMPTS // 2
             waits = counts and is_being_removed(parent, pinned_tag, identity.run, names)
             if name in names and not waits and holds_checkpoint(checkpoint.path, identity.id):
+                pinned.callback(_warn_if_renamed, checkpoint.path, pinned_tag, identity.id)
                 stack.push(pinned.pop_all())
                 return checkpoint
         time.sleep(_RETRY_SECONDS)
@@ -82,6 +85,21 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
             "another one, or try again in some minutes"
         )
     raise CheckpointReplacedError(f"{checkpoint.path} was replaced or removed while it was being pinned")
+
+
+def _warn_if_renamed(path: Path, tag: str, checkpoint_id: str) -> None:
+    """Warn at the end of a pin if the tag, or the path, belongs to another checkpoint than the pinned one now."""
+    entry = None
+    with suppress(RanklessError):
+        entry = find_tag(path.parent, tag) if isinstance(path, ObjectPath) else None
+    is_kept = entry is None or not isinstance(entry.pointer, Pointer) or entry.pointer.id == checkpoint_id
+    if is_kept and (holds_checkpoint(path, checkpoint_id) or not store_of(path).path_exists(path)):
+        return
+    warn_caller(
+        f"{tag!r} in {path.parent} was saved anew while this process had it pinned, because the training went back to "
+        "an earlier checkpoint, or replaced it: what was loaded by this path since, and metrics that were added under "
+        f"this tag since, are those of the new one. The pinned one has the id {checkpoint_id}"
+    )
 
 
 def wait_for_new(

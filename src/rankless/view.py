@@ -36,6 +36,7 @@ from rankless.ondisk.manifest import Manifest
 from rankless.ondisk.validation import check_keys
 from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import CheckpointIdentity
+from rankless.run.folder_names import is_called
 from rankless.run.lookup import describe_ignored_files, open_latest
 from rankless.run.object_run import tag_of
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
@@ -107,7 +108,11 @@ class Checkpoint:
         """The metrics by name, with those that were added after the save; ``None`` for values that are not finite."""
         if self._manifest is None:
             return {}
-        return {**self._manifest.metrics, **read_metrics_of(self.path.parent, self.tag, self._manifest.id)}
+        return {**self._manifest.metrics, **read_metrics_of(self.path.parent, self._manifest.id, self._is_called)}
+
+    def _is_called(self, name: str) -> bool:
+        manifest = self._manifest
+        return manifest is not None and is_called(name, self.tag, manifest.tag, manifest.incarnation)
 
     @property
     def _manifest(self) -> Manifest | None:

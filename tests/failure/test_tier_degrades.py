@@ -130,6 +130,30 @@ def test_a_folder_that_others_may_enter_is_not_used_and_the_job_goes_on(base: Pa
     assert "only this user may enter" in done.stderr
 
 
+@pytest.mark.parametrize("what", ["resume", "look"])
+def test_a_folder_that_was_used_instead_is_not_forgotten(base: Path, what: str) -> None:
+    """The next job finds the folder repaired, and the newest checkpoint only in the one next to it."""
+    directory = open_run(base, drain_every=1)
+    save_steps(directory, 1)
+    directory.finalize()
+    del directory
+    shutil.rmtree(base / "tier")
+    (base / "tier").touch()
+    run_killed_job(train_from_1_to_3, base)
+    (base / "tier").unlink()
+    assert newest_step(base) == 1
+    assert load_in_a_job(base, what) == "3 local tier"
+    if what == "resume":
+        assert newest_step(base) == 3
+
+
+def train_from_1_to_3(base: Path) -> None:
+    directory = open_run(base)
+    with pytest.warns(UserWarning, match="Until then the local tier of this host is"):
+        directory.restore(None, state_of(0.0), resume=True)
+    save_steps(directory, 2, 3)
+
+
 def lose_the_marker(tier: Path) -> None:
     (tier / "tier.json").unlink()
 

@@ -11,6 +11,7 @@ from typing import Any
 import rankless
 from rankless.formats.native import read_manifest
 from rankless.run.catalog import list_stale_directories
+from rankless.run.cleanup import clean_up
 from rankless.run.journal import read_journal
 from rankless.storage.object_path import ObjectPath
 from tests.promises.jobs import NO_RUN, job, latest_step, listed, resumes_at, train, train_from
@@ -130,6 +131,23 @@ def test_names_of_an_abandoned_branch_are_free(place: Place) -> None:
     in_killed_job(go_back, in_new_job(place))
     in_killed_job(train, in_new_job(place), 4)
     assert latest_step(place) == 4
+
+
+@promise("what was added to a checkpoint stays its own when another one gets its name", exempt=NO_RUN)
+def test_added_metrics_of_an_abandoned_checkpoint(place: Any) -> None:
+    for step in (1, 2, 3):
+        place.save(f"step_{step}", float(step))
+    rankless.add_metrics(place.path, "step_2", {"score": 9.0})
+    (before,) = [info for info in rankless.list_checkpoints(place.path) if info.tag == "step_2"]
+    rankless.set_alias(place.path, "champion", "step_2")
+    with warnings.catch_warnings(record=True) as caught, rankless.pin(place.path, "step_2"):
+        warnings.simplefilter("always")
+        in_killed_job(train_from, in_new_job(place), 1, 3, "step_1")
+        clean_up(place.path)
+    scores = {info.id: info.metrics.get("score") for info in rankless.list_checkpoints(place.path)}
+    assert {scores.pop(before.id), *scores.values()} == {9.0, None}
+    assert rankless.open(place.path, "champion").metrics["score"] == 9.0
+    assert any("was saved anew while this process had it pinned" in str(warning.message) for warning in caught)
 
 
 @promise("a run that is moved is continued where it is now", exempt=NO_RUN)

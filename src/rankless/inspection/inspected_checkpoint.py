@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rankless.errors import (
@@ -23,6 +24,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import is_run_directory, list_checkpoints
+from rankless.run.folder_names import is_called
 from rankless.run.lookup import describe_ignored_files, open_latest, resolve_checkpoint_path
 from rankless.run.object_run import tag_of
 from rankless.run.scan import CheckpointInfo
@@ -69,7 +71,9 @@ class InspectedCheckpoint:
         """The metrics by name, with those that were added after the save."""
         if self.manifest is None:
             return {}
-        return {**self.manifest.metrics, **read_metrics_of(self.path.parent, tag_of(self.path), self.manifest.id)}
+        saved_as, incarnation = self.manifest.tag, self.manifest.incarnation
+        is_ours = partial(is_called, tag=tag_of(self.path), saved_as=saved_as, incarnation=incarnation)
+        return {**self.manifest.metrics, **read_metrics_of(self.path.parent, self.manifest.id, is_ours)}
 
     def file_sizes(self) -> dict[Path, int]:
         """Return the size of each file in bytes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -77,21 +77,31 @@ def read_added_metrics(run: Path, files: Collection[MetricFile]) -> dict[tuple[s
     return added
 
 
-def read_metrics_of(run: Path, tag: str, checkpoint_id: str) -> Mapping[str, float | None]:
-    """Return the metrics that were added to one checkpoint in a run directory."""
-    return read_added_metrics(run, _list_files_of(run, tag, checkpoint_id)).get((tag, checkpoint_id), {})
+def select_metrics(
+    added: Mapping[tuple[str, str], Mapping[str, float | None]], checkpoint_id: str, is_called: Callable[[str], bool]
+) -> dict[str, float | None]:
+    """Return the metrics of one checkpoint among the added ones: also those that it got under an earlier name.
+
+    ``is_called`` returns whether it has, or had, a name. An abandoned checkpoint has got a longer name: what was added
+    under that one is newer.
+    """
+    tags = sorted((tag for tag, owner in added if owner == checkpoint_id and is_called(tag)), key=len)
+    return {name: value for tag in tags for name, value in added[tag, checkpoint_id].items()}
 
 
-def remove_metrics_of(run: Path, tag: str, checkpoint_id: str) -> None:
-    """Remove the metrics that were added to a checkpoint that no longer exists."""
-    for file in _list_files_of(run, tag, checkpoint_id):
+def read_metrics_of(run: Path, checkpoint_id: str, is_called: Callable[[str], bool]) -> Mapping[str, float | None]:
+    """Return the metrics that were added to one checkpoint in a run directory, under any of its names."""
+    files = list_metric_files(store_of(run).list_names(run))
+    return select_metrics(
+        read_added_metrics(run, [file for file in files if file.id == checkpoint_id]), checkpoint_id, is_called
+    )
+
+
+def remove_metrics(run: Path, is_stale: Callable[[MetricFile], bool]) -> None:
+    """Remove metrics that were added to checkpoints that no longer exist."""
+    for file in filter(is_stale, list_metric_files(store_of(run).list_names(run))):
         with suppress(StorageError):
             store_of(run).remove_file(run / file.name)
-
-
-def _list_files_of(run: Path, tag: str, checkpoint_id: str) -> list[MetricFile]:
-    files = list_metric_files(store_of(run).list_names(run))
-    return [file for file in files if (file.tag, file.id) == (tag, checkpoint_id)]
 
 
 def _read_metric(file: Path) -> _AddedMetric | None:

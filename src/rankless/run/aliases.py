@@ -72,9 +72,7 @@ def list_aliases(path: Path) -> dict[str, Alias]:
 
 def means(alias: Alias, info: CheckpointInfo) -> bool:
     """Return whether an alias means a checkpoint, also if that is abandoned and has got another tag since."""
-    if alias.id != info.id:
-        return False
-    return alias.tag == info.tag or (alias.tag == info.saved_as and not info.is_copy)
+    return alias.id == info.id and info.is_called(alias.tag)
 
 
 def find_meant(alias: Alias, infos: Iterable[CheckpointInfo]) -> str | None:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from rankless.errors import RanklessError, StorageError, TagExistsError
@@ -16,7 +17,7 @@ from rankless.formats.native import holds_checkpoint
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run import tier_parts_removal
-from rankless.run.added_metrics import list_metric_files, remove_metrics_of
+from rankless.run.added_metrics import MetricFile, list_metric_files, remove_metrics
 from rankless.run.aliases import has_alias
 from rankless.run.catalog import cached_checkpoints
 from rankless.run.claims import remove_drafts
@@ -77,11 +78,19 @@ def clean_up(path: Path, run: str | None = None, *, tag: str | None = None, with
 
 def _remove_stale_metrics(path: Path) -> None:
     """Remove metrics that were added to checkpoints that have been removed or replaced since."""
-    files = list_metric_files(store_of(path).list_names(path))  # hardly any run has one, and reading it takes long
-    ids = {info.tag: info.id for info in cached_checkpoints(path)} if files else {}
-    for file in files:
-        if ids.get(file.tag) not in {file.id, ""}:  # "": it cannot be read now
-            remove_metrics_of(path, file.tag, file.id)
+    if not list_metric_files(store_of(path).list_names(path)):  # hardly any run has one, and reading it takes long
+        return
+    infos = cached_checkpoints(path)
+
+    def is_stale(file: MetricFile) -> bool:
+        """Return whether no checkpoint has the metric. One that cannot be read now, and has no id, may have it."""
+        return not any(not info.id or _is_metric_of(info, file) for info in infos)
+
+    remove_metrics(path, is_stale)
+
+
+def _is_metric_of(info: CheckpointInfo, file: MetricFile) -> bool:
+    return file.id == info.id and info.is_called(file.tag)
 
 
 def _clean_up_objects(run: ObjectPath, *, with_whole: bool) -> list[Path]:
@@ -274,7 +283,7 @@ def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Check
                 # Who pins the checkpoint from now on sees the lock, and waits.
                 is_removed = find_protection(info) is None and _delete_checkpoint(info, info.path.parent / name.name)
             if is_removed:
-                remove_metrics_of(info.path.parent, info.tag, info.id)
+                remove_metrics(info.path.parent, partial(_is_metric_of, info))
                 yield info
 
 
@@ -291,7 +300,7 @@ def _delete_object_checkpoint(info: CheckpointInfo, folder: ObjectPath) -> bool:
         # Who pins the checkpoint from now on sees the lease, and waits.
         is_deleted = _find_claim(info) is None and _delete_if_unchanged(info, folder)
     if is_deleted:
-        remove_metrics_of(run, info.tag, info.id)
+        remove_metrics(run, partial(_is_metric_of, info))
     return is_deleted
 
 

@@ -55,3 +55,12 @@ def is_abandoned_tag(name: str, tag: str, incarnation: int) -> bool:
     """Return whether a name is one of :func:`abandoned_tags`, which rankless gives, and not a name of the user's."""
     first = re.escape(f"{abandoned_prefix(tag)}{incarnation}")
     return re.fullmatch(rf"{first}(\.[1-9][0-9]{{0,2}})?", name) is not None
+
+
+def is_called(name: str, tag: str, saved_as: str, incarnation: int) -> bool:
+    """Return whether a checkpoint ``tag`` has, or had, a name: what was given to it by that name stays its own.
+
+    It was saved as ``saved_as``, and may have got another tag since it is abandoned. A copy by the user has only its
+    own name.
+    """
+    return name == tag or all(one == saved_as or is_abandoned_tag(one, saved_as, incarnation) for one in (name, tag))

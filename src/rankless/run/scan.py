@@ -26,9 +26,9 @@ from rankless.errors import (
 from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
-from rankless.run.added_metrics import list_metric_files, read_added_metrics
+from rankless.run.added_metrics import list_metric_files, read_added_metrics, select_metrics
 from rankless.run.claims import FOLDER, read_newest
-from rankless.run.folder_names import is_abandoned_tag, is_copied_folder, is_saved_folder, tag_of_folder
+from rankless.run.folder_names import is_abandoned_tag, is_called, is_copied_folder, is_saved_folder, tag_of_folder
 from rankless.run.history import Entry
 from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
@@ -103,6 +103,10 @@ class CheckpointInfo:
     def is_copy(self) -> bool:
         """True if somebody has copied or renamed it: no policy removes it. rankless renames abandoned ones."""
         return self.tag != self.saved_as and not is_abandoned_tag(self.tag, self.saved_as, self.incarnation)
+
+    def is_called(self, name: str) -> bool:
+        """Return whether the checkpoint has this name, or had it until it was abandoned."""
+        return is_called(name, self.tag, self.saved_as, self.incarnation)
 
     @property
     def age(self) -> tuple[int, float, str]:
@@ -233,9 +237,9 @@ def _with_added_metrics(path: Path, names: Collection[str], infos: list[Checkpoi
     if not (files := list_metric_files(names)):
         return infos
     added = read_added_metrics(path, files)
+    metrics_of = {info.path: select_metrics(added, info.id, info.is_called) for info in infos}
     return [
-        replace(info, metrics=info.metrics | metrics) if (metrics := added.get((info.tag, info.id))) else info
-        for info in infos
+        replace(info, metrics=info.metrics | metrics_of[info.path]) if metrics_of[info.path] else info for info in infos
     ]
 
 

@@ -13,7 +13,7 @@ import msgspec
 from rankless.errors import InvalidArgumentError, NoCheckpointError, TagExistsError
 from rankless.formats.native import holds_checkpoint, is_native, read_manifest
 from rankless.ondisk.validation import check_choice, check_tag
-from rankless.run.added_metrics import remove_metrics_of, write_added_metric
+from rankless.run.added_metrics import remove_metrics, write_added_metric
 from rankless.run.aliases import delete_alias, find_meant, read_alias, write_alias
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.retention import sort_by_metric
@@ -138,7 +138,7 @@ def give_metrics(run: Path, tag: str | Best | None, metrics: Mapping[str, float 
     for name, value in metrics.items():
         write_added_metric(run, info.tag, info.id, name, value)
     if not holds_checkpoint(info.path, info.id):
-        remove_metrics_of(run, info.tag, info.id)
+        remove_metrics(run, lambda file: (file.tag, file.id) == (info.tag, info.id))
         raise NoCheckpointError(f"the checkpoint {info.tag!r} in {run} was removed or replaced meanwhile")
     return replace(info, metrics={**info.metrics, **metrics})
 

@@ -185,6 +185,10 @@ class TierFolder(msgspec.Struct, frozen=True):
         keys = (key.incarnation for key in self.list_parts())
         return max([parse_job_number(self._read_owner()), *keys])
 
+    def newest_key(self) -> GenerationKey | tuple[()]:
+        """Return the newest generation with a part here; an empty tuple, which is less than each, if there is none."""
+        return max(self.list_parts(), default=())
+
     def list_parts(self, kind: str = "part") -> Mapping[GenerationKey, list[PartName]]:
         """Return the names of the parts of each generation, oldest first; with the kind ``"parity"``, of parities."""
         parsed = (parse_part_name(name, kind) for name in self._list_names())

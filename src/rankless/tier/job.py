@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from rankless.errors import NoCheckpointError, StateError, StorageError, SupersededError, TagExistsError
+from rankless.errors import NoCheckpointError, RanklessError, StateError, StorageError, SupersededError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import LARGEST
@@ -91,16 +91,17 @@ class TierJob:
         if self._folder is not None:
             return self._folder
         problem: StorageError | None = None
+        found = []
         for path in (self.path, _beside(self.path)):
             try:
-                return TierFolder.find(path, self.run)
+                found.append(TierFolder.find(path, self.run))
             except NoCheckpointError:
                 continue
             except StorageError as error:
                 problem = problem or error
-        if problem is not None:
+        if problem is not None and not found:
             warn_caller(f"{problem}. Nothing is loaded from it")
-        return None
+        return max(found, key=TierFolder.newest_key, default=None)
 
     @property
     def slots(self) -> Slots:
@@ -381,20 +382,40 @@ def _open_folder(path: Path, run: Path) -> TierFolder:
     it can be used either, a *makeshift* one among the files of the system that are temporary takes what the load gets
     from other hosts. Saves do not use it: it may be small, or be on the system's disk.
     """
+    beside = _beside(path)
     try:
-        return TierFolder.open(path, run)
+        folder = TierFolder.open(path, run)
     except StorageError as error:
         reason = error
-    beside = _beside(path)
+    else:
+        return _find_newer(beside, folder, run) or folder
     with suppress(StorageError):
         folder = TierFolder.open(beside, run)
-        warn_caller(f"{reason}. Until then the local tier of this host is {beside}")
+        warn_caller(
+            f"{reason}. Until then the local tier of this host is {beside}, and no checkpoint is loaded that only "
+            f"{path} has"
+        )
         return folder
     digest = crc64(f"{path} {run}".encode())
     makeshift = Path(tempfile.gettempdir(), f"rankless.{os.getuid()}.{digest:016x}")
     folder = TierFolder.open(makeshift, run)
     warn_caller(f"{reason}. Until then this host saves nothing into its local tier")
     return folder
+
+
+def _find_newer(beside: Path, folder: TierFolder, run: Path) -> TierFolder | None:
+    """Return the folder that earlier jobs have used because ``folder`` could not be, if it has a newer checkpoint."""
+    try:
+        other = TierFolder.find(beside, run)
+        if other.newest_key() <= folder.newest_key():
+            return None
+    except RanklessError:  # there is none, or it is of another run
+        return None
+    warn_caller(
+        f"the local tier of this host is still {beside}, where an earlier job has saved while {folder.path} could not "
+        f"be used. To use {folder.path} again, end the job, drain {beside} with `rankless drain`, and remove it"
+    )
+    return other
 
 
 def _beside(path: Path) -> Path:
