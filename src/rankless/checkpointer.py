@@ -192,7 +192,9 @@ class Checkpointer:
                 f"before that, or load it by rankless.restore({str(self.path)!r}, {restored.tag!r}, "
                 f"stateful={{{name!r}: ...}}) and register it under another name"
             )
-        self._directory.restore(restored.tag, stateful={name: stateful_object})
+        # Perhaps only some ranks had it, or another number of ranks: on the others it keeps its state, with a warning.
+        missing_ok = {f"stateful/{name}"}
+        self._directory.restore(restored.tag, stateful={name: stateful_object}, allow_missing=missing_ok)
 
     def resume(
         self,

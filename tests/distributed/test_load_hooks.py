@@ -351,3 +351,32 @@ def test_modules_of_torch_are_as_torch_loads_them(tmp_path: Path, kind: str) -> 
 def test_a_module_with_packed_weights_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="'scale' in the model's state_dict is computed by a hook"):
         rankless.save_checkpoint(tmp_path, "s", torch.ao.nn.quantized.Linear(2, 2))
+
+
+def double_before(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+
+def double_after(module: nn.Module, _: Any) -> None:
+    module.weight.data.mul_(2)
+
+
+def leave_alone(module: nn.Module, _: Any) -> None:
+    """Does nothing."""
+
+
+class Doubling(nn.Linear):
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({name: value * 2 for name, value in state_dict.items()}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "own", "none"])
+def test_a_model_whose_code_changes_values_is_not_called_exact(tmp_path: Path, kind: str) -> None:
+    rankless.save_checkpoint(tmp_path, "x", nn.Linear(2, 2))
+    model = Doubling(2, 2) if kind == "own" else nn.Linear(2, 2)
+    if kind == "before":
+        model.register_load_state_dict_pre_hook(double_before)
+    if kind in {"after", "none"}:
+        model.register_load_state_dict_post_hook(double_after if kind == "after" else leave_alone)
+    restored = rankless.restore(tmp_path, None, model)
+    assert ("model" in restored.exact, "model" in restored.reconstructed) == (kind == "none", kind != "none")

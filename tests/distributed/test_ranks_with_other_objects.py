@@ -145,3 +145,27 @@ def test_the_optimizer_of_an_empty_stage_keeps_its_own_values(ranks: Ranks, tmp_
     for rank, (exact, calls) in enumerate(ranks(2, count_in_an_empty_stage, str(tmp_path))):
         assert "optimizer" in exact
         assert calls == 5 + rank
+
+
+def register_late(path: str) -> tuple[tuple[str, ...], float]:
+    """Save with an object that only rank 1 has, and resume with one on each rank that is registered afterwards."""
+    model, other = nn.Linear(2, 2), Counter(1)
+    with rankless.Checkpointer(path, model=model, save_every=1, signals=()) as checkpointer:
+        checkpointer.register("other", other)
+        if dist.get_rank():
+            checkpointer.register("mine", Counter(5))
+        checkpointer.resume()
+        checkpointer.step(1)
+    mine, began = Counter(0), time.monotonic()
+    checkpointer = rankless.Checkpointer(path, model=model, stateful={"other": other}, timeout=60.0, signals=())
+    checkpointer.resume()
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        checkpointer.register("mine", mine)
+    assert checkpointer.restored is not None
+    assert time.monotonic() - began < 30
+    return checkpointer.restored.not_requested, mine.count
+
+
+def test_an_object_of_one_rank_may_be_registered_on_all_ranks_after_a_load(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, register_late, str(tmp_path)) == [(("stateful/mine",), 0), (("stateful/mine",), 5)]

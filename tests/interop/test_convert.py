@@ -535,3 +535,28 @@ def test_the_commands(saved: Path, tmp_path: Path) -> None:
     done = command("rankless", "consolidate", saved, "--output", tmp_path / "m.pt", "--model-only")
     assert done.returncode == 0, done.stderr
     assert "embed.weight" in torch.load(tmp_path / "m.pt", weights_only=True)
+
+
+class Scale:
+    """An object with a state."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": 2.0}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Is not called."""
+
+
+@pytest.mark.parametrize("target", ["lightning", "lightning-folder", "colossalai"])
+def test_nothing_is_left_out_of_an_export_silently(tmp_path: Path, target: str) -> None:
+    """Objects have no place there: a warning names them. Optimizers by name have none either: they are refused."""
+    model = nn.ModuleDict({"gen": nn.Linear(2, 2), "disc": nn.Linear(2, 2)})
+    optimizers = {name: torch.optim.AdamW(part.parameters()) for name, part in model.items()}
+    run, objects = tmp_path / "run", {"scaler": Scale()}
+    rankless.save_checkpoint(run, "one", model, torch.optim.AdamW(model.parameters()), stateful=objects)
+    rankless.save_checkpoint(run, "two", model, optimizers, stateful=objects)
+    with pytest.warns(UserWarning, match="has no place for the stateful objects 'scaler': they are left out"):
+        rankless.convert(run / "one", tmp_path / "one.ckpt", to=target)
+    with pytest.raises(InvalidArgumentError, match="but the source has optimizer/disc, optimizer/gen"):
+        rankless.convert(run / "two", tmp_path / "two.ckpt", to=target)
+    assert not (tmp_path / "two.ckpt").exists()

@@ -10,6 +10,7 @@ import torch
 from rankless.conversion.fake_tensors import Groups
 from rankless.conversion.own_values import add_own_values
 from rankless.errors import InvalidArgumentError
+from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import split_state_key
 from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
 from rankless.state.optimizer.left_out_values import warn_left_out
@@ -36,7 +37,7 @@ def state_dict_schema(groups: Groups, values: Mapping[str, Any]) -> Any:
 
 def lightning_schema(groups: Groups, values: Mapping[str, Any]) -> Any:
     """Return a checkpoint of Lightning's ``Trainer``: ``state_dict``, ``optimizer_states`` and its metadata."""
-    _check_model(groups)
+    _check_for_lightning(groups, values)
     tree = lightning_metadata(groups, values)
     _add_entry(tree, "state_dict", _model_state_dict("model", groups, values))
     if "optimizer" in values:
@@ -65,7 +66,7 @@ def lightning_tensor_names(groups: Groups, values: Mapping[str, Any]) -> dict[st
 
     Lightning's FSDP strategy reads the model from one key, its model-parallel strategy from another.
     """
-    _check_model(groups)
+    _check_for_lightning(groups, values)
     model = _model_state_dict("model", groups, values)
     tree: dict[str, Any] = {"model": model, "state_dict": model}
     if "optimizer" not in values:
@@ -112,6 +113,7 @@ def booster_schema(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
             f"ColossalAI's Booster has one model and one optimizer, but the source has "
             f"{', '.join(others) or 'no model'}: select one by keys, or convert with model_only"
         )
+    _warn_of_objects(values, "ColossalAI's Booster")
     tree: dict[str, Any] = {"model": _model_state_dict("model", groups, values)}
     if "optimizer" in values:
         optimizer = _require_single(_optimizer_state_dicts("optimizer", groups, values), "optimizer")
@@ -173,9 +175,24 @@ def _tensors_by_parameter(slot: str, groups: Groups) -> dict[str, dict[str, Any]
     return states
 
 
-def _check_model(groups: Groups) -> None:
+def _check_for_lightning(groups: Groups, values: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgumentError`` if Lightning has no place for a component."""
     if "model" not in groups:
         raise InvalidArgumentError("a Lightning checkpoint needs a model, but the source has none: name it by keys")
+    kinds = {"model", "optimizer", "scheduler"}
+    others = sorted(slot for slot in {*groups, *values} if "/" in slot and slot.partition("/")[0] in kinds)
+    if others:
+        raise InvalidArgumentError(
+            f"a Lightning checkpoint has one model, and lists of optimizers and schedulers, but the source has "
+            f"{', '.join(others)}: select one by keys, or convert with model_only"
+        )
+    _warn_of_objects(values, "a Lightning checkpoint")
+
+
+def _warn_of_objects(values: Mapping[str, Any], output: str) -> None:
+    """Warn of the states of objects that were saved as ``stateful``, for which an output has no place."""
+    if names := sorted(values.get("stateful") or ()):
+        warn_caller(f"{output} has no place for the stateful objects {', '.join(map(repr, names))}: they are left out")
 
 
 def _put_component(tree: dict[str, Any], slot: str, value: Any) -> None:

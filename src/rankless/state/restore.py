@@ -263,11 +263,14 @@ class LoadTargets:
         return exact, reconstructed
 
     def components_not_requested(self) -> list[str]:
-        """Return the components of the checkpoint for which nothing was passed: no object has them."""
-        stateful_objects = self._values.get("stateful", {})
+        """Return the components of the checkpoint for which nothing was passed: the same on ranks that pass the same.
+
+        They also have the objects that only other ranks had.
+        """
         stored = [group for group in self._groups if group == MODEL or group.startswith(f"{MODEL}/")]
         stored += [slot for slot in self._values if slot.partition("/")[0] in {OPTIMIZER, "scheduler"}]
-        stored += [f"stateful/{name}" for name in stateful_objects]
+        stateful = {f"stateful/{name}" for name in self._values.get("stateful", {})}
+        stored += sorted(stateful.union(name for name in self._rank_state.differing if name.startswith("stateful/")))
         requested = {*self._training.component_names(), *self._training.stateful_names()}
         return [name for name in stored if name not in requested]
 
@@ -590,8 +593,8 @@ class LoadTargets:
             view.set_extra(name, value)
         others = {name: value for name, value in extra.items() if not is_extra(name)}
         for loader in view.loaders:
-            if not fsdp1.uses_fsdp1(loader.module):
-                loader.run_hooks(self._resized_buffers.get(slot, {}) | others)
+            if not fsdp1.uses_fsdp1(loader.module) and loader.run_hooks(self._resized_buffers.get(slot, {}) | others):
+                self.report.cast.add(slot)
 
 
 def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ import msgspec
 import torch
 from torch import nn
 
+from rankless.ondisk.block_crcs import crc64
 from rankless.state.model.wrapper_modules import NameCleaner
+from rankless.state.tensor_views import local_tensor
 from rankless.state.user_objects import loading_code
 
 #: Prefixes of Python modules whose load hooks need not run: they only change what older versions saved, or are FSDP's,
@@ -84,19 +86,40 @@ class HookedLoader(msgspec.Struct, frozen=True, dict=True):
             "you wrap it"
         )
 
-    def run_hooks(self, values: Mapping[str, Any]) -> None:
+    def run_hooks(self, values: Mapping[str, Any]) -> bool:
         """Run the module's code, if there is any. ``values``, by clean name, replace those of the model.
 
-        Raises ``StateError`` if that fails.
+        Return whether code of the module has changed values of its tensors. Raises ``StateError`` if the code fails.
         """
         replaced = {self.names[name]: value for name, value in values.items() if name in self.names}
         if not self.code and not replaced:
-            return
+            return False
         with loading_code(self.module, "model"):
             with torch.no_grad():
                 state = self.module.state_dict(keep_vars=True)
             state.update(replaced)
+            may_change = any(not code.defined_in.startswith(_RENAMING) for code in self.code)
+            before = _digest_tensors(state) if may_change else {}
             self.module.load_state_dict(state, **_load_options(self.module))
+            after = _digest_tensors(self.module.state_dict(keep_vars=True)) if may_change else {}
+        return any(after.get(name, digest) != digest for name, digest in before.items())
+
+
+def _digest_tensors(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the CRC of the bytes that this rank has of each plain tensor; of others, the number of writes to it."""
+    digests = {}
+    for name, value in state.items():
+        local = local_tensor(value) if isinstance(value, torch.Tensor) else None
+        if local is None or local.is_meta:
+            continue
+        is_plain = type(local) in {torch.Tensor, nn.Parameter, nn.Buffer} and not local.is_quantized
+        digests[name] = _crc_of(local.detach()) if is_plain else local._version  # noqa: SLF001
+    return digests
+
+
+def _crc_of(local: torch.Tensor) -> int:
+    flat = local.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return crc64(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 def _defining_module(cls: type, method: str) -> str:
