@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn, optim
 
@@ -169,3 +170,19 @@ def register_late(path: str) -> tuple[tuple[str, ...], float]:
 
 def test_an_object_of_one_rank_may_be_registered_on_all_ranks_after_a_load(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, register_late, str(tmp_path)) == [(("stateful/mine",), 0), (("stateful/mine",), 5)]
+
+
+def save_with_metrics(path: str, passing: int) -> list[str]:
+    metrics = {"loss": 0.5} if dist.get_rank() == passing else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rankless.save_checkpoint(path, f"from_{passing}", {"w": torch.ones(2)}, metrics=metrics)
+    return [str(warning.message) for warning in caught]
+
+
+def test_metrics_that_rank_0_lacks_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, save_with_metrics, str(tmp_path), 0) == [[], []]
+    (message,), none = ranks(2, save_with_metrics, str(tmp_path), 1)
+    assert "rank 1 passed metrics, and rank 0, whose metrics are saved, passed none" in message
+    assert none == []
+    assert [info.metrics for info in rankless.list_checkpoints(tmp_path)] == [{"loss": 0.5}, {}]

@@ -99,3 +99,10 @@ def test_links_and_large_files_are_not_followed(run: Path) -> None:
     file.symlink_to(outside)
     with pytest.warns(UserWarning, match="ignored"):
         assert "score" not in rankless.list_checkpoints(run)[1].metrics
+
+
+def test_the_longest_tag_can_have_a_metric(tmp_path: Path) -> None:
+    tag = "x" * 200
+    rankless.save_checkpoint(tmp_path, tag, {"w": torch.ones(2)})
+    rankless.add_metrics(tmp_path, tag, {"score": 1.0})
+    assert rankless.list_checkpoints(tmp_path)[0].metrics == {"score": 1.0}

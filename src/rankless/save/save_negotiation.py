@@ -19,6 +19,7 @@ from rankless.engine.comm.session import Session
 from rankless.engine.comm.spec_directory import SpecDigests, SpecDirectory, deduplicate, digest_specs
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.compare_values_by_digest import (
+    DIGEST_BYTES,
     encode_digests,
     find_differing,
     has_name,
@@ -130,11 +131,12 @@ def negotiate_save(
     cached_key: bytes,
     *,
     differing: bytes = b"",
+    has_metrics: bool = False,
 ) -> SaveAgreement:
     """Capture the training state and negotiate the save.
 
     ``cached_key`` is the key of the plan in this rank's cache. ``differing`` are the encoded names of values
-    that were found to differ between ranks and are stored for each rank.
+    that were found to differ between ranks and are stored for each rank. ``has_metrics``: this rank was passed some.
     """
     captured = Capture()
     host_names: Mapping[int, str] = {}
@@ -152,6 +154,8 @@ def negotiate_save(
         merged_digest = digest_bytes(merged, _VALUES_BYTES)
         name = b"" if cached_key else host_name().encode()[:_MAX_NAME]
         digests_of_values = digest_values(captured.compared) if session.size > 1 else {}
+        if has_metrics and session.size > 1:
+            digests_of_values["metrics"] = bytes(DIGEST_BYTES)
         fixed = _ANNOUNCEMENT.pack(cached_key, *digests, merged_digest, host, len(captured.rank_values), len(name))
         return fixed + name + encode_digests(digests_of_values)
 
@@ -217,7 +221,17 @@ def _split_announcement(raw: bytes) -> _SaveAnnouncement:
 def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_SaveAnnouncement]) -> _GlobalDecision:
     """Make the decision of rank 0 on the announcements of all ranks."""
     request.check_destination()
-    _check_user_content([announcement.digest_table for announcement in announcements])
+    tables = [announcement.digest_table for announcement in announcements]
+    if (rank := _find_left_out(tables, "user_content")) is not None:
+        raise RankMismatchError(
+            f"rank {rank} passed user_content, and rank {COORDINATOR_RANK}, whose user_content is saved, passed none: "
+            f"pass it on rank {COORDINATOR_RANK}, or as per_rank_content"
+        )
+    if (rank := _find_left_out(tables, "metrics")) is not None:
+        warn_caller(
+            f"rank {rank} passed metrics, and rank {COORDINATOR_RANK}, whose metrics are saved, passed none: the "
+            f"checkpoint has none. Pass them on rank {COORDINATOR_RANK}"
+        )
     fixed = (announcement.fixed for announcement in announcements)
     cached_keys, specs, meshes, values, hosts, sizes = zip(*fixed, strict=True)
     check_rank_states(sizes)
@@ -231,16 +245,11 @@ def _decide_globally(request: SaveRequestProtocol, announcements: Sequence[_Save
     return _GlobalDecision(key, directory, value_ranks if len(value_ranks) > 1 else [], host_runs, differing)
 
 
-def _check_user_content(tables: Sequence[bytes]) -> None:
-    """Raise ``RankMismatchError`` if ranks have user content, and rank 0, whose content is stored, has none."""
-    if has_name(tables[COORDINATOR_RANK], "user_content"):
-        return
-    rank = next((rank for rank, table in enumerate(tables) if has_name(table, "user_content")), None)
-    if rank is not None:
-        raise RankMismatchError(
-            f"rank {rank} passed user_content, and rank {COORDINATOR_RANK}, whose user_content is saved, passed none: "
-            f"pass it on rank {COORDINATOR_RANK}, or as per_rank_content"
-        )
+def _find_left_out(tables: Sequence[bytes], name: str) -> int | None:
+    """Return the first rank that has a value of which rank 0, whose value is stored, has none; else ``None``."""
+    if has_name(tables[COORDINATOR_RANK], name):
+        return None
+    return next((rank for rank, table in enumerate(tables) if has_name(table, name)), None)
 
 
 def _list_host_of(decision: _GlobalDecision) -> list[int]:

@@ -106,7 +106,14 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def _negotiate(self, differing: bytes) -> SaveAgreement:
         ranks = self._ranks.global_ranks()
-        return negotiate_save(self._request, self._session, ranks, self._cache.key, differing=differing)
+        return negotiate_save(
+            self._request,
+            self._session,
+            ranks,
+            self._cache.key,
+            differing=differing,
+            has_metrics=bool(self._request.metrics),
+        )
 
     @abstractmethod
     def _plan_and_open(self, agreement: SaveAgreement) -> None:

@@ -14,6 +14,9 @@ from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.storage.links_and_clones import DISK_ERRORS
 from rankless.storage.posix import fsync_directory, identify, remove_file, wrap_os_errors, write_small
 
+#: The most bytes of the name of a file before a suffix of a dot and 16 digits.
+_LONGEST_NAME = 255 - 17
+
 _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
 
@@ -92,9 +95,14 @@ def replace_file(pending: Path, final: Path) -> None:
     _sync_names(pending, final)
 
 
+def _shorten(name: str) -> str:
+    """Return the beginning of a name that leaves room for a suffix: file systems have at most 255 bytes for a name."""
+    return name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
+
+
 def replace_small(path: Path, data: bytes) -> None:
     """Write a small file in one atomic step, in place of the one that is there, if any. Make it durable."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    draft = path.with_name(f"{_shorten(path.name)}.{secrets.token_hex(8)}")
     try:
         write_small(draft, data)
         replace_file(draft, path)
