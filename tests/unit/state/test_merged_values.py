@@ -7,7 +7,7 @@ import pytest
 from rankless.errors import StateError
 from rankless.state.optimizer.own_state import merge_own
 from rankless.state.optimizer.param_groups import merge_groups
-from rankless.state.schedulers_by_params import is_uncertain, merge_entries
+from rankless.state.schedulers_by_params import find_entries, merge_entries
 
 PAIRS = [(1, 1.0), (True, 1), (0.0, -0.0), ([1], [True])]
 
@@ -31,7 +31,8 @@ def test_own_values_and_schedulers_of_other_types_are_marked(one: Any, other: An
     (entry,) = merge_own([{"params": ["w"], "values": {"x": value}} for value in (one, other)])
     assert entry["differed"]
     entries = merge_entries([[{"class": "A", "params": [["w"]], "state": {"x": v}}] for v in (one, other)])
-    assert is_uncertain(entries, [[["w"]]])
+    _, is_uncertain = find_entries(entries, [[["w"]]])
+    assert is_uncertain
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
