@@ -14,7 +14,7 @@ from rankless.errors import InvalidArgumentError
 
 #: A wrong value of each argument.
 COMMON: dict[str, list[Any]] = {"process_group": ["x", [], 3], "timeout": ["x", [], None, True]}
-OBJECTS: dict[str, list[Any]] = {"model": [[], 3], "scheduler": [3], "stateful": [3, "x", [1]]}
+OBJECTS: dict[str, list[Any]] = {"model": [[], 3], "stateful": [3, "x", [1]]}
 RULES: dict[str, list[Any]] = {"allow_missing": [3, None]}
 SECONDS: list[Any] = ["x", [], True, 1j, -1.0, float("nan"), float("inf"), 1e300]
 
