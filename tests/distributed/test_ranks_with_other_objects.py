@@ -186,3 +186,26 @@ def test_metrics_that_rank_0_lacks_are_named(ranks: Ranks, tmp_path: Path) -> No
     assert "rank 1 passed metrics, and rank 0, whose metrics are saved, passed none" in message
     assert none == []
     assert [info.metrics for info in rankless.list_checkpoints(tmp_path)] == [{"loss": 0.5}, {}]
+
+
+def restore_with_a_tier_on_rank_1(path: str, call: str) -> tuple[str, float]:
+    model = nn.Linear(2, 2)
+    rankless.save_checkpoint(path, "x", model, step=1, overwrite=True)
+    local = {"local": f"{path}/tier"} if dist.get_rank() else {}
+    began = time.monotonic()
+    calls = {
+        "restore": lambda: rankless.restore(path, None, model, timeout=60.0, **local),
+        "resume": lambda: rankless.Checkpointer(path, model=model, timeout=60.0, signals=(), **local).resume(),
+    }
+    with pytest.raises(rankless.RankMismatchError) as caught:
+        calls[call]()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("call", ["restore", "resume"])
+def test_a_local_tier_on_one_rank_is_an_error_of_all(ranks: Ranks, tmp_path: Path, call: str) -> None:
+    """Each rank begins with another vote: neither takes the other's message for its own."""
+    for message, seconds in ranks(2, restore_with_a_tier_on_rank_1, str(tmp_path), call):
+        assert "ranks disagree about the call: rank 0 is finding the checkpoint to load, rank 1 is" in message
+        assert "local=" in message
+        assert seconds < 30

@@ -193,7 +193,7 @@ class LoadOperation:
 
         raw = vote_same_call(
             self._session,
-            "finding the checkpoint",
+            "finding the checkpoint to load",
             request.describe_call,
             check_arguments,
             lambda _: _encode(msgspec.structs.replace(self._selector.select_next(), token=request.token)),

@@ -203,6 +203,8 @@ class Session:
         self._channel = self._open_channel(self.store, self._votes)
         vote_round = VoteRound(self._channel, phase, self._agreement)
         attempt, outcome, error = _run_work(work, encode)
+        if self._votes == 1:
+            outcome = msgspec.structs.replace(outcome, phase=phase)
         if self._agreement.hosts is None:
             outcome = msgspec.structs.replace(outcome, host=digest_bytes(reachable_id().encode(), _HOST_BYTES))
         with translate_store_errors(phase):

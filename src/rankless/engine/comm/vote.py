@@ -13,7 +13,7 @@ from rankless import errors
 from rankless.engine.comm.host_map import HostAgreement, HostRuns
 from rankless.engine.comm.polling import poll_until
 from rankless.engine.comm.vote_channel import VoteChannel
-from rankless.errors import PeerFailedError, RankFailedError, RanklessError, RankTimeoutError
+from rankless.errors import PeerFailedError, RankFailedError, RanklessError, RankMismatchError, RankTimeoutError
 from rankless.observe.spans import span
 
 #: The rank that decides for all.
@@ -63,12 +63,14 @@ class VoteOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a rank's work, or its failure. The decision is one, too.
 
     ``host`` is the id of the rank's host if the rank does not know the hosts of all ranks. Then the decision has them.
+    ``phase`` is what the rank does, in the first vote of a call: ranks that were called in different ways differ there.
     """
 
     payload: bytes = b""
     failure: RankFailure | None = None
     host: bytes = b""
     hosts: HostRuns | None = None
+    phase: str = ""
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -167,6 +169,13 @@ def _merge_votes(outcomes: Sequence[VoteOutcome], decide: Decide, phase: str) ->
     failed = [(rank, outcome.failure) for rank, outcome in enumerate(outcomes) if outcome.failure is not None]
     if failed:
         return VoteOutcome(failure=_merge_failures(failed, len(outcomes), phase))
+    other = next((rank for rank, outcome in enumerate(outcomes) if outcome.phase != outcomes[0].phase), None)
+    if other is not None:
+        message = (
+            f"ranks disagree about the call: rank 0 is {outcomes[0].phase}, rank {other} is {outcomes[other].phase}; "
+            "make the same call with the same arguments, such as local=, on all ranks"
+        )
+        return VoteOutcome(failure=RankFailure(RankMismatchError.__name__, message))
     try:
         with span("decide", "step", phase):
             return VoteOutcome(decide([outcome.payload for outcome in outcomes]))
