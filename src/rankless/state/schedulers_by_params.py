@@ -90,12 +90,11 @@ def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> tuple[
         return [], False
     if bool(named) != bool(known):
         is_ordered = any(not are_same_decoded(entry["state"], entries[0]["state"]) for entry in entries)
-        return saved, is_ordered or _has_differed(entries) or any(
-            _has_ordered_groups(entry["state"]) for entry in entries
-        )
+        has_ordered_groups = any(_has_ordered_groups(entry["state"]) for entry in entries)
+        return saved, is_ordered or has_ordered_groups or any(map(_has_differed, entries))
     if len(entries) == len(params) == 1 and not any(_find_places(entries, names) for names in params[0] or ()):
-        return entries, _has_differed(entries)  # all parameters have other names here
-    if not _has_differed(unnamed[params.count(None) :], every=True):
+        return entries, _has_differed(entries[0])  # all parameters have other names here
+    if not all(map(_has_differed, unnamed[params.count(None) :])):
         return saved, True  # more schedulers than here: the caller refuses that
     found = [
         _find_entry([entry for entry, other in _with_turns(named) if other == turn], groups)
@@ -103,7 +102,7 @@ def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> tuple[
         else next(iter(unnamed[turn:]), None)
         for groups, turn in zip(params, _count_earlier(params), strict=True)
     ]
-    return found, _has_differed([entry for entry in found if entry is not None])
+    return found, any(_has_differed(entry) for entry in found if entry is not None)
 
 
 def _has_ordered_groups(state: Any) -> bool:
@@ -111,8 +110,11 @@ def _has_ordered_groups(state: Any) -> bool:
     if not isinstance(state, Mapping):
         return False
     lists = [items for key, items in state.items() if key in BY_GROUP and isinstance(items, list)]
-    return any(not are_same_decoded(item, items[0]) for items in lists for item in items) or any(
-        _has_ordered_groups(link) for link in state.get(_LINKS, ())
+    count = max(map(len, lists), default=1)
+    return (
+        any(not are_same_decoded(item, items[0]) for items in lists for item in items)
+        or any(_has_ordered_groups(link) for link in state.get(_LINKS, ()))
+        or (count > 1 and _may_list_groups(state, count))
     )
 
 
@@ -120,9 +122,9 @@ def _has_params(entry: Any) -> bool:
     return isinstance(entry, Mapping) and bool(entry.get("params"))
 
 
-def _has_differed(entries: Sequence[Any], *, every: bool = False) -> bool:
-    """Return whether one of the entries, or ``every`` one, has the mark of a state that differed between ranks."""
-    return (all if every else any)(entry.get(_DIFFERED, False) for entry in entries)
+def _has_differed(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry has the mark of a state that differed between ranks."""
+    return bool(entry.get(_DIFFERED))
 
 
 def _with_turns(named: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
