@@ -108,7 +108,7 @@ def load_without(path: str, who: int, met: bool) -> list[str]:
         (save_without, 1, False, "rank 1 while looking at what to save"),
         (save_without, 0, True, "rank 0 while looking at what to save"),
         (save_without, 0, False, "rank 0 while meeting for the first time"),
-        (load_without, 2, True, "rank 2 while finding the checkpoint"),
+        (load_without, 2, True, "rank 2 while finding the checkpoint to load"),
     ],
 )
 def test_all_who_wait_tell_who_does_not_come(
