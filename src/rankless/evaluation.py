@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from os import PathLike
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -89,11 +89,13 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
 
 def _warn_if_renamed(path: Path, tag: str, checkpoint_id: str) -> None:
     """Warn at the end of a pin if the tag, or the path, belongs to another checkpoint than the pinned one now."""
-    entry = None
-    with suppress(RanklessError):
+    try:
         entry = find_tag(path.parent, tag) if isinstance(path, ObjectPath) else None
-    is_kept = entry is None or not isinstance(entry.pointer, Pointer) or entry.pointer.id == checkpoint_id
-    if is_kept and (holds_checkpoint(path, checkpoint_id) or not store_of(path).path_exists(path)):
+        pointer = None if entry is None else entry.pointer
+        has_tag = not isinstance(pointer, Pointer) or pointer.checkpoint_id == checkpoint_id
+        if has_tag and (holds_checkpoint(path, checkpoint_id) or not store_of(path).path_exists(path)):
+            return
+    except RanklessError:  # what was read was verified; only the warning is lost
         return
     warn_caller(
         f"{tag!r} in {path.parent} was saved anew while this process had it pinned, because the training went back to "

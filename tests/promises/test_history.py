@@ -140,6 +140,10 @@ def test_added_metrics_of_an_abandoned_checkpoint(place: Any) -> None:
     rankless.add_metrics(place.path, "step_2", {"score": 9.0})
     (before,) = [info for info in rankless.list_checkpoints(place.path) if info.tag == "step_2"]
     rankless.set_alias(place.path, "champion", "step_2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with rankless.pin(place.path, "step_2"):
+            pass
     with warnings.catch_warnings(record=True) as caught, rankless.pin(place.path, "step_2"):
         warnings.simplefilter("always")
         in_killed_job(train_from, in_new_job(place), 1, 3, "step_1")

@@ -60,12 +60,16 @@ def list_metric_files(names: Collection[str]) -> list[MetricFile]:
     return [MetricFile(match[0], match["tag"], match["id"]) for match in matches if match]
 
 
-def read_added_metrics(run: Path, files: Collection[MetricFile]) -> dict[tuple[str, str], dict[str, float | None]]:
-    """Return the added metrics by the tag and the id of their checkpoint.
+#: The metrics that were added to a checkpoint, by the tag that it had then.
+_ByTag = Mapping[str, Mapping[str, float | None]]
+
+
+def read_added_metrics(run: Path, files: Collection[MetricFile]) -> dict[str, _ByTag]:
+    """Return the added metrics by the id of their checkpoint, and by the tag that it had then.
 
     A file that cannot be read is left out with a warning: the checkpoint itself is intact.
     """
-    added: dict[tuple[str, str], dict[str, float | None]] = {}
+    added: dict[str, dict[str, dict[str, float | None]]] = {}
     for file in files:
         try:
             metric = _read_metric(run / file.name)
@@ -73,28 +77,23 @@ def read_added_metrics(run: Path, files: Collection[MetricFile]) -> dict[tuple[s
             warn_caller(f"an added metric of {file.tag!r} is ignored: {error}")
             continue
         if metric is not None:
-            added.setdefault((file.tag, file.id), {})[metric.name] = metric.value
-    return added
+            added.setdefault(file.id, {}).setdefault(file.tag, {})[metric.name] = metric.value
+    return dict(added)
 
 
-def select_metrics(
-    added: Mapping[tuple[str, str], Mapping[str, float | None]], checkpoint_id: str, is_called: Callable[[str], bool]
-) -> dict[str, float | None]:
-    """Return the metrics of one checkpoint among the added ones: also those that it got under an earlier name.
+def select_metrics(added: _ByTag, is_called: Callable[[str], bool]) -> dict[str, float | None]:
+    """Return the metrics of one checkpoint: also those that it got under an earlier name.
 
-    ``is_called`` returns whether it has, or had, a name. An abandoned checkpoint has got a longer name: what was added
-    under that one is newer.
+    ``added`` are those of all checkpoints with its id: copies have it, too. ``is_called`` returns whether this one has,
+    or had, a name. An abandoned checkpoint has got a longer name: what was added under that one is newer.
     """
-    tags = sorted((tag for tag, owner in added if owner == checkpoint_id and is_called(tag)), key=len)
-    return {name: value for tag in tags for name, value in added[tag, checkpoint_id].items()}
+    return {name: value for tag in sorted(filter(is_called, added), key=len) for name, value in added[tag].items()}
 
 
 def read_metrics_of(run: Path, checkpoint_id: str, is_called: Callable[[str], bool]) -> Mapping[str, float | None]:
     """Return the metrics that were added to one checkpoint in a run directory, under any of its names."""
-    files = list_metric_files(store_of(run).list_names(run))
-    return select_metrics(
-        read_added_metrics(run, [file for file in files if file.id == checkpoint_id]), checkpoint_id, is_called
-    )
+    files = [file for file in list_metric_files(store_of(run).list_names(run)) if file.id == checkpoint_id]
+    return select_metrics(read_added_metrics(run, files).get(checkpoint_id, {}), is_called)
 
 
 def remove_metrics(run: Path, is_stale: Callable[[MetricFile], bool]) -> None:

@@ -80,13 +80,11 @@ def _remove_stale_metrics(path: Path) -> None:
     """Remove metrics that were added to checkpoints that have been removed or replaced since."""
     if not list_metric_files(store_of(path).list_names(path)):  # hardly any run has one, and reading it takes long
         return
-    infos = cached_checkpoints(path)
-
-    def is_stale(file: MetricFile) -> bool:
-        """Return whether no checkpoint has the metric. One that cannot be read now, and has no id, may have it."""
-        return not any(not info.id or _is_metric_of(info, file) for info in infos)
-
-    remove_metrics(path, is_stale)
+    by_id: dict[str, list[CheckpointInfo]] = {}
+    for info in cached_checkpoints(path):
+        by_id.setdefault(info.id, []).append(info)
+    if "" not in by_id:  # a checkpoint that cannot be read now has no id, and may have any metric
+        remove_metrics(path, lambda file: not any(info.is_called(file.tag) for info in by_id.get(file.id, ())))
 
 
 def _is_metric_of(info: CheckpointInfo, file: MetricFile) -> bool:

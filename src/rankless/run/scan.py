@@ -237,7 +237,7 @@ def _with_added_metrics(path: Path, names: Collection[str], infos: list[Checkpoi
     if not (files := list_metric_files(names)):
         return infos
     added = read_added_metrics(path, files)
-    metrics_of = {info.path: select_metrics(added, info.id, info.is_called) for info in infos}
+    metrics_of = {info.path: select_metrics(added.get(info.id, {}), info.is_called) for info in infos}
     return [
         replace(info, metrics=info.metrics | metrics_of[info.path]) if metrics_of[info.path] else info for info in infos
     ]

@@ -213,8 +213,10 @@ def sync_tree(path: Path) -> None:
 def start_writeback(fd: int) -> None:
     """Let the kernel begin to write the bytes of a file to its disk, if the system can: a later sync waits less."""
     if hasattr(os, "posix_fadvise"):
-        # Linux starts the writeback of dirty pages at this advice, and drops the pages that are clean already.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        # Linux starts the writeback of dirty pages at this advice, and drops the pages that are clean already. A file
+        # system may refuse advice; errors of the writeback are those of the later sync.
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_path(path: Path, flags: int = 0) -> None:

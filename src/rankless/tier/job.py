@@ -91,17 +91,18 @@ class TierJob:
         if self._folder is not None:
             return self._folder
         problem: StorageError | None = None
-        found = []
         for path in (self.path, _beside(self.path)):
             try:
-                found.append(TierFolder.find(path, self.run))
+                folder = TierFolder.find(path, self.run)
             except NoCheckpointError:
                 continue
             except StorageError as error:
                 problem = problem or error
-        if problem is not None and not found:
+            else:
+                return _find_newer(_beside(self.path), folder, self.run) or folder
+        if problem is not None:
             warn_caller(f"{problem}. Nothing is loaded from it")
-        return max(found, key=TierFolder.newest_key, default=None)
+        return None
 
     @property
     def slots(self) -> Slots:
