@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -145,6 +146,20 @@ def test_a_folder_that_was_used_instead_is_not_forgotten(base: Path, what: str) 
     assert load_in_a_job(base, what) == "3 local tier"
     if what == "resume":
         assert newest_step(base) == 3
+
+
+@pytest.mark.parametrize("what", ["resume", "look"])
+def test_the_folder_of_another_run_next_to_it_is_left_alone(base: Path, what: str) -> None:
+    beside = base / f"tier.{os.getuid()}"
+    run_killed_job(save_one, base / "other", beside)
+    run_killed_job(save_one, base / "run", base / "tier")
+    before = sorted(path.name for path in beside.iterdir())
+    assert load_in_a_job(base, what) == "1 local tier"
+    assert sorted(path.name for path in beside.iterdir()) == before
+
+
+def save_one(run: Path, tier: Path) -> None:
+    save_steps(rankless.RunDirectory(run, local=rankless.LocalTier(tier, drain_every=NEVER)), 1)
 
 
 def train_from_1_to_3(base: Path) -> None:
