@@ -56,6 +56,9 @@ from rankless.evaluation import iterate_new as iterate_new
 from rankless.evaluation import iterate_pinned as iterate_pinned
 from rankless.evaluation import pin as pin
 from rankless.evaluation import wait_for_new as wait_for_new
+from rankless.inference.open_weights import ModelWeights as ModelWeights
+from rankless.inference.open_weights import open_weights as open_weights
+from rankless.inference.weights_report import WeightsReport as WeightsReport
 from rankless.inspection.checkpoint_statistics import CheckpointStatistics as CheckpointStatistics
 from rankless.inspection.checkpoint_statistics import compute_statistics as compute_statistics
 from rankless.inspection.diff import CheckpointDiff as CheckpointDiff

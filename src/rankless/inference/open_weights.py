@@ -1,0 +1,215 @@
+"""``open_weights``: the tensors of a model as what any ``load_weights`` takes. Each rank reads just what it needs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext, suppress
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from rankless.engine.comm.call_check import CallDescription, vote_same_call
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
+from rankless.engine.comm.session import RankGroup, Session, require_equal
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity.block_verification import ChecksumVerifier
+from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
+from rankless.errors import FormatError, StateError
+from rankless.formats.detect import open_reader
+from rankless.formats.native import MODEL
+from rankless.formats.reader import Reader, check_read, detect_replacement
+from rankless.inference.lazy_tensor import LazyTensor
+from rankless.inference.weights_loader import CopiesFirst, WeightsLoader
+from rankless.inference.weights_report import WeightsReport
+from rankless.observe.events import Event, OnEvent, Progress, ProgressCounter
+from rankless.observe.reporter import notify_listener
+from rankless.run.lookup import open_latest
+from rankless.run.tag_arguments import TagArgument, check_tag_argument
+from rankless.storage.object_path import parse_location
+
+_log = logging.getLogger("rankless")
+
+
+class ModelWeights:
+    """The tensors of a stored model, inside a ``with`` block. Made by :func:`open_weights`.
+
+    Iterating yields ``(name, tensor)`` pairs, as often as you like. The tensors stand for their bytes. They can be cut,
+    permuted, copied into parameters, and computed with, as those that a loader has read.
+    """
+
+    def __init__(
+        self, path: Path, tag: TagArgument, group: RankGroup, timeout: float, on_event: OnEvent, *, verify: bool
+    ) -> None:
+        self._path, self._tag, self._group, self._timeout = path, check_tag_argument(tag), group, timeout
+        self._on_event, self._verify = on_event, verify
+        self._stack = ExitStack()
+        self._began = 0.0
+        self._session: Session | None = None
+        self._loader: WeightsLoader | None = None
+        self._reader: Reader | None = None
+        self._report: WeightsReport | None = None
+
+    @property
+    def report(self) -> WeightsReport:
+        """What this rank has read, when the block has ended. Raises ``StateError`` before."""
+        if self._report is None:
+            raise StateError("the weights are not loaded yet: the report is there when the block has ended")
+        return self._report
+
+    def __enter__(self) -> Self:
+        self._began = time.perf_counter()
+        with ExitStack() as stack:
+            self._session = session = self._group.open_session(self._timeout)
+            stack.callback(session.leave)
+            self._reader = reader = self._open_reader(session)
+            counter = ProgressCounter(sum(info.nbytes for info in reader.groups[MODEL].values()), self._report_progress)
+            self._loader = stack.enter_context(WeightsLoader(reader, session.rank, counter.add))
+            stack.enter_context(CopiesFirst(self._loader))
+            self._stack = stack.pop_all()
+        return self
+
+    def _report_progress(self, done: int, total: int) -> None:
+        notify_listener(self._on_event, Progress("load", self._path, done, total), self._path)
+
+    def _open_reader(self, session: Session) -> Reader:
+        """Open the checkpoint that rank 0 selects, on all ranks."""
+        selected: list[Reader] = []
+
+        def select() -> bytes:
+            if session.rank == COORDINATOR_RANK:
+                selected.append(open_latest(self._path, None, self._tag))
+                return str(selected[0].path).encode()
+            return b""
+
+        def open_selected() -> Reader:
+            reader = selected[0] if selected else open_reader(location)
+            if MODEL not in reader.groups:
+                raise FormatError(f"{reader.path} holds {' and '.join(reader.groups) or 'no tensors'}, and no model")
+            check_read(reader, lambda note: note.group == MODEL and not note.is_value)
+            if self._verify:
+                reader.check_files()
+            return reader
+
+        def describe() -> CallDescription:
+            arguments = {"the path": repr(str(self._path)), "the tag": repr(self._tag), "verify": repr(self._verify)}
+            return CallDescription("open_weights", arguments)
+
+        raw = vote_same_call(session, "finding the weights", describe, select, lambda posted: posted[0])
+        location = parse_location(raw.decode())
+        return session.vote(
+            "reading the headers",
+            open_selected,
+            lambda reader: reader.fingerprint.encode(),
+            lambda posted: require_equal(f"the contents of {location}", [raw.decode() for raw in posted]).encode(),
+        )[0]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._loader is None:
+            raise StateError("the weights are not open: iterate inside of `with open_weights(...) as weights`")
+        return self._loader.iterate()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if self._session is not None and self._loader is not None and self._reader is not None:
+                self._finish(self._session, self._loader, self._reader, error)
+
+    def _finish(self, session: Session, loader: WeightsLoader, reader: Reader, error: BaseException | None) -> None:
+        """Read what is pending, and verify what any rank has read. All ranks succeed, or all raise an error."""
+        names = [(MODEL, name) for name in loader.names]
+        verifier = ChecksumVerifier(reader, names) if self._verify else None
+
+        def read_pending() -> bytes:
+            if error is not None:
+                raise error
+            loader.flush()
+            if loader.contents:  # the search takes a tenth of a second
+                _check_modules()
+            with detect_replacement(reader):
+                return encode_fragments(verifier.verify_local(loader.fragments)) if verifier else b""
+
+        def verify(posted: list[bytes]) -> bytes:
+            if verifier is not None:
+                with detect_replacement(reader):
+                    verifier.verify_across_ranks(decode_fragments(posted))
+            return b""
+
+        # The block raises its own error. The vote passes it to the other ranks.
+        with nullcontext() if error is None else suppress(Exception):
+            session.vote("reading the weights", read_pending, lambda fragments: fragments, verify)
+        if error is None:
+            used = [names[number] for number in loader.fragments]
+            is_verified = verifier is not None and verifier.has_all_crcs(used)
+            self._report = loader.make_report(verified=is_verified, seconds=time.perf_counter() - self._began)
+            level = logging.INFO if session.rank == COORDINATOR_RANK else logging.DEBUG
+            _log.log(level, "loaded the weights of %s: %s", reader.path, self._report)
+
+
+def _check_modules() -> None:
+    """Raise ``StateError`` if a module holds a lazy tensor instead of a parameter with memory."""
+    for module in (value for value in gc.get_objects() if isinstance(value, torch.nn.Module)):
+        for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if isinstance(value, LazyTensor):
+                raise StateError(
+                    f"{name!r} of a {type(module).__name__} was replaced by {value!r}, which was not read: the model's "
+                    "loader must copy into parameters"
+                )
+
+
+def open_weights(
+    path: str | PathLike[str],
+    tag: TagArgument = None,
+    *,
+    verify: bool = True,
+    process_group: ProcessGroupArgument = None,
+    timeout: float = 600.0,
+    on_event: OnEvent | None = None,
+) -> ModelWeights:
+    """Open the weights of a model for an engine's own loader, on all ranks. Each rank reads just what it needs.
+
+    ```python
+    with rankless.open_weights("s3://models/llama") as weights:
+        model.load_weights(weights)
+    ```
+
+    The block yields ``(name, tensor)`` pairs. The tensors stand for their bytes: what ``load_weights`` copies into
+    parameters is read when the block ends, or before anything else uses these parameters. What it computes with is read
+    when it is used. So a rank that needs a slice of a tensor reads that slice, whatever the layout of the engine is.
+
+    Args:
+        path: A folder of safetensors files such as a snapshot of the Hugging Face Hub, one file, a checkpoint of any
+            format, or a run directory; also its URL in an object store.
+        tag: Of a run directory, the checkpoint to load: its tag or an alias, :func:`rankless.best`, or
+            :data:`rankless.LATEST`, which is the default.
+        verify: Compare what is read with the CRCs of the files. What ranks read parts of, all ranks verify together.
+            Files without CRCs, as other libraries write them, are loaded, and reported as not verified.
+        process_group: The ranks of the engine, which all load; by default the default group. ``"self"``: this process
+            alone. Of a block that is read in part it reads all, to verify it.
+        timeout: For how many seconds ranks wait for each other.
+        on_event: Is called with each :class:`rankless.Progress`, from any thread.
+
+    Returns:
+        A context manager. After the block, ``report`` says what was read.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint.
+        CorruptCheckpointError: Bytes differ from what was saved: at the end of the block, on all ranks. The error names
+            the tensor, the file and the range. The model must not be used.
+        FormatError: There is no model, or rankless cannot read one of its tensors.
+        StateError: A module holds one of the tensors itself, or one is used after the block.
+        RanklessError: Further ones as in :func:`rankless.restore`.
+    """
+    group = RankGroup(process_group)
+    return ModelWeights(parse_location(path), tag, group, timeout, on_event or _ignore_event, verify=verify)
+
+
+def _ignore_event(event: Event) -> None:
+    """Ignore an event."""
+    del event

@@ -1,0 +1,222 @@
+"""Executes the copies of lazy tensors while the model's own ``load_weights`` runs.
+
+Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. Whatever else
+touches the memory that a copy fills has to wait for the copy: :class:`CopiesFirst` sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.errors import StateError
+from rankless.formats.native import MODEL
+from rankless.formats.reader import Reader, detect_replacement
+from rankless.inference.joined_reads import JoinedReads, PlannedReads
+from rankless.inference.lazy_tensor import LazyTensor, Operation, StoredContent, is_view
+from rankless.inference.pending_copies import ElementCopy, PendingCopies, make_copy, storage_of
+from rankless.inference.weights_report import WeightsReport
+from rankless.ondisk.data_files import TensorInfo
+from rankless.state.tensor_views import DTYPES
+from rankless.storage.closing import ClosingMixin
+from rankless.storage.object_path import ObjectPath
+
+#: Copies of as many bytes are read next to the caller while it goes on.
+_BATCH_BYTES = 256 * 2**20
+
+#: The most bytes between two needed ranges that are read with them: a request to a store takes longer than they do.
+_LOCAL_GAP, _REMOTE_GAP = 64 * 2**10, 2**20
+
+
+class WeightsLoader(ClosingMixin):
+    """The loader of one model's tensors on one rank. All methods are for the thread of the caller."""
+
+    def __init__(self, reader: Reader, rank: int, on_moved: OnBytesMoved, *, at_once: bool = False) -> None:
+        """Make the loader of the model of a checkpoint. ``at_once``: execute each copy when it is made."""
+        self._reader, self._rank, self._on_moved, self._at_once = reader, rank, on_moved, at_once
+        tensors = reader.groups[MODEL]
+        self.names = sorted(tensors, key=self._file_position)
+        self._number = {name: number for number, name in enumerate(self.names)}
+        gap = _REMOTE_GAP if isinstance(reader.path, ObjectPath) else _LOCAL_GAP
+        self._reads = JoinedReads(reader, self.names, gap)
+        self._pending = PendingCopies()
+        self._executor = DaemonExecutor("rankless weights")
+        #: The batches that the thread executes, each with the storages that it fills.
+        self._running: list[tuple[Future[Fragments], set[int]]] = []
+        self._is_closed = False
+        #: What lazy tensors that still exist are views of.
+        self.contents: WeakSet[StoredContent] = WeakSet()
+        #: The CRCs of all that was read.
+        self.fragments: Fragments = {}
+        self._needed = self._read = 0
+        #: The tensors that were used other than by a copy, each with the operation.
+        self._computed: dict[str, str] = {}
+        self._whole: dict[str, str] = {}
+
+    def _file_position(self, name: str) -> tuple[str, int]:
+        extents = self._reader.find_extents(MODEL, name, 0, self._info(name).nbytes)
+        return (str(extents[0].file), extents[0].offset) if extents else ("", 0)
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._reader.groups[MODEL][name]
+
+    def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the lazy tensor of each stored tensor, in the order of the files; tied ones twice."""
+        further: dict[str, list[str]] = {}
+        for tied, name in self._reader.tied.get(MODEL, {}).items():
+            further.setdefault(name, []).append(tied)
+        for name in self.names:
+            for key in (name, *further.get(name, ())):
+                self._begin_batch(_BATCH_BYTES)
+                yield key, self._make_lazy(name)
+
+    def _make_lazy(self, name: str) -> LazyTensor:
+        info = self._info(name)
+        return LazyTensor(StoredContent(self, name), torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta"))
+
+    def note_copy(self, target: torch.Tensor, source: LazyTensor) -> None:
+        """See :class:`~rankless.inference.lazy_tensor.Loader`."""
+        self._check_open(source)
+        if target.is_meta:  # an engine that counts first what it is going to load
+            return
+        copy = make_copy(self._number[source.content.name], source.meta, target)
+        if copy is None:
+            target.copy_(self.read_view(source, "as_strided"))
+        elif self._at_once:
+            self._run_now([copy])
+        elif not self._pending.add(copy):
+            self._begin_batch(0)  # batches are executed in their order
+            self._pending.add(copy)
+
+    def read_view(self, source: LazyTensor, reason: str) -> torch.Tensor:
+        """See :class:`~rankless.inference.lazy_tensor.Loader`."""
+        self._check_open(source)
+        name = source.content.name
+        self._computed.setdefault(name, reason)
+        target = torch.empty(source.shape, dtype=source.dtype)
+        copy = make_copy(self._number[name], source.meta, target)
+        if copy is None:
+            flat = self.read_whole(source, reason).view(source.dtype)
+            meta = source.meta
+            return flat.as_strided(meta.shape, meta.stride(), meta.storage_offset()).to(source.device)
+        self._run_now([copy])
+        return target.to(source.device)
+
+    def read_whole(self, source: LazyTensor, reason: str) -> torch.Tensor:
+        """See :class:`~rankless.inference.lazy_tensor.Loader`."""
+        self._check_open(source)
+        self.flush()  # copies that were noted have the elements before the change
+        name = source.content.name
+        self._whole.setdefault(name, reason)
+        info = self._info(name)
+        whole = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+        target = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        copy = make_copy(self._number[name], whole, target)
+        if copy is not None:
+            self._run_now([copy])
+        return target.view(-1)
+
+    def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Execute the copies into the memory of tensors that are about to be used."""
+        if (self._pending or self._running) and any(map(self._fills, map(storage_of, tensors))):
+            self.flush()
+
+    def _fills(self, storage: int) -> bool:
+        return self._pending.fills(storage) or any(storage in storages for _, storages in self._running)
+
+    def flush(self) -> None:
+        """Execute all copies, and wait for them. Raises the error of a read."""
+        self._begin_batch(0)
+        self._join()
+
+    def make_report(self, *, verified: bool, seconds: float) -> WeightsReport:
+        """Return what was read."""
+        path = self._reader.path
+        return WeightsReport(path, self._needed, self._read, verified, seconds, self._computed, self._whole)
+
+    def close(self) -> None:
+        """Forget copies that were not executed, and wait for others. Lazy tensors cannot be used any more."""
+        self._is_closed = True
+        self._pending.take()
+        with suppress(Exception):
+            self._join()
+        self._executor.close()
+
+    def _check_open(self, source: LazyTensor) -> None:
+        if self._is_closed:
+            raise StateError(
+                f"{source.content.name!r} was used after the end of open_weights(): load the model inside its block"
+            )
+
+    def _begin_batch(self, at_least: int) -> None:
+        """Let the thread execute the pending copies, if they have as many bytes, and raise errors of earlier ones."""
+        if self._running and self._running[0][0].done():
+            self._take_result()
+        if self._pending and self._pending.nbytes >= at_least:
+            copies = self._pending.take()
+            call = self._plan(copies)
+            self._running.append((self._executor.submit(lambda: self._run(call)), {copy.storage for copy in copies}))
+
+    def _join(self) -> None:
+        while self._running:
+            self._take_result()
+
+    def _take_result(self) -> None:
+        future, _ = self._running.pop(0)
+        self._keep_fragments(future.result())
+
+    def _run_now(self, copies: Sequence[ElementCopy]) -> None:
+        self._keep_fragments(self._run(self._plan(copies)))
+
+    def _plan(self, copies: Sequence[ElementCopy]) -> PlannedReads:
+        reads = self._reads.plan(copies)
+        self._needed += reads.needed
+        self._read += reads.nbytes
+        return reads
+
+    def _run(self, reads: PlannedReads) -> Fragments:
+        with detect_replacement(self._reader):
+            return self._reads.run(reads, self._rank, self._on_moved)
+
+    def _keep_fragments(self, fragments: Fragments) -> None:
+        for tensor, read in fragments.items():
+            self.fragments.setdefault(tensor, []).extend(read)
+
+
+class CopiesFirst(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which pending copies into memory happen before anything else uses that memory. A view uses nothing."""
+
+    def __init__(self, loader: WeightsLoader) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._loader = loader
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return ``False``: torch would import its compiler, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See :class:`TorchDispatchMode`."""
+        del types
+        kwargs = kwargs or {}
+        is_lazy_copy = func is torch.ops.aten.copy_.default and isinstance(args[1], LazyTensor)
+        if not is_lazy_copy and not is_view(func):
+            self._loader.fill_before_use(_iterate_real([*args, *kwargs.values()]))
+        return func(*args, **kwargs)
+
+
+def _iterate_real(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory among arguments."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _iterate_real(value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and not value.is_meta:
+            yield value

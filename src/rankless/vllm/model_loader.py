@@ -1,0 +1,149 @@
+"""The load format ``rankless`` of vLLM: each worker reads just the bytes of its own parameters, and proves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import vllm
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.distributed import get_world_group
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
+from rankless.errors import FormatError, InvalidArgumentError
+from rankless.inference.open_weights import ModelWeights, open_weights
+
+#: A child of vLLM's own logger, which has its handlers.
+_log = init_logger("vllm.rankless")
+
+#: What is used of vLLM's own loader, besides its public methods.
+_USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of the load format, from ``--model-loader-extra-config``. See :func:`rankless.open_weights`."""
+
+    path: str | None = None
+    tag: str | None = None
+    verify: bool = True
+    timeout: float = 600.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read the options. Raises ``InvalidArgumentError``, which names what is wrong."""
+        types = {"path": str, "tag": str, "verify": bool, "timeout": int | float}
+        for name, value in config.items():
+            if name not in types:
+                raise InvalidArgumentError(
+                    f"--model-loader-extra-config: the load format rankless has no option {name!r}; it has "
+                    + ", ".join(types)
+                )
+            if not isinstance(value, types[name]) or (name != "verify" and isinstance(value, bool)):
+                raise InvalidArgumentError(f"--model-loader-extra-config: {name!r} must not be {value!r}")
+        return cls(**config)
+
+
+class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """vLLM's loader with tensors of :func:`rankless.open_weights`. It is vLLM's model that decides what is read."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        missing = [name for name in _USED_NAMES if not hasattr(DefaultModelLoader, name)]
+        if missing:
+            raise FormatError(
+                f"the load format rankless does not know vLLM {vllm.__version__}: its DefaultModelLoader has no "
+                f"{', '.join(missing)}; use --load-format auto, or a newer rankless"
+            )
+        self._options = _Options.from_config(load_config.model_loader_extra_config or {})
+        super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={}))
+        #: What :meth:`load_model` ends with, while it runs.
+        self._late_steps: ExitStack | None = None
+        #: The prefix of the names and the weights of each source, while the model takes them.
+        self._opened: list[tuple[str, ModelWeights]] = []
+        #: The weights whose report is not logged yet.
+        self._unreported: list[ModelWeights] = []
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Download a model of the Hugging Face Hub, unless the weights are elsewhere."""
+        if self._options.path is None:
+            super().download_model(model_config)
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """Make the model and load it."""
+        with ExitStack() as self._late_steps:
+            model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        self._late_steps = None
+        self._log_reports()
+        return model
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load the weights into a model. All workers call it."""
+        with ExitStack() as loads:
+            for source in self._list_sources(model, model_config):
+                weights = loads.enter_context(self._open(source))
+                self._opened.append((source.prefix, weights))
+                self._unreported.append(weights)
+            try:
+                super().load_weights(model, model_config)
+            finally:
+                self._opened = []
+            if self._late_steps is not None and _is_quantized_late(model):
+                self._late_steps.push(loads.pop_all())
+                return
+        self._log_reports()
+
+    def _log_reports(self) -> None:
+        for weights in self._unreported:
+            _log.info_once("rankless has loaded %s: %s", weights.report.path, weights.report)
+        self._unreported = []
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the names and the tensors of all weights. Outside of :meth:`load_weights` they are vLLM's own."""
+        if self._opened:
+            for prefix, weights in self._opened:
+                yield from ((prefix + name, tensor) for name, tensor in weights)
+        elif self._options.path is None:
+            yield from super().get_all_weights(model_config, model)
+        else:
+            raise NotImplementedError(
+                "the load format rankless does not reload weights in place from the option 'path': restart the engine"
+            )
+
+    def _list_sources(self, model: nn.Module, model_config: ModelConfig) -> Iterable[DefaultModelLoader.Source]:
+        """Return where the weights are: of some models, parts are in folders of their own."""
+        yield DefaultModelLoader.Source(
+            model_config.model,
+            model_config.revision,
+            prefix="",
+            fall_back_to_pt=False,
+            allow_patterns_overrides=getattr(model, "allow_patterns_overrides", None),
+        )
+        yield from getattr(model, "secondary_weights", ())
+
+    def _open(self, source: DefaultModelLoader.Source) -> ModelWeights:
+        options, world = self._options, get_world_group()
+        path, tag = options.path, options.tag
+        if path is None or source.prefix:
+            tag = None
+            path, _, is_safetensors, *_ = self._prepare_weights(
+                source.model_or_path, source.subfolder, source.revision, False, source.allow_patterns_overrides
+            )
+            if not is_safetensors:
+                raise FormatError(f"{path} has no safetensors files: use --load-format auto")
+        group: ProcessGroupArgument = world.cpu_group if world.world_size > 1 else SELF
+        return open_weights(path, tag, verify=options.verify, process_group=group, timeout=options.timeout)
+
+
+def _is_quantized_late(model: nn.Module) -> bool:
+    """Return whether vLLM quantizes parts of a model itself: it loads them layer by layer, and the last ones late."""
+    return any(getattr(getattr(part, "quant_method", None), "uses_meta_device", False) for part in model.modules())

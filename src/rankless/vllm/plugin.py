@@ -1,0 +1,17 @@
+"""The plugin that vLLM calls in each of its processes: the entry point ``vllm.general_plugins``."""
+
+from __future__ import annotations
+
+#: The name of the load format.
+LOAD_FORMAT = "rankless"
+
+
+def register() -> None:
+    """Register the load format ``rankless`` with vLLM. It may be called several times."""
+    from vllm.model_executor import model_loader  # noqa: PLC0415 - inside of vLLM only
+
+    # Not register_model_loader: it imports the class, and with it torch, in processes that load nothing; and it warns.
+    from rankless.vllm.model_loader import RanklessModelLoader  # noqa: PLC0415
+
+    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not RanklessModelLoader:  # noqa: SLF001
+        model_loader.register_model_loader(LOAD_FORMAT)(RanklessModelLoader)
