@@ -31,7 +31,8 @@ from rankless.observe.events import Event, OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
 from rankless.run.lookup import open_latest
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
-from rankless.storage.object_path import parse_location
+from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.posix import host_id
 
 _log = logging.getLogger("rankless")
 
@@ -69,10 +70,17 @@ class ModelWeights:
             stack.callback(session.leave)
             self._reader = reader = self._open_reader(session)
             counter = ProgressCounter(sum(info.nbytes for info in reader.groups[MODEL].values()), self._report_progress)
-            self._loader = stack.enter_context(WeightsLoader(reader, session.rank, counter.add))
+            loader = WeightsLoader(reader, self._group, session, counter.add, exchange=self._must_exchange(session))
+            self._loader = stack.enter_context(loader)
             stack.enter_context(CopiesFirst(self._loader))
             self._stack = stack.pop_all()
         return self
+
+    def _must_exchange(self, session: Session) -> bool:
+        """Return whether ranks must send each other what several need: whether they share no page cache with it."""
+        phase = "counting hosts"
+        _, raw = session.vote(phase, host_id, str.encode, lambda posted: str(len(set(posted))).encode())
+        return isinstance(self._path, ObjectPath) or int(raw) > 1
 
     def _report_progress(self, done: int, total: int) -> None:
         notify_listener(self._on_event, Progress("load", self._path, done, total), self._path)
@@ -84,7 +92,7 @@ class ModelWeights:
         def select() -> bytes:
             if session.rank == COORDINATOR_RANK:
                 selected.append(open_latest(self._path, None, self._tag))
-                return str(selected[0].path).encode()
+                return self._relate(selected[0].path)
             return b""
 
         def open_selected() -> Reader:
@@ -101,13 +109,24 @@ class ModelWeights:
             return CallDescription("open_weights", arguments)
 
         raw = vote_same_call(session, "finding the weights", describe, select, lambda posted: posted[0])
-        location = parse_location(raw.decode())
+        location = self._locate(raw)
         return session.vote(
             "reading the headers",
             open_selected,
             lambda reader: reader.fingerprint.encode(),
             lambda posted: require_equal(f"the contents of {location}", [raw.decode() for raw in posted]).encode(),
         )[0]
+
+    def _relate(self, path: Path) -> bytes:
+        """Encode the place of a checkpoint: at the path that was passed, in it, or next to it."""
+        if path == self._path:
+            return b""
+        return (b"/" if path.parent == self._path else b".") + path.name.encode()
+
+    def _locate(self, place: bytes) -> Path:
+        """Return the path for a result of :meth:`_relate`, in the same store."""
+        kind, name = place[:1], place[1:].decode()
+        return self._path / name if kind == b"/" else self._path.with_name(name) if kind else self._path
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._loader is None:
@@ -141,6 +160,11 @@ class ModelWeights:
                     verifier.verify_across_ranks(decode_fragments(posted))
             return b""
 
+        loader.take_part() if error is None else loader.wait()
+        if loader.is_session_over:  # all ranks have the error of a round
+            if error is None:
+                loader.flush()
+            return
         # The block raises its own error. The vote passes it to the other ranks.
         with nullcontext() if error is None else suppress(Exception):
             session.vote("reading the weights", read_pending, lambda fragments: fragments, verify)

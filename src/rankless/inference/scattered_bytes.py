@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from rankless.inference.pending_copies import ElementCopy
+from rankless.inference.strided_view import Box
 from rankless.storage.aligned_memory import Bytes
 
 
@@ -51,14 +52,19 @@ def _view_memory(copy: ElementCopy) -> Bytes | None:
 
 def _scatter(copy: ElementCopy, start: int, data: Bytes) -> None:
     """Copy the elements that are among ``data``, the bytes of the stored tensor from ``start`` on."""
-    view, target = copy.view, copy.target
-    width, repeated = view.itemsize, target.ndim - len(view.dimensions)
+    view = copy.view
     elements = torch.from_numpy(data).view(copy.dtype)
-    strides = [dimension.stride // width for dimension in view.dimensions]
+    strides = [dimension.stride // view.itemsize for dimension in view.dimensions]
+    for box in view.boxes(start, start + len(data)):
+        shape = [indices.stop - indices.start for indices in box.indices]
+        copy_box(copy, box, elements.as_strided(shape, strides, (box.offset - start) // view.itemsize))
+
+
+def copy_box(copy: ElementCopy, box: Box, elements: torch.Tensor) -> None:
+    """Copy the elements of a box into the target of a copy."""
+    target = copy.target
+    repeated = target.ndim - elements.ndim
     # A tensor that was made in inference mode may be changed only there, and each thread has a mode of its own.
     with torch.inference_mode() if target.is_inference() else nullcontext(), torch.no_grad():
-        for box in view.boxes(start, start + len(data)):
-            shape = [indices.stop - indices.start for indices in box.indices]
-            source = elements.as_strided(shape, strides, (box.offset - start) // width)
-            part = target[tuple(slice(*indices) for indices in box.indices)]
-            part.copy_(source.reshape(*shape, *[1] * repeated) if repeated else source)
+        part = target[tuple(slice(*indices) for indices in box.indices)]
+        part.copy_(elements.reshape(*elements.shape, *[1] * repeated) if repeated else elements)

@@ -6,9 +6,10 @@ touches the memory that a copy fills has to wait for the copy: :class:`CopiesFir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,13 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.errors import StateError
 from rankless.formats.native import MODEL
 from rankless.formats.reader import Reader, detect_replacement
-from rankless.inference.joined_reads import JoinedReads, PlannedReads
+from rankless.inference.joined_reads import CopiesByTensor, JoinedReads, PlannedReads, group_by_tensor
 from rankless.inference.lazy_tensor import LazyTensor, Operation, StoredContent, is_view
 from rankless.inference.pending_copies import ElementCopy, PendingCopies, make_copy, storage_of
+from rankless.inference.read_rounds import ReadRounds
 from rankless.inference.weights_report import WeightsReport
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.tensor_views import DTYPES
@@ -35,22 +38,28 @@ _BATCH_BYTES = 256 * 2**20
 #: The most bytes between two needed ranges that are read with them: a request to a store takes longer than they do.
 _LOCAL_GAP, _REMOTE_GAP = 64 * 2**10, 2**20
 
+#: What was read for some copies.
+_Result = tuple[PlannedReads, Fragments]
+
 
 class WeightsLoader(ClosingMixin):
     """The loader of one model's tensors on one rank. All methods are for the thread of the caller."""
 
-    def __init__(self, reader: Reader, rank: int, on_moved: OnBytesMoved, *, at_once: bool = False) -> None:
-        """Make the loader of the model of a checkpoint. ``at_once``: execute each copy when it is made."""
-        self._reader, self._rank, self._on_moved, self._at_once = reader, rank, on_moved, at_once
-        tensors = reader.groups[MODEL]
-        self.names = sorted(tensors, key=self._file_position)
+    def __init__(
+        self, reader: Reader, group: RankGroup, session: Session, on_moved: OnBytesMoved, *, exchange: bool
+    ) -> None:
+        """Make the loader of the model of a checkpoint. With ``exchange``, ranks send what several of them need."""
+        self._reader = reader
+        self.names = sorted(reader.groups[MODEL], key=self._file_position)
         self._number = {name: number for number, name in enumerate(self.names)}
         gap = _REMOTE_GAP if isinstance(reader.path, ObjectPath) else _LOCAL_GAP
-        self._reads = JoinedReads(reader, self.names, gap)
+        self._reads = JoinedReads(reader, self.names, gap, session.rank, on_moved)
+        sizes = [self._info(name).nbytes for name in self.names]
+        self._rounds = ReadRounds(sizes, group, session, exchange=exchange) if session.size > 1 else None
         self._pending = PendingCopies()
         self._executor = DaemonExecutor("rankless weights")
         #: The batches that the thread executes, each with the storages that it fills.
-        self._running: list[tuple[Future[Fragments], set[int]]] = []
+        self._running: list[tuple[Future[_Result], set[int]]] = []
         self._is_closed = False
         #: What lazy tensors that still exist are views of.
         self.contents: WeakSet[StoredContent] = WeakSet()
@@ -60,6 +69,11 @@ class WeightsLoader(ClosingMixin):
         #: The tensors that were used other than by a copy, each with the operation.
         self._computed: dict[str, str] = {}
         self._whole: dict[str, str] = {}
+
+    @property
+    def is_session_over(self) -> bool:
+        """True if the ranks have failed together: there is no further vote."""
+        return self._rounds is not None and self._rounds.has_failed
 
     def _file_position(self, name: str) -> tuple[str, int]:
         extents = self._reader.find_extents(MODEL, name, 0, self._info(name).nbytes)
@@ -73,9 +87,9 @@ class WeightsLoader(ClosingMixin):
         further: dict[str, list[str]] = {}
         for tied, name in self._reader.tied.get(MODEL, {}).items():
             further.setdefault(name, []).append(tied)
-        for name in self.names:
+        for number, name in enumerate(self.names):
+            self._advance(number)
             for key in (name, *further.get(name, ())):
-                self._begin_batch(_BATCH_BYTES)
                 yield key, self._make_lazy(name)
 
     def _make_lazy(self, name: str) -> LazyTensor:
@@ -90,10 +104,8 @@ class WeightsLoader(ClosingMixin):
         copy = make_copy(self._number[source.content.name], source.meta, target)
         if copy is None:
             target.copy_(self.read_view(source, "as_strided"))
-        elif self._at_once:
-            self._run_now([copy])
         elif not self._pending.add(copy):
-            self._begin_batch(0)  # batches are executed in their order
+            self._begin_batch()  # batches are executed in their order
             self._pending.add(copy)
 
     def read_view(self, source: LazyTensor, reason: str) -> torch.Tensor:
@@ -134,8 +146,18 @@ class WeightsLoader(ClosingMixin):
 
     def flush(self) -> None:
         """Execute all copies, and wait for them. Raises the error of a read."""
-        self._begin_batch(0)
+        self._begin_batch()
         self._join()
+
+    def take_part(self) -> None:
+        """Take part in all rounds of the ranks. Raises no error of a read: :meth:`flush` does."""
+        while self._rounds is not None and not self._rounds.are_over:
+            self._begin_round(self._rounds)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being read. Raises no error of a read."""
+        wait([future for future, _ in self._running])
 
     def make_report(self, *, verified: bool, seconds: float) -> WeightsReport:
         """Return what was read."""
@@ -156,14 +178,29 @@ class WeightsLoader(ClosingMixin):
                 f"{source.content.name!r} was used after the end of open_weights(): load the model inside its block"
             )
 
-    def _begin_batch(self, at_least: int) -> None:
-        """Let the thread execute the pending copies, if they have as many bytes, and raise errors of earlier ones."""
-        if self._running and self._running[0][0].done():
+    def _advance(self, number: int) -> None:
+        """Let the thread execute copies, if there are enough, before the caller takes the tensor ``number``."""
+        while self._running and self._running[0][0].done():
             self._take_result()
-        if self._pending and self._pending.nbytes >= at_least:
-            copies = self._pending.take()
-            call = self._plan(copies)
-            self._running.append((self._executor.submit(lambda: self._run(call)), {copy.storage for copy in copies}))
+        if self._rounds is None:
+            if self._pending.nbytes >= _BATCH_BYTES:
+                self._begin_batch()
+            return
+        while self._rounds.are_due(number):
+            self._begin_round(self._rounds)
+
+    def _begin_round(self, rounds: ReadRounds) -> None:
+        rounds.begin()
+        self._begin(partial(rounds.run, self._reads), self._pending.take())
+
+    def _begin_batch(self) -> None:
+        """Let the thread execute the pending copies, if there are any, without the other ranks."""
+        if self._pending:
+            self._begin(self._run_alone, self._pending.take())
+
+    def _begin(self, run: Callable[[CopiesByTensor], _Result], copies: Sequence[ElementCopy]) -> None:
+        call = partial(self._run_detecting, run, group_by_tensor(copies))
+        self._running.append((self._executor.submit(call), {copy.storage for copy in copies}))
 
     def _join(self) -> None:
         while self._running:
@@ -171,22 +208,23 @@ class WeightsLoader(ClosingMixin):
 
     def _take_result(self) -> None:
         future, _ = self._running.pop(0)
-        self._keep_fragments(future.result())
+        self._note_result(future.result())
 
     def _run_now(self, copies: Sequence[ElementCopy]) -> None:
-        self._keep_fragments(self._run(self._plan(copies)))
+        self._note_result(self._run_detecting(self._run_alone, group_by_tensor(copies)))
 
-    def _plan(self, copies: Sequence[ElementCopy]) -> PlannedReads:
-        reads = self._reads.plan(copies)
-        self._needed += reads.needed
-        self._read += reads.nbytes
-        return reads
+    def _run_alone(self, copies: CopiesByTensor) -> _Result:
+        planned = self._reads.plan_alone(copies)
+        return planned, self._reads.run(planned)
 
-    def _run(self, reads: PlannedReads) -> Fragments:
+    def _run_detecting(self, run: Callable[[CopiesByTensor], _Result], copies: CopiesByTensor) -> _Result:
         with detect_replacement(self._reader):
-            return self._reads.run(reads, self._rank, self._on_moved)
+            return run(copies)
 
-    def _keep_fragments(self, fragments: Fragments) -> None:
+    def _note_result(self, result: _Result) -> None:
+        planned, fragments = result
+        self._needed += planned.needed
+        self._read += planned.nbytes
         for tensor, read in fragments.items():
             self.fragments.setdefault(tensor, []).extend(read)
 

@@ -102,7 +102,7 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _log_reports(self) -> None:
         for weights in self._unreported:
-            _log.info_once("rankless has loaded %s: %s", weights.report.path, weights.report)
+            _log.info_once("rankless has loaded %s: %s", weights.report.path, str(weights.report))
         self._unreported = []
 
     def get_all_weights(

@@ -1,0 +1,79 @@
+"""Which bytes of a stored tensor one rank needs, and which several do. Pure: all ranks compute the same.
+
+What one rank needs alone, it reads itself. What several ranks need is a *shared region*: rows of which each rank needs
+some columns, or tensors that all ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rankless.engine.plan.element_ranges import ElementRange
+from rankless.inference.strided_view import StridedView, join_spans
+from rankless.ondisk.block_crcs import BLOCK_BYTES
+from rankless.process.prepared_types import prepared
+
+#: The views that a rank needs, by the number of the stored tensor.
+ViewsByTensor = dict[int, list[StridedView]]
+
+
+class SharedRegion(NamedTuple):
+    """A range of a stored tensor of which ``ranks`` need parts, or all."""
+
+    range: ElementRange
+    ranks: tuple[int, ...]
+
+
+class SharedStripe(NamedTuple):
+    """A range of a stored tensor, inside a block, that rank ``owner`` reads and ``ranks`` need parts of."""
+
+    tensor: int
+    start: int
+    stop: int
+    owner: int
+    ranks: tuple[int, ...]
+
+
+@prepared
+class RankViews(msgspec.Struct, frozen=True, array_like=True):
+    """The views that a rank needs, as it sends them to the others."""
+
+    views: ViewsByTensor
+
+
+def split_by_use(views: Mapping[int, Sequence[StridedView]], gap: int) -> list[SharedRegion]:
+    """Return the regions of one tensor that the ranks need, in order, by the views of each rank."""
+    spans = sorted(
+        (span, rank)
+        for rank, of_rank in views.items()
+        for span in join_spans([span for view in of_rank for span in view.spans(gap)], gap)
+    )
+    regions: list[SharedRegion] = []
+    for span, rank in spans:
+        if regions and span.start < regions[-1].range.stop:
+            last = regions[-1]
+            joined = ElementRange(last.range.start, max(last.range.stop, span.stop))
+            regions[-1] = SharedRegion(joined, tuple(sorted({*last.ranks, rank})))
+        else:
+            regions.append(SharedRegion(span, (rank,)))
+    return regions
+
+
+def iterate_stripes(tensor: int, region: SharedRegion, turn: int) -> Iterator[SharedStripe]:
+    """Yield the stripes of a shared region, which its ranks own in turn, from the one of ``turn`` on.
+
+    A stripe is a whole block, if possible, so that its owner verifies it alone.
+    """
+    start, ranks = region.range.start, region.ranks
+    while start < region.range.stop:
+        stop = min(region.range.stop, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield SharedStripe(tensor, start, stop, ranks[turn % len(ranks)], ranks)
+        start, turn = stop, turn + 1
+
+
+def has_elements(views: Iterable[StridedView], start: int, stop: int) -> bool:
+    """Return whether views have elements in bytes ``[start, stop)``."""
+    return any(True for view in views for _ in view.boxes(start, stop))
