@@ -5,11 +5,13 @@ What several ranks need is read once: through the page cache of their host, or b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rankless.engine.io.p2p import P2PExchange
-from rankless.engine.io.read import read_file_ranges, read_host_shared
+from rankless.engine.io.read import read_file_ranges
+from rankless.engine.io.read_mapped import read_mapped
 from rankless.engine.io.read_shared import read_shared
 from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.tensor_sources import Source
@@ -23,6 +25,13 @@ from rankless.inference.pending_copies import ElementCopy
 from rankless.inference.scattered_bytes import ScatteredBytes
 from rankless.inference.sharing_plan import SharedStripe, ViewsByTensor, iterate_stripes, split_by_use
 from rankless.inference.strided_view import StridedView, join_spans
+from rankless.storage.direct_io import BufferedReader
+from rankless.storage.exact_reader import ExactReaderFactory
+from rankless.storage.reader_pool import ReaderPool
+
+#: The most bytes of a read past the page cache. Four times as many need 12 MB more of new memory on each rank, and to
+#: touch that took as long as to read 80 MB.
+_READ_BYTES = 2**20
 
 #: The number of each file, as :func:`~rankless.formats.reader.find_file_ranges` gives them.
 _Files = dict[Source, int]
@@ -68,12 +77,15 @@ def group_by_tensor(copies: Iterable[ElementCopy]) -> CopiesByTensor:
 class JoinedReads:
     """Plans and executes the reads of the stored tensors of a model by one rank.
 
-    ``names`` has their names by number. Needed ranges are joined over gaps of at most ``gap`` bytes.
+    ``names`` has their names by number. Needed ranges are joined over gaps of at most ``gap`` bytes. If not ``hashed``,
+    no CRCs are computed.
     """
 
-    def __init__(self, reader: Reader, names: Sequence[str], gap: int, rank: int, on_moved: OnBytesMoved) -> None:
+    def __init__(
+        self, reader: Reader, names: Sequence[str], gap: int, rank: int, on_moved: OnBytesMoved, *, hashed: bool
+    ) -> None:
         self._reader, self._names, self._gap = reader, names, gap
-        self._rank, self._on_moved = rank, on_moved
+        self._rank, self._on_moved, self._hashed = rank, on_moved, hashed
 
     def plan_alone(self, copies: CopiesByTensor) -> PlannedReads:
         """Plan the reads of some copies without knowing what other ranks need."""
@@ -134,15 +146,23 @@ class JoinedReads:
         fragments: Fragments = {}
         if p2p is not None and reads.exchanged:
             packed = {tensor: PackedStripes(reads.copies.get(tensor, ()), ends) for tensor, ends in reads.stops.items()}
-            fragments = read_shared(files, reads.exchanged, packed.__getitem__, p2p, on_moved)
+            fragments = read_shared(files, reads.exchanged, packed.__getitem__, p2p, on_moved, hashed=self._hashed)
         sinks = {tensor: ScatteredBytes(group) for tensor, group in reads.copies.items()}
         for more in (
-            read_host_shared(files, reads.host_shared, rank, sinks.__getitem__, on_moved),
-            read_file_ranges(files, reads.exact, sinks.__getitem__, on_moved),
+            read_mapped(files, reads.host_shared, rank, sinks.__getitem__, on_moved, hashed=self._hashed),
+            read_file_ranges(
+                files, reads.exact, sinks.__getitem__, on_moved, make_readers=_make_readers, hashed=self._hashed
+            ),
         ):
             for tensor, read in more.items():
                 fragments.setdefault(tensor, []).extend(read)
         return fragments
+
+
+def _make_readers(open_reader: Callable[[Path], BufferedReader]) -> ReaderPool:
+    """Make the readers of ranges that no other rank reads, with smaller buffers than those of ``open_reader``."""
+    del open_reader
+    return ReaderPool(ExactReaderFactory(_READ_BYTES))
 
 
 def _clip(spans: Iterable[ElementRange], region: ElementRange) -> Iterator[ElementRange]:

@@ -70,7 +70,8 @@ class ModelWeights:
             stack.callback(session.leave)
             self._reader = reader = self._open_reader(session)
             counter = ProgressCounter(sum(info.nbytes for info in reader.groups[MODEL].values()), self._report_progress)
-            loader = WeightsLoader(reader, self._group, session, counter.add, exchange=self._must_exchange(session))
+            exchange = self._must_exchange(session)
+            loader = WeightsLoader(reader, self._group, session, counter.add, exchange=exchange, verify=self._verify)
             self._loader = stack.enter_context(loader)
             stack.enter_context(CopiesFirst(self._loader))
             self._stack = stack.pop_all()
@@ -169,8 +170,7 @@ class ModelWeights:
         with nullcontext() if error is None else suppress(Exception):
             session.vote("reading the weights", read_pending, lambda fragments: fragments, verify)
         if error is None:
-            used = [names[number] for number in loader.fragments]
-            is_verified = verifier is not None and verifier.has_all_crcs(used)
+            is_verified = verifier is not None and verifier.has_all_crcs(names[number] for number in loader.used)
             self._report = loader.make_report(verified=is_verified, seconds=time.perf_counter() - self._began)
             level = logging.INFO if session.rank == COORDINATOR_RANK else logging.DEBUG
             _log.log(level, "loaded the weights of %s: %s", reader.path, self._report)

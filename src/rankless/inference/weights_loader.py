@@ -46,14 +46,22 @@ class WeightsLoader(ClosingMixin):
     """The loader of one model's tensors on one rank. All methods are for the thread of the caller."""
 
     def __init__(
-        self, reader: Reader, group: RankGroup, session: Session, on_moved: OnBytesMoved, *, exchange: bool
+        self,
+        reader: Reader,
+        group: RankGroup,
+        session: Session,
+        on_moved: OnBytesMoved,
+        *,
+        exchange: bool,
+        verify: bool,
     ) -> None:
         """Make the loader of the model of a checkpoint. With ``exchange``, ranks send what several of them need."""
         self._reader = reader
         self.names = sorted(reader.groups[MODEL], key=self._file_position)
         self._number = {name: number for number, name in enumerate(self.names)}
         gap = _REMOTE_GAP if isinstance(reader.path, ObjectPath) else _LOCAL_GAP
-        self._reads = JoinedReads(reader, self.names, gap, session.rank, on_moved)
+        hashed = verify and any(reader.block_crcs(MODEL, name) is not None for name in self.names)
+        self._reads = JoinedReads(reader, self.names, gap, session.rank, on_moved, hashed=hashed)
         sizes = [self._info(name).nbytes for name in self.names]
         self._rounds = ReadRounds(sizes, group, session, exchange=exchange) if session.size > 1 else None
         self._pending = PendingCopies()
@@ -63,7 +71,8 @@ class WeightsLoader(ClosingMixin):
         self._is_closed = False
         #: What lazy tensors that still exist are views of.
         self.contents: WeakSet[StoredContent] = WeakSet()
-        #: The CRCs of all that was read.
+        #: The numbers of the tensors of which something was read, and the CRCs of that.
+        self.used: set[int] = set()
         self.fragments: Fragments = {}
         self._needed = self._read = 0
         #: The tensors that were used other than by a copy, each with the operation.
@@ -225,6 +234,7 @@ class WeightsLoader(ClosingMixin):
         planned, fragments = result
         self._needed += planned.needed
         self._read += planned.nbytes
+        self.used |= planned.copies.keys()
         for tensor, read in fragments.items():
             self.fragments.setdefault(tensor, []).extend(read)
 

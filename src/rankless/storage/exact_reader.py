@@ -54,8 +54,8 @@ def is_cached(fd: int, offset: int, size: int) -> bool:
 #: Smaller ranges, in bytes, are read through the page cache, which reads ahead.
 _MIN_BYTES = 2**20
 
-#: The most bytes of one read.
-_MAX_READ_BYTES = 4 * 2**20
+#: The most bytes of one read, if nothing else is said.
+_READ_BYTES = 4 * 2**20
 
 
 class ExactReader(BufferedReader):
@@ -65,9 +65,9 @@ class ExactReader(BufferedReader):
     through the cache (docs/performance.md) and evicts nothing from it.
     """
 
-    def __init__(self, path: Path, buffers: BufferPool) -> None:
+    def __init__(self, path: Path, buffers: BufferPool, read_bytes: int) -> None:
         super().__init__(path)
-        self._buffers = buffers
+        self._buffers, self._read_bytes = buffers, read_bytes
         try:
             with wrap_os_errors("open", path):
                 self._is_on_disk = _is_on_disk(self._fd)
@@ -112,7 +112,7 @@ class ExactReader(BufferedReader):
         buffer, done = self._buffers.get(), 0
         while done < len(into):
             lead = (offset + done) % SECTOR_BYTES
-            size = min(len(into) - done, _MAX_READ_BYTES)
+            size = min(len(into) - done, self._read_bytes)
             sectors = buffer[: -(-(lead + size) // SECTOR_BYTES) * SECTOR_BYTES]
             read = os.preadv(fd, [sectors.data], offset + done - lead) - lead
             if read <= 0:
@@ -131,14 +131,17 @@ class ExactReader(BufferedReader):
 
 
 class ExactReaderFactory:
-    """A callable that opens files with :class:`ExactReader`. All its readers share their buffers."""
+    """A callable that opens files with :class:`ExactReader`. All its readers share their buffers.
 
-    def __init__(self) -> None:
-        self._buffers = BufferPool(_MAX_READ_BYTES + SECTOR_BYTES)
+    A read has at most ``read_bytes`` bytes. So has a buffer for each thread.
+    """
+
+    def __init__(self, read_bytes: int = _READ_BYTES) -> None:
+        self._read_bytes, self._buffers = read_bytes, BufferPool(read_bytes + SECTOR_BYTES)
 
     def __call__(self, path: Path) -> ExactReader:
         """Open a file."""
-        return ExactReader(path, self._buffers)
+        return ExactReader(path, self._buffers, self._read_bytes)
 
 
 def _open_without_readahead(path: Path, access: int) -> int | None:

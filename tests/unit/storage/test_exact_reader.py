@@ -32,11 +32,10 @@ def noise(size: int) -> bytes:
 
 
 @contextmanager
-def always_direct(most: int = 4 * 2**20) -> Iterator[mock.Mock]:
+def always_direct() -> Iterator[mock.Mock]:
     """Every range, however small and whatever file system it is on. Gives the reads."""
     with ExitStack() as stack:
-        for name, value in (("_MIN_BYTES", 0), ("_MAX_READ_BYTES", most)):
-            stack.enter_context(mock.patch.object(exact_reader, name, value))
+        stack.enter_context(mock.patch.object(exact_reader, "_MIN_BYTES", 0))
         stack.enter_context(mock.patch.object(exact_reader, "is_cached", return_value=False))
         stack.enter_context(mock.patch.object(exact_reader, "_is_on_disk", return_value=True))
         yield stack.enter_context(mock.patch.object(os, "preadv", wraps=os.preadv))
@@ -55,7 +54,7 @@ def test_any_range_is_read(tmp_path_factory, size: int, one: int, two: int, sect
     file.write_bytes(data)
     start, stop = sorted((min(one, size), min(two, size)))
     into, again = bytearray(stop - start), bytearray(stop - start)
-    with always_direct(most=sectors * SECTOR_BYTES) as reads, ExactReaderFactory()(file) as reader:
+    with always_direct() as reads, ExactReaderFactory(sectors * SECTOR_BYTES)(file) as reader:
         reader.read(start, memoryview(into))
         parts = [bytes(part) for part in reader.read_in_chunks(start, memoryview(again))]
     assert into == again == b"".join(parts) == data[start:stop]

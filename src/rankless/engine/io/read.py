@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankless.engine.io.read_buffers import HostReadBuffers, ReadBuffers
@@ -31,17 +31,20 @@ def read_file_ranges(
     *,
     make_readers: MakeReaders = ReaderPool,
     streams: Sequence[CopyStream] = (),
+    hashed: bool = True,
 ) -> Fragments:
     """Read file ranges that no other rank reads into this rank's shards; return the fragments that it hashed.
 
-    Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards.
+    Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards. If
+    not ``hashed``, there are no fragments: CRCs that are compared with nothing are half of the processor's time.
     """
     grain = _choose_grain(files)
     with (
         SourceReader(files, make_readers(ExactReaderFactory())) as reader,
         _open_buffers(sink_of, grain, streams if file_ranges else ()) as buffers,
     ):
-        return _read_all(reader, _sorted_chunks(file_ranges, grain), grain.threads, buffers, on_moved)
+        chunks = _sorted_chunks(file_ranges, grain)
+        return _read_all(reader, chunks, grain.threads, buffers, on_moved, hashed=hashed)
 
 
 def read_host_shared(
@@ -53,6 +56,7 @@ def read_host_shared(
     *,
     make_readers: MakeReaders = ReaderPool,
     streams: Sequence[CopyStream] = (),
+    hashed: bool = True,
 ) -> Fragments:
     """Read file ranges that other ranks of the host read, too. See :func:`read_file_ranges`.
 
@@ -64,7 +68,7 @@ def read_host_shared(
     ):
         chunks = rotate_by_rank(_sorted_chunks(file_ranges, _FILE_GRAIN), rank)
         threads = count_threads(count_bytes(file_ranges), _FILE_GRAIN.threads)
-        return _read_all(reader, chunks, threads, buffers, on_moved)
+        return _read_all(reader, chunks, threads, buffers, on_moved, hashed=hashed)
 
 
 class _ReadGrain(NamedTuple):
@@ -99,22 +103,33 @@ def _sorted_chunks(file_ranges: Sequence[FileRange], grain: _ReadGrain) -> list[
 
 
 def _read_all(
-    reader: SourceReader, chunks: Iterable[IoChunk], threads: int, buffers: ReadBuffers, on_moved: OnBytesMoved
+    reader: SourceReader,
+    chunks: Iterable[IoChunk],
+    threads: int,
+    buffers: ReadBuffers,
+    on_moved: OnBytesMoved,
+    *,
+    hashed: bool,
 ) -> Fragments:
     def read_one(chunk: IoChunk) -> list[tuple[int, Fragment]]:
-        fragments = _read_chunk(chunk, buffers, reader)
+        fragments = _read_chunk(chunk, buffers, reader, hashed=hashed)
         on_moved(chunk.size)
         return fragments
 
     return merge_fragments(run_in_threads(read_one, chunks, threads))
 
 
-def _read_chunk(chunk: IoChunk, buffers: ReadBuffers, reader: SourceReader) -> list[tuple[int, Fragment]]:
+def _read_chunk(
+    chunk: IoChunk, buffers: ReadBuffers, reader: SourceReader, *, hashed: bool
+) -> list[tuple[int, Fragment]]:
     in_place = buffers.view(chunk.file_ranges[0]) if len(chunk.file_ranges) == 1 else None
-    if in_place is not None:
+    if in_place is not None and hashed:
         return [_read_in_place(chunk, in_place, reader)]
+    if in_place is not None:
+        reader.read(chunk.file, chunk.offset, in_place.data)
+        return []
     with buffers.take_buffer() as buffer:
-        return _read_buffered(chunk, buffers, buffer[: chunk.size], reader)
+        return list(_read_buffered(chunk, buffers, buffer[: chunk.size], reader, hashed=hashed))
 
 
 def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple[int, Fragment]:
@@ -125,16 +140,15 @@ def _read_in_place(chunk: IoChunk, buffer: Bytes, reader: SourceReader) -> tuple
 
 
 def _read_buffered(
-    chunk: IoChunk, buffers: ReadBuffers, data: Bytes, reader: SourceReader
-) -> list[tuple[int, Fragment]]:
-    """Read into a buffer, and write each file range to its sink."""
+    chunk: IoChunk, buffers: ReadBuffers, data: Bytes, reader: SourceReader, *, hashed: bool
+) -> Iterator[tuple[int, Fragment]]:
+    """Read into a buffer, write each file range to its sink, and yield the fragment of each, if it is ``hashed``."""
     reader.read(chunk.file, chunk.offset, data.data)
-    fragments = []
     done = 0
     for file_range in chunk.file_ranges:  # adjacent in the file
         tensor, start, stop, local, _, _ = file_range
         range_bytes = data[done : done + stop - start]
         buffers.write(tensor, local, range_bytes)
-        fragments.append((tensor, Fragment(start, stop, crc64(range_bytes))))
+        if hashed:
+            yield tensor, Fragment(start, stop, crc64(range_bytes))
         done += stop - start
-    return fragments

@@ -79,18 +79,19 @@ def read_shared(
     on_moved: OnBytesMoved = ignore_progress,
     *,
     make_readers: MakeReaders = ReaderPool,
+    hashed: bool = True,
 ) -> Fragments:
     """Read the items that this rank owns and send them; receive the others. Return the fragments hashed by this rank.
 
     All ranks start the items in one order, and an item is not finished before later ones are started: so several ranks
     send at the same time. A rank that cannot read still sends bytes, with arbitrary values, before it raises, so that
-    no other rank waits.
+    no other rank waits. If not ``hashed``, there are no fragments.
     """
     in_flight: deque[_ReadInFlight] = deque()
     with ExitStack() as stack:
         reader = stack.enter_context(SourceReader(files, make_readers(ExactReaderFactory())))
         pool = stack.enter_context(ThreadPoolExecutor(THREADS, "rankless"))
-        relay = _Relay(reader, sink_of, p2p, pool, on_moved)
+        relay = _Relay(reader, sink_of, p2p, pool, on_moved, hashed)
         nbytes = 0
         for item_in_flight in relay.read_ahead(items):
             relay.start_transfer(item_in_flight)
@@ -113,14 +114,16 @@ def _ranges_to_read(item: StripeTask | BroadcastChunk, rank: int) -> Sequence[Fi
     return item.chunk.file_ranges if isinstance(item, BroadcastChunk) and item.owner == rank else ()
 
 
-def _read_ranges(file_ranges: Sequence[FileRange], data: Bytes, reader: SourceReader) -> _ReadResult:
-    """Read the file ranges of a stripe one after another into ``data``."""
+def _read_ranges(
+    file_ranges: Sequence[FileRange], data: Bytes, reader: SourceReader, *, hashed: bool = True
+) -> _ReadResult:
+    """Read the file ranges of a stripe one after another into ``data``. Return their fragments, if it is ``hashed``."""
     fragments: _ReadResult = []
     filled = 0
     for file_range in file_ranges:
         buffer = data[filled : filled + file_range.stop - file_range.start]
         reader.read(file_range.file, file_range.offset, buffer.data)
-        fragments += hash_fragments(file_range, buffer)
+        fragments += hash_fragments(file_range, buffer) if hashed else ()
         filled += len(buffer)
     return fragments
 
@@ -142,6 +145,7 @@ class _Relay(msgspec.Struct):
     p2p: P2PExchange
     pool: ThreadPoolExecutor
     on_moved: OnBytesMoved
+    hashed: bool
     fragments: list[_ReadResult] = msgspec.field(default_factory=list)
     errors: list[RanklessError] = msgspec.field(default_factory=list)
 
@@ -161,7 +165,9 @@ class _Relay(msgspec.Struct):
         item_in_flight = _ReadInFlight(item)
         if file_ranges := _ranges_to_read(item, self.p2p.rank):
             item_in_flight.data = self._get_destination(item)
-            item_in_flight.reading = self.pool.submit(_read_ranges, file_ranges, item_in_flight.data, self.reader)
+            item_in_flight.reading = self.pool.submit(
+                _read_ranges, file_ranges, item_in_flight.data, self.reader, hashed=self.hashed
+            )
         return item_in_flight
 
     def start_transfer(self, item_in_flight: _ReadInFlight) -> None:
