@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -18,7 +18,7 @@ demo-hosts: .venv/installed
 #: Four at a time, each with ranks of its own. Tests with ranks wait more than they compute, so two cores suffice.
 #: Workers take files in the order of tests/helpers/suite.py, the longest first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
-CORE := tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/browser
+CORE := tests --ignore tests/interop --ignore tests/frameworks --ignore tests/peers --ignore tests/engines --ignore tests/browser
 
 ## test: lint, types, and the tests of rankless itself but the slow ones; lint runs beside the tests
 test: .venv/installed
@@ -85,6 +85,15 @@ peers: .peers/installed
 
 .peers/installed: requirements-peers.txt .venv/installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers --requirement requirements-peers.txt
+	touch $@
+
+## engines: a real vLLM, installed into .engines (1.2 GB) once: what it loads with rankless is what it loads itself
+engines: .engines/installed
+	PYTHONPATH=.engines $(BIN)/python -m pytest -q -n 2 tests/engines
+	PYTHONPATH=.engines OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.engines
+
+.engines/installed: requirements-engines.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .engines --requirement requirements-engines.txt
 	touch $@
 
 ## optimizers: try the optimizers of many packages, which are installed into .optimizers (0.3 GB) once, by name; write the table of the docs

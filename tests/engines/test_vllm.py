@@ -1,0 +1,133 @@
+"""A real vLLM that loads with rankless: its tokens are those with its own loader, and corrupt weights do not serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import rankless
+from tests.helpers.corruption import flip_tensor_bit
+
+pytest.importorskip("vllm")
+
+#: One thread for each worker: vLLM wants a NUMA node for each, unless it binds none.
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_AOT_COMPILE": "0",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def generate(model: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.get("tensor_parallel_size", 1) == 1 else {}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.engines.generate", json.dumps({"model": str(model), **options})],
+        env={**os.environ, **ENVIRONMENT, **single},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def tokens_of(result: subprocess.CompletedProcess[str]) -> list[int]:
+    lines = [line for line in result.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert len(lines) == 1, result.stdout[-3000:] + result.stderr[-3000:]
+    tokens: list[int] = json.loads(lines[0].removeprefix("TOKENS "))
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the Hub has it, without checksums."""
+    from campaigns.engines.tiny_models import write_model
+
+    return write_model("qwen3_moe", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    return tokens_of(generate(model))
+
+
+@pytest.fixture
+def saved(model: Path, tmp_path: Path) -> Path:
+    """The same model, as a training has saved it, with checksums: a run of two checkpoints."""
+    stored = load_file(model / "model.safetensors")
+    rankless.save_checkpoint(tmp_path / "run", "step_1", {name: t * 0 for name, t in stored.items()}, rng=False)
+    rankless.save_checkpoint(tmp_path / "run", "step_2", stored, rng=False)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["tp1", "tp2"])
+def test_a_folder_of_the_hub_serves_as_with_vllms_own_loader(
+    model: Path, expected: list[int], options: dict[str, Any]
+) -> None:
+    result = generate(model, load_format="rankless", **options)
+    assert tokens_of(result) == expected
+    assert f"rankless has loaded {model}: " in result.stdout + result.stderr
+    assert "; not verified; " in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["tp1", "tp2"])
+def test_the_newest_checkpoint_of_a_training_serves_verified(
+    model: Path, saved: Path, expected: list[int], options: dict[str, Any]
+) -> None:
+    result = generate(model, load_format="rankless", model_loader_extra_config={"path": str(saved)}, **options)
+    assert tokens_of(result) == expected
+    assert f"rankless has loaded {saved / 'step_2'}: " in result.stdout + result.stderr
+    assert "; verified; " in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "model.norm.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    ],
+)
+def test_a_flipped_bit_keeps_the_engine_from_serving_and_is_named(model: Path, saved: Path, tensor: str) -> None:
+    file = saved / "step_2/model/model.safetensors"
+    flip_tensor_bit(file, tensor)
+    options = {"path": str(saved / "step_2")}
+    result = generate(model, load_format="rankless", model_loader_extra_config=options, tensor_parallel_size=2)
+    assert result.returncode
+    assert "TOKENS" not in result.stdout
+    assert f"model tensor '{tensor}' in {file} is corrupt" in result.stdout + result.stderr
+
+
+class TestWhatCannotBeLoaded:
+    def test_a_truncated_file(self, model: Path, tmp_path: Path) -> None:
+        folder = shutil.copytree(model, tmp_path / "model")
+        file = folder / "model.safetensors"
+        os.truncate(file, file.stat().st_size - 100)
+        result = generate(folder, load_format="rankless")
+        assert result.returncode
+        assert f"{file}" in result.stderr
+        assert "truncated" in result.stderr
+
+    def test_an_unknown_option(self, model: Path) -> None:
+        result = generate(model, load_format="rankless", model_loader_extra_config={"gap": 1})
+        assert result.returncode
+        assert "the load format rankless has no option 'gap'; it has path, tag, verify, timeout" in result.stderr
+
+    def test_another_model(self, model: Path, tmp_path: Path) -> None:
+        stored = load_file(model / "model.safetensors")
+        stored["model.norm.weight"] = stored["model.norm.weight"][:-1].clone()
+        rankless.save_model(stored, tmp_path / "other", shard=True)
+        result = generate(model, load_format="rankless", model_loader_extra_config={"path": str(tmp_path / "other")})
+        assert result.returncode
+        assert "TOKENS" not in result.stdout
