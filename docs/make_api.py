@@ -19,8 +19,8 @@ _SOURCE = _DOCS.parent / "src"
 
 #: The pages in the order of the overview.
 _PAGES = [
-    *("checkpointer", "saving", "loading", "copying", "components", "inspection", "evaluation", "retention", "data"),
-    *("events", "tracing", "integrations", "errors"),
+    *("checkpointer", "saving", "loading", "copying", "components", "inspection", "evaluation", "serving", "retention"),
+    *("data", "events", "tracing", "integrations", "errors"),
 ]
 
 _HEAD = """# API

@@ -28,6 +28,12 @@ _BASE = {
     "pad_token_id": 0,
 }
 
+#: The settings of the base that a family has under other names, or not.
+_OWN_NAMES = dict.fromkeys(
+    ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+)
+_WIDTH = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 _DEEPSEEK = {
@@ -54,10 +60,16 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3TextConfig", {}),
     "phi3": ("Phi3Config", {"head_dim": None}),
     "gptneox": ("GPTNeoXConfig", {"head_dim": None, "num_key_value_heads": None}),
-    "gpt2": ("GPT2Config", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    "opt": ("OPTConfig", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
-    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False}),
-    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "gpt2": ("GPT2Config", {**_OWN_NAMES, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "opt": (
+        "OPTConfig",
+        {**_OWN_NAMES, "hidden_size": 256, "num_hidden_layers": 2, "ffn_dim": 512, "word_embed_proj_dim": 256},
+    ),
+    "falcon": (
+        "FalconConfig",
+        {**_OWN_NAMES, **_WIDTH, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
+    ),
+    "bloom": ("BloomConfig", {**_OWN_NAMES, "hidden_size": 256, "n_layer": 2, "n_head": 4}),
     "olmo2": ("Olmo2Config", {}),
     "granite": ("GraniteConfig", {}),
     "starcoder2": ("Starcoder2Config", {"head_dim": None}),
@@ -86,8 +98,11 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
-    "mamba": ("MambaConfig", {"state_size": 16}),
-    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 64, "n_groups": 2, "state_size": 16}),
+    "mamba": ("MambaConfig", {**_OWN_NAMES, **_WIDTH, "state_size": 16}),
+    "mamba2": (
+        "Mamba2Config",
+        {**_OWN_NAMES, **_WIDTH, "num_heads": 8, "head_dim": 64, "n_groups": 2, "state_size": 16},
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         {

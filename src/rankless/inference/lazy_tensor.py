@@ -12,6 +12,7 @@ torch itself follows every view, without a rule of rankless for each. What happe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Protocol, Self
 from weakref import WeakSet
@@ -37,6 +38,9 @@ _SHAPE_ONLY = frozenset(
     }
 )
 
+#: Operations that give a tensor other memory, as those with the tag ``inplace_view`` give it another shape.
+_OTHER_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
+
 #: The device of stored tensors.
 _HOST = torch.device("cpu")
 
@@ -45,7 +49,7 @@ Operation = Any
 
 
 class Loader(Protocol):
-    """What executes the copies of lazy tensors: :class:`rankless.inference.weights_loader.WeightsLoader`."""
+    """The object that executes the copies of lazy tensors: a ``WeightsLoader``."""
 
     contents: WeakSet[StoredContent]
 
@@ -55,51 +59,55 @@ class Loader(Protocol):
     def read_view(self, source: LazyTensor, reason: str) -> torch.Tensor:
         """Return the elements of ``source``, which are read now, because of the operation ``reason``."""
 
-    def read_whole(self, source: LazyTensor, reason: str) -> torch.Tensor:
-        """Return the whole stored tensor of which ``source`` is a view, in memory of its own, flat."""
+    def read_content(self, content: StoredContent, reason: str) -> torch.Tensor:
+        """Return all that a content has, in memory of its own, because of the operation ``reason``."""
 
 
 class StoredContent:
-    """What a lazy tensor and all views of it are views of: the stored tensor, or a real one after it was changed."""
+    """The content that a lazy tensor and all views of it share: a stored tensor, a copy of a view, or a real tensor.
 
-    __slots__ = ("__weakref__", "loader", "name", "real")
+    ``meta`` says which elements of the stored tensor it has, and ``look`` where each will be in memory, on ``device``.
+    """
 
-    def __init__(self, loader: Loader, name: str) -> None:
-        self.loader, self.name = loader, name
+    __slots__ = ("__weakref__", "device", "loader", "look", "meta", "name", "real")
+
+    def __init__(
+        self, loader: Loader, name: str, meta: torch.Tensor, look: torch.Tensor, device: torch.device = _HOST
+    ) -> None:
+        self.loader, self.name, self.meta, self.look, self.device = loader, name, meta, look, device
         self.real: torch.Tensor | None = None
         loader.contents.add(self)
 
-    def copy(self) -> StoredContent:
-        """Return the content of a copy: to change it does not change this one."""
-        content = StoredContent(self.loader, self.name)
-        content.real = None if self.real is None else self.real.clone()
-        return content
+    def make_real(self, reason: str) -> torch.Tensor:
+        """Return the memory of all views of it, which an operation is going to change."""
+        if self.real is None:
+            self.real = self.loader.read_content(self, reason).to(self.device)
+        return self.real
 
 
 class LazyTensor(torch.Tensor):
-    """A view of a stored tensor. See the module."""
+    """A view of a stored tensor. See the module.
+
+    ``meta`` says which elements of the stored tensor it has. ``look`` has the strides that it shows: other ones than
+    those of ``meta`` if it is a view of a copy.
+    """
 
     content: StoredContent
     meta: torch.Tensor
+    look: torch.Tensor
 
     @staticmethod
-    def __new__(
-        cls: type[Self],
-        content: StoredContent,
-        meta: torch.Tensor,
-        device: torch.device = _HOST,
-        strides: Sequence[int] | None = None,
-    ) -> Self:
-        """Make a lazy tensor of the elements of ``meta``, with these ``strides`` if they are to look otherwise."""
+    def __new__(cls: type[Self], content: StoredContent, meta: torch.Tensor, look: torch.Tensor) -> Self:
+        """Make a lazy tensor of some elements of a content."""
         lazy: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls,
-            meta.shape,
-            strides=meta.stride() if strides is None else strides,
-            storage_offset=meta.storage_offset() if strides is None else 0,
-            dtype=meta.dtype,
-            device=device,
+            look.shape,
+            strides=look.stride(),
+            storage_offset=look.storage_offset(),
+            dtype=look.dtype,
+            device=content.device,
         )
-        lazy.content, lazy.meta = content, meta
+        lazy.content, lazy.meta, lazy.look = content, meta, look
         return lazy
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
@@ -111,24 +119,59 @@ class LazyTensor(torch.Tensor):
         """Follow, note or execute an operation on a lazy tensor: torch calls it for each."""
         del types
         kwargs = kwargs or {}
+        if is_composed(func):
+            return func.decompose(*args, **kwargs)
         for written in _iterate_written(func, args, kwargs):
-            _make_real(written, str(func))
-        if func is _aten.copy_.default and _is_unread(args[1]) and not isinstance(args[0], LazyTensor):
+            _refuse_other_shapes(func, written)
+            written.content.make_real(str(func))
+        if func is _aten.copy_.default and is_unread(args[1]) and not isinstance(args[0], LazyTensor):
             args[1].content.loader.note_copy(args[0], args[1])
             return args[0]
-        if args and _is_unread(args[0]) and not any(isinstance(arg, LazyTensor) for arg in args[1:]):
-            result = _follow(func, args[0], args[1:], kwargs)
+        if args and is_unread(args[0]) and not any(isinstance(arg, LazyTensor) for arg in args[1:]):
+            with torch.inference_mode(mode=False):  # as the tensors that are followed were made
+                result = _follow(func, args[0], args[1:], kwargs)
             if result is not None:
                 return result
-        return func(*_realize(args, func), **_realize(kwargs, func))
+        # A view has the mode of its base, and lazy tensors are never made in inference mode.
+        with torch.inference_mode(mode=False) if is_view(func) else nullcontext():
+            return func(*_realize(args, func), **_realize(kwargs, func))
+
+    def _as_plain(self, reason: str) -> torch.Tensor:
+        """Return a plain tensor with the memory that all views of this one have from now on."""
+        self.content.make_real(reason)
+        plain: torch.Tensor = _realize(self, reason)
+        return plain
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the elements as an array: they are read now."""
-        return _realize(self, "numpy").numpy(force=force)
+        return self._as_plain("numpy").numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the elements as a list: they are read now."""
         return _realize(self, "tolist").tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the elements: they are read now, and stay as long as a view of this tensor."""
+        return self._as_plain("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the elements: they are read now."""
+        return self._as_plain("untyped_storage").untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._as_plain("__dlpack__").__dlpack__(**options)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its gradient. It cannot be assigned."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise StateError(
+            f"{self.content.name!r} is a stored tensor: its data cannot be replaced by a tensor of shape "
+            f"{tuple(value.shape)}; use a tensor of your own"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
@@ -144,7 +187,15 @@ def is_view(func: Operation) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)  # noqa: SLF001
 
 
-def _is_unread(value: object) -> bool:
+@cache
+def is_composed(func: Operation) -> bool:
+    """Return whether torch executes an operation as others. In inference mode it does not do so by itself."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    return bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+
+
+def is_unread(value: object) -> bool:
+    """Return whether a value is a lazy tensor whose content was not changed."""
     return isinstance(value, LazyTensor) and value.content.real is None
 
 
@@ -166,16 +217,19 @@ def _iterate_written(func: Operation, args: Sequence[Any], kwargs: Mapping[str, 
                 yield tensor
 
 
+def _refuse_other_shapes(func: Operation, lazy: LazyTensor) -> None:
+    """Raise ``StateError`` if an operation would give a lazy tensor another shape, or other memory, in place."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in _OTHER_MEMORY:  # noqa: SLF001
+        raise StateError(
+            f"{func} was called on the stored tensor {lazy.content.name!r}: it cannot get another shape in place; use "
+            "what returns a view, such as t() or squeeze()"
+        )
+
+
 def _follow(func: Operation, lazy: LazyTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operation that reads no elements; ``None`` if it needs them."""
     if is_view(func):
-        try:
-            result = func(lazy.meta, *args, **kwargs)
-        except (
-            RuntimeError
-        ):  # a view of a rearranged copy, which no strides describe: torch raises for the real one, too
-            return None
-        return _map_tensors(lambda meta: LazyTensor(lazy.content, meta, lazy.device), result)
+        return _follow_view(func, lazy, args, kwargs)
     if func in _SHAPE_ONLY:
         return func(_empty_as(lazy), *args, **kwargs)
     if func is _aten.clone.default or (
@@ -185,17 +239,34 @@ def _follow(func: Operation, lazy: LazyTensor, args: Sequence[Any], kwargs: Mapp
     return None
 
 
+def _follow_view(func: Operation, lazy: LazyTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    is_original = lazy.look is lazy.meta
+    if func is _aten.as_strided.default and not is_original:  # its strides are those of the copy
+        return None
+    try:
+        metas = func(lazy.meta, *args, **kwargs)
+        looks = metas if is_original else func(lazy.look, *args, **kwargs)
+    except RuntimeError:  # a view that no strides describe, or one that is not possible of a real tensor either
+        return None
+    pairs = list(zip(metas, looks, strict=True)) if isinstance(metas, list | tuple) else [(metas, looks)]
+    if any(meta.is_conj() or meta.is_neg() for meta, _ in pairs):
+        return None
+    views = [LazyTensor(lazy.content, meta, look) for meta, look in pairs]
+    return type(metas)(views) if isinstance(metas, list | tuple) else views[0]
+
+
 def _follow_copy(lazy: LazyTensor, kwargs: Mapping[str, Any]) -> LazyTensor | None:
     """Return a copy with the same elements, maybe with other strides or on another device; ``None`` if unknown."""
     memory_format = kwargs.get("memory_format") or torch.preserve_format
-    device = kwargs.get("device") or lazy.device
+    device = torch.device(kwargs.get("device") or lazy.device)
     if memory_format is torch.contiguous_format:
-        strides = torch.empty(lazy.shape, device="meta").stride()
+        look = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
     elif memory_format is torch.preserve_format:
-        strides = torch.empty_like(_empty_as(lazy, "meta")).stride()
+        look = torch.empty_like(_empty_as(lazy, "meta"))
     else:
         return None
-    return LazyTensor(lazy.content.copy(), lazy.meta, device, strides)
+    content = StoredContent(lazy.content.loader, lazy.content.name, lazy.meta, look, device)
+    return LazyTensor(content, lazy.meta, look)
 
 
 def _empty_as(lazy: LazyTensor, device: torch.device | str | None = None) -> torch.Tensor:
@@ -203,24 +274,18 @@ def _empty_as(lazy: LazyTensor, device: torch.device | str | None = None) -> tor
     return torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device=device or lazy.device)
 
 
-def _make_real(lazy: LazyTensor, reason: str) -> None:
-    content = lazy.content
-    if content.real is None:
-        content.real = content.loader.read_whole(lazy, reason)
-
-
 def _realize(value: Any, func: Operation) -> Any:
     """Return an argument with plain tensors in place of lazy ones."""
     if isinstance(value, LazyTensor):
-        content = value.content
-        if content.real is None:
-            return content.loader.read_view(value, str(func))
-        flat = content.real.view(value.dtype)
-        return flat.as_strided(value.meta.shape, value.meta.stride(), value.meta.storage_offset()).to(value.device)
+        real, look = value.content.real, value.look
+        if real is None:
+            return value.content.loader.read_view(value, str(func))
+        flat = real.as_strided((real.untyped_storage().nbytes() // real.itemsize,), (1,), 0).view(look.dtype)
+        return flat.as_strided(look.shape, look.stride(), look.storage_offset())
     if isinstance(value, Mapping):
         return {key: _realize(item, func) for key, item in value.items()}
     return _map_tensors(lambda item: _realize(item, func), value) if isinstance(value, list | tuple) else value
 
 
 def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    return type(value)(map(function, value)) if isinstance(value, list | tuple) else function(value)
+    return type(value)(map(function, value))

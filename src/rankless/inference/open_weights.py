@@ -24,8 +24,9 @@ from rankless.errors import FormatError, StateError
 from rankless.formats.detect import open_reader
 from rankless.formats.native import MODEL
 from rankless.formats.reader import Reader, check_read, detect_replacement
+from rankless.inference.copies_first import copies_first
 from rankless.inference.lazy_tensor import LazyTensor
-from rankless.inference.weights_loader import CopiesFirst, WeightsLoader
+from rankless.inference.weights_loader import WeightsLoader
 from rankless.inference.weights_report import WeightsReport
 from rankless.observe.events import Event, OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
@@ -58,7 +59,7 @@ class ModelWeights:
 
     @property
     def report(self) -> WeightsReport:
-        """What this rank has read, when the block has ended. Raises ``StateError`` before."""
+        """The report of what this rank has read, when the block has ended. Raises ``StateError`` before."""
         if self._report is None:
             raise StateError("the weights are not loaded yet: the report is there when the block has ended")
         return self._report
@@ -73,7 +74,7 @@ class ModelWeights:
             exchange = self._must_exchange(session)
             loader = WeightsLoader(reader, self._group, session, counter.add, exchange=exchange, verify=self._verify)
             self._loader = stack.enter_context(loader)
-            stack.enter_context(CopiesFirst(self._loader))
+            stack.enter_context(copies_first(self._loader))
             self._stack = stack.pop_all()
         return self
 
@@ -143,6 +144,8 @@ class ModelWeights:
 
     def _finish(self, session: Session, loader: WeightsLoader, reader: Reader, error: BaseException | None) -> None:
         """Read what is pending, and verify what any rank has read. All ranks succeed, or all raise an error."""
+        if isinstance(error, GeneratorExit):  # the block is in a generator that is not used to its end
+            error = None
         names = [(MODEL, name) for name in loader.names]
         verifier = ChecksumVerifier(reader, names) if self._verify else None
 

@@ -25,11 +25,6 @@ class ElementCopy(NamedTuple):
     dtype: torch.dtype
     target: torch.Tensor
 
-    @property
-    def storage(self) -> int:
-        """A number that tensors have in common if they share memory."""
-        return storage_of(self.target)
-
 
 def make_copy(tensor: int, meta: torch.Tensor, target: torch.Tensor) -> ElementCopy | None:
     """Describe a copy of the elements of a view ``meta`` of a stored tensor, as ``target.copy_(view)`` means it.
@@ -46,43 +41,17 @@ def make_copy(tensor: int, meta: torch.Tensor, target: torch.Tensor) -> ElementC
     return ElementCopy(tensor, view, meta.dtype, target.detach().permute((*axes, *others)))
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that tensors have in common if they share memory. It is valid as long as one of them exists."""
-    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
-    return address
+def memory_of(tensor: torch.Tensor) -> ElementRange:
+    """Return the addresses of the storage of a tensor: from the first byte to the byte after the last one."""
+    storage = tensor.untyped_storage()
+    return ElementRange(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
-class PendingCopies:
-    """The copies that were noted, in their order, and the memory that they fill."""
+class FilledMemory:
+    """The memory that copies fill: parts that are apart from each other, or, as columns of a matrix, interleaved.
 
-    def __init__(self) -> None:
-        self._copies: list[ElementCopy] = []
-        self._regions: dict[int, _FilledRegions] = {}
-        self.nbytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._copies)
-
-    def fills(self, storage: int) -> bool:
-        """Return whether a copy fills a part of a storage."""
-        return storage in self._regions
-
-    def add(self, copy: ElementCopy) -> bool:
-        """Add a copy, and return ``True``; do nothing if it may fill memory that another one fills."""
-        if not self._regions.setdefault(copy.storage, _FilledRegions()).add(copy.target):
-            return False
-        self._copies.append(copy)
-        self.nbytes += copy.view.nbytes
-        return True
-
-    def take(self) -> list[ElementCopy]:
-        """Return all copies, and forget them."""
-        copies, self._copies, self._regions, self.nbytes = self._copies, [], {}, 0
-        return copies
-
-
-class _FilledRegions:
-    """The parts of one storage that copies fill: apart from each other, or, as columns of a matrix, interleaved."""
+    It goes by addresses: tensors may share memory without sharing a storage.
+    """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -103,22 +72,56 @@ class _FilledRegions:
         self._interleaved.append((span, target))
         return True
 
+    def overlaps(self, memory: ElementRange) -> bool:
+        """Return whether a part is in a range of addresses."""
+        place = bisect.bisect_left(self._starts, memory.stop)
+        before = self._apart[place - 1 : place] if place else []
+        return bool(_overlapping(memory, (*before, *self._interleaved)))
+
+
+class PendingCopies:
+    """The copies that were noted, in their order."""
+
+    def __init__(self) -> None:
+        self._copies: list[ElementCopy] = []
+        self.filled = FilledMemory()
+        self.nbytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def add(self, copy: ElementCopy) -> bool:
+        """Add a copy, and return ``True``; do nothing if it may fill memory that another one fills."""
+        if copy.target.numel() and not self.filled.add(copy.target):
+            return False
+        self._copies.append(copy)
+        self.nbytes += copy.view.nbytes
+        return True
+
+    def take(self) -> tuple[list[ElementCopy], FilledMemory]:
+        """Return all copies and the memory that they fill, and forget them."""
+        taken = self._copies, self.filled
+        self._copies, self.filled, self.nbytes = [], FilledMemory(), 0
+        return taken
+
 
 def _overlapping(span: ElementRange, parts: Iterable[tuple[ElementRange, torch.Tensor]]) -> list[torch.Tensor]:
     return [part for other, part in parts if other.start < span.stop and span.start < other.stop]
 
 
 def _span(target: torch.Tensor) -> ElementRange:
-    """Return the bytes of the storage from the first element of a tensor to its last one."""
-    width, start = target.element_size(), int(target.storage_offset())
+    """Return the addresses from the first element of a tensor to the end of its last one."""
+    width, start = target.element_size(), target.data_ptr()
     reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
-    return ElementRange(start * width, (start + reach + 1) * width if target.numel() else start * width)
+    return ElementRange(start, start + (reach + 1) * width if target.numel() else start)
 
 
 def _are_disjoint(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors of one storage are boxes of the same grid that have no element in common."""
+    if first.dtype != second.dtype or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return False
     grid = sorted({stride for tensor in (first, second) for stride in _grid_strides(tensor)}, reverse=True)
-    if first.dtype != second.dtype or any(larger % smaller for larger, smaller in itertools.pairwise(grid)):
+    if any(larger % smaller for larger, smaller in itertools.pairwise(grid)):
         return False
     ranges = [list(_grid_ranges(tensor, grid)) for tensor in (first, second)]
     if any(

@@ -53,6 +53,12 @@ def _view_memory(copy: ElementCopy) -> Bytes | None:
 def _scatter(copy: ElementCopy, start: int, data: Bytes) -> None:
     """Copy the elements that are among ``data``, the bytes of the stored tensor from ``start`` on."""
     view = copy.view
+    # Views of one stored tensor may have elements of other sizes: the bytes need not begin or end with a whole one.
+    before = (view.offset - start) % view.itemsize
+    start, size = start + before, (len(data) - before) // view.itemsize * view.itemsize
+    if size <= 0:
+        return
+    data = data[before : before + size]
     elements = torch.from_numpy(data).view(copy.dtype)
     strides = [dimension.stride // view.itemsize for dimension in view.dimensions]
     for box in view.boxes(start, start + len(data)):

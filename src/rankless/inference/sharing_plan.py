@@ -1,4 +1,4 @@
-"""Which bytes of a stored tensor one rank needs, and which several do. Pure: all ranks compute the same.
+"""The bytes of stored tensors that one rank needs, and those that several do. Pure: all ranks compute the same.
 
 What one rank needs alone, it reads itself. What several ranks need is a *shared region*: rows of which each rank needs
 some columns, or tensors that all ranks hold.

@@ -1,20 +1,19 @@
 """Executes the copies of lazy tensors while the model's own ``load_weights`` runs.
 
 Copies are noted, and executed in large batches by a thread next to the caller, which goes on to plan. Whatever else
-touches the memory that a copy fills has to wait for the copy: :class:`CopiesFirst` sees to that.
+touches the memory that a copy fills has to wait for the copy: :mod:`rankless.inference.copies_first` sees to that.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankless.engine.comm.daemon_executor import DaemonExecutor
 from rankless.engine.comm.session import RankGroup, Session
@@ -23,8 +22,8 @@ from rankless.errors import StateError
 from rankless.formats.native import MODEL
 from rankless.formats.reader import Reader, detect_replacement
 from rankless.inference.joined_reads import CopiesByTensor, JoinedReads, PlannedReads, group_by_tensor
-from rankless.inference.lazy_tensor import LazyTensor, Operation, StoredContent, is_view
-from rankless.inference.pending_copies import ElementCopy, PendingCopies, make_copy, storage_of
+from rankless.inference.lazy_tensor import LazyTensor, StoredContent
+from rankless.inference.pending_copies import ElementCopy, FilledMemory, PendingCopies, make_copy, memory_of
 from rankless.inference.read_rounds import ReadRounds
 from rankless.inference.weights_report import WeightsReport
 from rankless.ondisk.data_files import TensorInfo
@@ -43,7 +42,11 @@ _Result = tuple[PlannedReads, Fragments]
 
 
 class WeightsLoader(ClosingMixin):
-    """The loader of one model's tensors on one rank. All methods are for the thread of the caller."""
+    """The loader of one model's tensors on one rank.
+
+    It belongs to the thread that makes it. Copies of other threads, which no mode of torch observes, are executed when
+    they are made.
+    """
 
     def __init__(
         self,
@@ -65,16 +68,19 @@ class WeightsLoader(ClosingMixin):
         sizes = [self._info(name).nbytes for name in self.names]
         self._rounds = ReadRounds(sizes, group, session, exchange=exchange) if session.size > 1 else None
         self._pending = PendingCopies()
+        self._thread, self._lock = threading.get_ident(), threading.RLock()
+        #: The addresses of storages that may be changed without torch.
+        self._given_away: set[int] = set()
         self._executor = DaemonExecutor("rankless weights")
-        #: The batches that the thread executes, each with the storages that it fills.
-        self._running: list[tuple[Future[_Result], set[int]]] = []
+        #: The batches that the thread executes, each with the memory that it fills.
+        self._running: list[tuple[Future[_Result], FilledMemory]] = []
         self._is_closed = False
         #: What lazy tensors that still exist are views of.
         self.contents: WeakSet[StoredContent] = WeakSet()
         #: The numbers of the tensors of which something was read, and the CRCs of that.
         self.used: set[int] = set()
         self.fragments: Fragments = {}
-        self._needed = self._read = 0
+        self._needed_bytes = self._read_bytes = 0
         #: The tensors that were used other than by a copy, each with the operation.
         self._computed: dict[str, str] = {}
         self._whole: dict[str, str] = {}
@@ -102,56 +108,77 @@ class WeightsLoader(ClosingMixin):
                 yield key, self._make_lazy(name)
 
     def _make_lazy(self, name: str) -> LazyTensor:
+        with torch.inference_mode(mode=False):  # views of it may be used outside of that mode
+            meta = self._make_meta(name)
+            return LazyTensor(StoredContent(self, name, meta, meta), meta, meta)
+
+    def _make_meta(self, name: str) -> torch.Tensor:
         info = self._info(name)
-        return LazyTensor(StoredContent(self, name), torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta"))
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
 
     def note_copy(self, target: torch.Tensor, source: LazyTensor) -> None:
         """See :class:`~rankless.inference.lazy_tensor.Loader`."""
-        self._check_open(source)
+        self._check_open(source.content)
         if target.is_meta:  # an engine that counts first what it is going to load
             return
         copy = make_copy(self._number[source.content.name], source.meta, target)
         if copy is None:
+            self.fill_before_use([target])
             target.copy_(self.read_view(source, "as_strided"))
-        elif not self._pending.add(copy):
-            self._begin_batch()  # batches are executed in their order
-            self._pending.add(copy)
+            return
+        with self._lock:
+            if threading.get_ident() != self._thread or memory_of(target).start in self._given_away:
+                self.fill_before_use([target])
+                self._run_now([copy])
+            elif not self._pending.add(copy):
+                self._begin_batch()  # batches are executed in their order
+                self._pending.add(copy)
 
     def read_view(self, source: LazyTensor, reason: str) -> torch.Tensor:
         """See :class:`~rankless.inference.lazy_tensor.Loader`."""
-        self._check_open(source)
-        name = source.content.name
-        self._computed.setdefault(name, reason)
+        self._check_open(source.content)
+        self._computed.setdefault(source.content.name, reason)
         target = torch.empty(source.shape, dtype=source.dtype)
-        copy = make_copy(self._number[name], source.meta, target)
-        if copy is None:
-            flat = self.read_whole(source, reason).view(source.dtype)
-            meta = source.meta
-            return flat.as_strided(meta.shape, meta.stride(), meta.storage_offset()).to(source.device)
-        self._run_now([copy])
-        return target.to(source.device)
+        return self._read(source.content.name, source.meta, target).to(source.device)
 
-    def read_whole(self, source: LazyTensor, reason: str) -> torch.Tensor:
+    def read_content(self, content: StoredContent, reason: str) -> torch.Tensor:
         """See :class:`~rankless.inference.lazy_tensor.Loader`."""
-        self._check_open(source)
-        self.flush()  # copies that were noted have the elements before the change
-        name = source.content.name
-        self._whole.setdefault(name, reason)
-        info = self._info(name)
-        whole = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
-        target = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        copy = make_copy(self._number[name], whole, target)
-        if copy is not None:
-            self._run_now([copy])
-        return target.view(-1)
+        self._check_open(content)
+        with self._lock:
+            self.flush()  # copies that were noted have the elements before the change
+        self._whole.setdefault(content.name, reason)
+        look = content.look
+        with torch.inference_mode(mode=False):
+            target = torch.empty_strided(look.shape, look.stride(), dtype=look.dtype)
+            return self._read(content.name, content.meta, target)
+
+    def _read(self, name: str, meta: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Read elements of a stored tensor into ``target``, and return it."""
+        copy = make_copy(self._number[name], meta, target)
+        if copy is None:  # elements that as_strided mixes
+            whole = self._make_meta(name)
+            flat = self._read(name, whole, torch.empty(whole.shape, dtype=whole.dtype)).view(-1).view(meta.dtype)
+            return target.copy_(flat.as_strided(meta.shape, meta.stride(), meta.storage_offset()))
+        self._run_now([copy])
+        return target
 
     def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Execute the copies into the memory of tensors that are about to be used."""
-        if (self._pending or self._running) and any(map(self._fills, map(storage_of, tensors))):
-            self.flush()
+        """See :class:`~rankless.inference.copies_first.FillingLoader`."""
+        if self._pending or self._running:
+            with self._lock:
+                if any(map(self._fills, tensors)):
+                    self.flush()
 
-    def _fills(self, storage: int) -> bool:
-        return self._pending.fills(storage) or any(storage in storages for _, storages in self._running)
+    def _fills(self, tensor: torch.Tensor) -> bool:
+        try:
+            memory = memory_of(tensor)
+        except (NotImplementedError, RuntimeError):  # a kind of tensor without a storage: its parts have some
+            return False
+        return self._pending.filled.overlaps(memory) or any(filled.overlaps(memory) for _, filled in self._running)
+
+    def fill_at_once(self, tensor: torch.Tensor) -> None:
+        """See :class:`~rankless.inference.copies_first.FillingLoader`."""
+        self._given_away.add(memory_of(tensor).start)
 
     def flush(self) -> None:
         """Execute all copies, and wait for them. Raises the error of a read."""
@@ -171,7 +198,7 @@ class WeightsLoader(ClosingMixin):
     def make_report(self, *, verified: bool, seconds: float) -> WeightsReport:
         """Return what was read."""
         path = self._reader.path
-        return WeightsReport(path, self._needed, self._read, verified, seconds, self._computed, self._whole)
+        return WeightsReport(path, self._needed_bytes, self._read_bytes, verified, seconds, self._computed, self._whole)
 
     def close(self) -> None:
         """Forget copies that were not executed, and wait for others. Lazy tensors cannot be used any more."""
@@ -181,10 +208,10 @@ class WeightsLoader(ClosingMixin):
             self._join()
         self._executor.close()
 
-    def _check_open(self, source: LazyTensor) -> None:
+    def _check_open(self, content: StoredContent) -> None:
         if self._is_closed:
             raise StateError(
-                f"{source.content.name!r} was used after the end of open_weights(): load the model inside its block"
+                f"{content.name!r} was used after the end of open_weights(): load the model inside its block"
             )
 
     def _advance(self, number: int) -> None:
@@ -200,16 +227,17 @@ class WeightsLoader(ClosingMixin):
 
     def _begin_round(self, rounds: ReadRounds) -> None:
         rounds.begin()
-        self._begin(partial(rounds.run, self._reads), self._pending.take())
+        self._begin(partial(rounds.run, self._reads))
 
     def _begin_batch(self) -> None:
         """Let the thread execute the pending copies, if there are any, without the other ranks."""
         if self._pending:
-            self._begin(self._run_alone, self._pending.take())
+            self._begin(self._run_alone)
 
-    def _begin(self, run: Callable[[CopiesByTensor], _Result], copies: Sequence[ElementCopy]) -> None:
+    def _begin(self, run: Callable[[CopiesByTensor], _Result]) -> None:
+        copies, filled = self._pending.take()
         call = partial(self._run_detecting, run, group_by_tensor(copies))
-        self._running.append((self._executor.submit(call), {copy.storage for copy in copies}))
+        self._running.append((self._executor.submit(call), filled))
 
     def _join(self) -> None:
         while self._running:
@@ -232,39 +260,12 @@ class WeightsLoader(ClosingMixin):
 
     def _note_result(self, result: _Result) -> None:
         planned, fragments = result
-        self._needed += planned.needed
-        self._read += planned.nbytes
+        with self._lock:
+            self._add_result(planned, fragments)
+
+    def _add_result(self, planned: PlannedReads, fragments: Fragments) -> None:
+        self._needed_bytes += planned.needed
+        self._read_bytes += planned.nbytes
         self.used |= planned.copies.keys()
         for tensor, read in fragments.items():
             self.fragments.setdefault(tensor, []).extend(read)
-
-
-class CopiesFirst(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which pending copies into memory happen before anything else uses that memory. A view uses nothing."""
-
-    def __init__(self, loader: WeightsLoader) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._loader = loader
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return ``False``: torch would import its compiler, which takes seconds."""
-        return False
-
-    def __torch_dispatch__(self, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See :class:`TorchDispatchMode`."""
-        del types
-        kwargs = kwargs or {}
-        is_lazy_copy = func is torch.ops.aten.copy_.default and isinstance(args[1], LazyTensor)
-        if not is_lazy_copy and not is_view(func):
-            self._loader.fill_before_use(_iterate_real([*args, *kwargs.values()]))
-        return func(*args, **kwargs)
-
-
-def _iterate_real(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory among arguments."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _iterate_real(value)
-        elif isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and not value.is_meta:
-            yield value

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import rankless
@@ -147,6 +152,146 @@ def test_the_report_names_what_was_not_copied(folder: Path) -> None:
     assert report.computed == {"w": "aten._to_copy.default"}
     assert "computed with: 1 tensor, such as w (aten._to_copy.default)" in str(report)
     assert load(folder, LOADERS["changed in place"])[1].report.whole == {"w": "aten.mul_.Tensor"}
+
+
+#: What a loader does with a dict of stored matrices ``a`` to ``c`` (16 x 16), and of complex elements, ``z`` (8 x 4).
+LOADERS_OF_SEVERAL: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "a changed one after an unread one": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (w["b"].mul_(2), p.copy_(w["a"]), p.copy_(w["b"]))
+    ),
+    "a partly changed one after a part of an unread one": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (w["b"][0].zero_(), p[:4].copy_(w["a"][:4]), p.copy_(w["b"]))
+    ),
+    "an empty copy before one that overlaps": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (p.copy_(w["b"]), p[0:0].copy_(w["b"][:0]), p[9:].copy_(w["a"][9:]))
+    ),
+    "moved, then changed": lambda w: torch.zeros(16, 16).copy_(w["a"].to("cpu:0").mul_(2)),
+    "conjugate": lambda w: torch.zeros(8, 4, dtype=torch.complex64).copy_(w["z"].conj()),
+    "conjugate, transposed": lambda w: torch.zeros(4, 8, dtype=torch.complex64).copy_(w["z"].H),
+    "imaginary part of a conjugate": lambda w: torch.zeros(8, 4).copy_(w["z"].conj().imag),
+    "real part": lambda w: torch.zeros(8, 4).copy_(w["z"].real),
+    "array of a parameter": lambda w: torch.from_numpy(torch.zeros(16, 16).copy_(w["a"]).numpy().copy()),
+    "array that is changed later": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (array := p.numpy(), p.copy_(w["a"]), array.fill(7))
+    ),
+    "list of a parameter": lambda w: torch.tensor(torch.zeros(16, 16).copy_(w["a"]).tolist()),
+    "pickled parameter": lambda w: pickle.loads(pickle.dumps(torch.zeros(16, 16).copy_(w["a"]))),  # noqa: S301
+    "copied parameter": lambda w: copy.deepcopy(torch.zeros(16, 16).copy_(w["a"])),
+    "alias of a parameter": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (other := torch.from_numpy(p.numpy()), p.copy_(w["a"]), other.mul_(2))
+    ),
+    "copies into both aliases": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (other := torch.from_numpy(p.numpy()), p.copy_(w["b"]), other.copy_(w["a"]))
+    ),
+    "array of a stored tensor, changed": lambda w: _into(
+        torch.zeros(16, 16), lambda p: (np.multiply(a := w["a"].numpy(), 2, out=a), p.copy_(w["a"]))
+    ),
+    "through DLPack": lambda w: torch.from_dlpack(w["a"]) + 0,
+    "through its storage": lambda w: torch.zeros(0).set_(w["a"].untyped_storage(), 0, (16, 16), (16, 1)) + 0,
+    "data of a parameter": lambda w: _into(
+        nn.Parameter(torch.zeros(16, 16), requires_grad=False), lambda p: setattr(p, "data", w["a"].t())
+    ),
+    "threads": lambda w: torch.stack(list(ThreadPoolExecutor(4).map(lambda name: _load_twice(w[name]), "abc"))),
+    "copies of a repeated row, changed apart": lambda w: _into(
+        torch.zeros(4, 16), lambda p: ((c := w["a"][0].expand(4, 16).clone())[0].fill_(5), p.copy_(c))
+    ),
+    "copies of overlapping rows, changed apart": lambda w: _into(
+        torch.zeros(125, 8), lambda p: ((c := w["a"].view(-1).unfold(0, 8, 2).clone())[0].zero_(), p.copy_(c))
+    ),
+    "strides of a copy": lambda w: torch.zeros(16).copy_(w["a"].t().contiguous().as_strided((16,), (1,))),
+    "strides of a copy of a part": lambda w: torch.zeros(16).copy_(w["a"][3:].clone().as_strided((16,), (1,), 2)),
+    "a copy that is changed, then flattened": lambda w: w["a"].t().contiguous().mul_(2).view(-1) + 0,
+    "bytes and elements": lambda w: _load_bytes_too(w["a"].view(-1), torch.uint8),
+    "halves and elements": lambda w: _load_bytes_too(w["a"].view(-1), torch.int16),
+}
+
+
+def _load_twice(weight: Tensor) -> Tensor:
+    return torch.zeros(16, 16).copy_(weight).mul_(2)
+
+
+def _load_bytes_too(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    part = weight.view(dtype)[1:97]
+    torch.zeros(len(part), dtype=dtype).copy_(part)
+    return torch.zeros(10).copy_(weight[20:30])
+
+
+@pytest.fixture
+def matrices(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    stored = {name: torch.randn(16, 16, generator=generator) for name in "abc"}
+    save_file(
+        {**stored, "z": torch.randn(8, 4, generator=generator, dtype=torch.complex64)}, tmp_path / "m.safetensors"
+    )
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("name", LOADERS_OF_SEVERAL)
+def test_a_loader_of_several_tensors_gets_what_it_gets_from_tensors_that_were_read(
+    name: str, inference: bool, matrices: Path
+) -> None:
+    with torch.inference_mode(inference):
+        with rankless.open_weights(matrices) as weights:
+            loaded = LOADERS_OF_SEVERAL[name](dict(weights))
+        assert torch.equal(loaded, LOADERS_OF_SEVERAL[name](load_file(matrices)))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_in_inference_mode_a_loader_gets_the_same(name: str, stored: Tensor, folder: Path) -> None:
+    if name == "data of another":
+        pytest.skip("torch refuses it for inference tensors")
+    with torch.inference_mode():
+        loaded, _ = load(folder, LOADERS[name])
+        assert torch.equal(loaded, LOADERS[name](stored.clone()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.t_(),
+        lambda w: w.unsqueeze_(0),
+        lambda w: w.transpose_(0, 1),
+        lambda w: w.set_(torch.ones(2)),
+        lambda w: w.resize_(8, 8),
+        lambda w: setattr(w, "data", torch.ones(16, 16)),
+    ],
+)
+def test_a_stored_tensor_cannot_get_another_shape_or_other_memory(
+    change: Callable[[Tensor], object], matrices: Path
+) -> None:
+    with rankless.open_weights(matrices) as weights, pytest.raises(StateError, match="stored tensor"):
+        change(dict(weights)["a"])
+
+
+class TestSeveralBlocks:
+    def test_the_last_copy_counts(self, stored: Tensor, folder: Path, matrices: Path) -> None:
+        parameter = torch.zeros(16, 16)
+        with rankless.open_weights(folder) as first:
+            parameter.copy_(dict(first)["w"][:16, :16])
+            with rankless.open_weights(matrices) as second:
+                parameter.copy_(dict(second)["a"])
+        assert torch.equal(parameter, load_file(matrices)["a"])
+
+    def test_they_end_in_the_reverse_order(self, folder: Path, matrices: Path) -> None:
+        first, second = rankless.open_weights(folder), rankless.open_weights(matrices)
+        with ExitStack() as stack:
+            first.__enter__()
+            stack.enter_context(second)
+            with pytest.raises(StateError, match="leave blocks in the reverse order"):
+                first.__exit__(None, None, None)
+
+    def test_a_block_in_a_generator_ends_with_it(self, matrices: Path) -> None:
+        def iterate() -> Iterator[tuple[str, Tensor]]:
+            with rankless.open_weights(matrices) as weights:
+                yield from weights
+
+        parameter = torch.zeros(16, 16)
+        for name, tensor in iterate():
+            if name == "a":
+                parameter.copy_(tensor)
+                break
+        assert torch.equal(parameter, load_file(matrices)["a"])
 
 
 class TestAfterTheBlock:

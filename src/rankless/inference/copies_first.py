@@ -1,0 +1,126 @@
+"""Modes of torch in which noted copies into memory happen before anything else uses that memory.
+
+Most uses are operations that torch dispatches: :class:`CopiesBeforeOperations` looks at each of them. A few give memory
+away without an operation, as ``numpy()`` does: :class:`CopiesBeforeAccess` knows them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from rankless.errors import StateError
+from rankless.inference.lazy_tensor import LazyTensor, Loader, Operation, is_composed, is_unread, is_view
+
+#: The methods of a tensor that use its elements, or give its memory away, without an operation.
+_ACCESSES = frozenset(
+    {
+        "numpy",
+        "__array__",
+        "tolist",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "__dlpack__",
+        "__repr__",
+        "__format__",
+    }
+)
+
+#: Those after which memory may be changed without torch.
+_GIVEN_AWAY = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"})
+
+
+class FillingLoader(Loader, Protocol):
+    """A loader that executes copies when it is asked to: a ``WeightsLoader``."""
+
+    def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Execute the copies into the memory of tensors that are about to be used."""
+
+    def fill_at_once(self, tensor: torch.Tensor) -> None:
+        """From now on execute copies into the memory of a tensor when they are made."""
+
+
+@contextmanager
+def copies_first(loader: FillingLoader) -> Iterator[None]:
+    """Let copies of a loader happen before other uses of the memory that they fill, inside the ``with`` block."""
+    mode = _CopiesBeforeOperations(loader)
+    with ExitStack() as stack:
+        stack.enter_context(_CopiesBeforeAccess(loader))
+        stack.enter_context(mode)
+        try:
+            yield
+        finally:
+            modes = _get_current_dispatch_mode_stack()
+            if not modes or modes[-1] is not mode:
+                stack.pop_all()
+                raise StateError(
+                    "another block with a mode of torch, such as open_weights(), was entered after this one, and is "
+                    "still open: leave blocks in the reverse order"
+                )
+
+
+class _CopiesBeforeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, loader: FillingLoader) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._loader = loader
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return ``False``: torch would import its compiler, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See :class:`TorchDispatchMode`. A view uses nothing."""
+        del types
+        kwargs = kwargs or {}
+        if is_composed(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if not is_view(func) and not self._is_noted(func, args):
+            self._loader.fill_before_use(_iterate_real([*args, *kwargs.values()]))
+        return func(*args, **kwargs)
+
+    def _is_noted(self, func: Operation, args: Any) -> bool:
+        """Return whether an operation is a copy that this loader notes."""
+        is_copy = func is torch.ops.aten.copy_.default and is_unread(args[1])
+        return is_copy and args[1].content.loader is self._loader
+
+
+class _CopiesBeforeAccess(TorchFunctionMode):
+    def __init__(self, loader: FillingLoader) -> None:
+        super().__init__()
+        self._loader = loader
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See :class:`TorchFunctionMode`."""
+        del types
+        name, tensor = getattr(func, "__name__", ""), (args or [None])[0]
+        if name == "__set__" and len(args) > 1 and isinstance(args[1], LazyTensor):
+            # `parameter.data = lazy`: the parameter would have no memory.
+            return func(tensor, args[1].content.loader.read_view(args[1], "data.__set__"))
+        if name in _ACCESSES and _is_real(tensor):
+            self._loader.fill_before_use([tensor])
+            if name in _GIVEN_AWAY:
+                self._loader.fill_at_once(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_real(value: Any) -> bool:
+    """Return whether a value is a tensor with memory."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and not value.is_meta
+
+
+def _iterate_real(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _iterate_real(value)
+        elif _is_real(value):
+            yield value
