@@ -63,7 +63,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {**_OWN_NAMES, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "opt": (
         "OPTConfig",
-        {**_OWN_NAMES, "hidden_size": 256, "num_hidden_layers": 2, "ffn_dim": 512, "word_embed_proj_dim": 256},
+        {**_OWN_NAMES, **_WIDTH, "ffn_dim": 512, "word_embed_proj_dim": 256},
     ),
     "falcon": (
         "FalconConfig",

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import rankless
 from rankless.errors import RanklessError, StorageError
@@ -17,7 +18,7 @@ from rankless.save import drain_attempts
 from rankless.storage import filesystem_kind, posix
 from rankless.storage.http.client import ObjectClient, ObjectRequest, ObjectResponse
 from rankless.storage.object_path import ObjectPath
-from tests.promises.places import Place, count_bytes, state_of
+from tests.promises.places import Place, count_bytes, state_of, weights_of
 from tests.promises.promise import because, promise
 
 _FOREIGN = because(
@@ -155,3 +156,12 @@ def test_replaced_outputs_are_removed(place: Place) -> None:
     for value in (2.0, 3.0, 4.0):
         place.save("one", value, overwrite=True)
     assert count_bytes(place) < 1.8 * once  # the journal grows by some lines
+
+@promise("an inference engine gets the weights that were saved, bit for bit")
+def test_an_engine_gets_the_weights_that_were_saved(place: Place) -> None:
+    place.save("a", 1.0)
+    place.save("b", 2.0)
+    for tag, value in (("a", 1.0), ("b", 2.0)):
+        with rankless.open_weights(place.locate(tag), process_group="self") as weights:
+            loaded = [torch.zeros(stored.shape, dtype=stored.dtype).copy_(stored) for _, stored in weights]
+        assert any(torch.equal(tensor, weights_of(value)) for tensor in loaded)
