@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,59 @@ def test_a_rank_that_cannot_read_ends_all(ranks: Ranks, folder: Path, place: str
     for outcome in ranks.outcomes(4, lose_file, folder, place):
         assert isinstance(outcome, RanklessError)
         assert "Input/output error" in str(outcome)
+
+
+def fail_early(path: Path, failing: int) -> None:
+    def load(weights: Iterable[tuple[str, Tensor]], rank: int, size: int) -> dict[str, Tensor]:
+        for number, _ in enumerate(weights):
+            if rank == failing and number == 1:
+                raise ValueError("no such layer")
+        return {}
+
+    with mock.patch("rankless.inference.read_rounds._ROUND_BYTES", 1):  # a round for each tensor
+        open_at(path, "disk", load)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_do_not_wait_for_the_rounds_after_a_failed_one(ranks: Ranks, folder: Path, failing: int) -> None:
+    start = time.monotonic()
+    outcomes = ranks.outcomes(3, fail_early, folder, failing)
+    assert time.monotonic() - start < 30  # the timeout is 60
+    assert all("no such layer" in str(outcome) for outcome in outcomes)
+
+
+def meet_after_a_break(path: Path) -> list[Tensor]:
+    def load(weights: Iterable[tuple[str, Tensor]], rank: int, size: int) -> list[Tensor]:
+        loaded = []
+        for number, (_, stored) in enumerate(weights):
+            loaded.append(torch.zeros(stored.shape, dtype=stored.dtype).copy_(stored))
+            if rank == 0 and number == 1:
+                break
+        used = [tensor * 1 for tensor in loaded]
+        dist.barrier()
+        return used
+
+    loaded: list[Tensor] = open_at(path, "disk", load)[0]
+    return loaded
+
+
+def test_a_rank_that_has_enough_may_wait_for_the_others(ranks: Ranks, folder: Path) -> None:
+    with rankless.open_weights(folder) as weights:
+        names = [name for name, _ in weights]
+    stored = model_of(folder)
+    for rank, loaded in enumerate(ranks(3, meet_after_a_break, folder)):
+        assert len(loaded) == (2 if rank == 0 else len(names))
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in zip(names, loaded, strict=False))
+
+
+def scatter(path: Path) -> Tensor:
+    with rankless.open_weights(path, timeout=60) as weights:
+        received = torch.zeros(128, 256, dtype=torch.bfloat16)
+        parts = list(dict(weights)["columns"].chunk(4))
+        dist.scatter(received, parts if dist.get_rank() == 0 else None)
+    return received
+
+
+def test_a_loader_may_scatter_a_stored_tensor(ranks: Ranks, folder: Path) -> None:
+    stored = model_of(folder)["columns"]
+    assert torch.equal(torch.cat(ranks(4, scatter, folder)), stored)

@@ -157,6 +157,7 @@ def test_replaced_outputs_are_removed(place: Place) -> None:
         place.save("one", value, overwrite=True)
     assert count_bytes(place) < 1.8 * once  # the journal grows by some lines
 
+
 @promise("an inference engine gets the weights that were saved, bit for bit")
 def test_an_engine_gets_the_weights_that_were_saved(place: Place) -> None:
     place.save("a", 1.0)

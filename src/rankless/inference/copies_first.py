@@ -79,8 +79,9 @@ class _CopiesBeforeOperations(TorchDispatchMode):  # type: ignore[no-untyped-cal
 
     def __torch_dispatch__(self, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See :class:`TorchDispatchMode`. A view uses nothing."""
-        del types
         kwargs = kwargs or {}
+        if any(map(_has_lists_of_lazy, args)):  # torch looks for tensors of other kinds in plain lists only
+            return LazyTensor.__torch_dispatch__(func, types, args, kwargs)
         if is_composed(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -116,6 +117,13 @@ class _CopiesBeforeAccess(TorchFunctionMode):
 def _is_real(value: Any) -> bool:
     """Return whether a value is a tensor with memory."""
     return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and not value.is_meta
+
+
+def _has_lists_of_lazy(value: Any) -> bool:
+    """Return whether a value is a list of lists with a lazy tensor, as ``scatter`` takes them."""
+    if not isinstance(value, list | tuple):
+        return False
+    return any(isinstance(item, LazyTensor) for part in value if isinstance(part, list | tuple) for item in part)
 
 
 def _iterate_real(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ import msgspec
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.requests import Fragments
+from rankless.errors import StateError
 from rankless.inference.joined_reads import CopiesByTensor, JoinedReads, PlannedReads
 from rankless.inference.sharing_plan import RankViews
 
@@ -51,7 +52,12 @@ class ReadRounds:
         self._ends.popleft()
 
     def run(self, reads: JoinedReads, copies: CopiesByTensor) -> tuple[PlannedReads, Fragments]:
-        """Plan the reads of a round with all ranks, and execute those of this rank, in a thread of their own."""
+        """Plan the reads of a round with all ranks, and execute those of this rank, in a thread of their own.
+
+        Raises ``StateError`` if an earlier round has failed: no rank comes to this one, and all have that error.
+        """
+        if self.has_failed:
+            raise StateError("an earlier round of reads has failed")
         self.has_failed = True
         views = RankViews({tensor: [copy.view for copy in group] for tensor, group in copies.items()})
         _, raw = self._session.vote("exchanging what is needed", lambda: _encode(views), lambda own: own, _encode)

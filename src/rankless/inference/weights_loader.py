@@ -102,10 +102,13 @@ class WeightsLoader(ClosingMixin):
         further: dict[str, list[str]] = {}
         for tied, name in self._reader.tied.get(MODEL, {}).items():
             further.setdefault(name, []).append(tied)
-        for number, name in enumerate(self.names):
-            self._advance(number)
-            for key in (name, *further.get(name, ())):
-                yield key, self._make_lazy(name)
+        try:
+            for number, name in enumerate(self.names):
+                self._advance(number)
+                for key in (name, *further.get(name, ())):
+                    yield key, self._make_lazy(name)
+        finally:  # a loader that needs no more may wait for ranks that wait for this one's part in later rounds
+            self._begin_rounds()
 
     def _make_lazy(self, name: str) -> LazyTensor:
         with torch.inference_mode(mode=False):  # views of it may be used outside of that mode
@@ -187,8 +190,7 @@ class WeightsLoader(ClosingMixin):
 
     def take_part(self) -> None:
         """Take part in all rounds of the ranks. Raises no error of a read: :meth:`flush` does."""
-        while self._rounds is not None and not self._rounds.are_over:
-            self._begin_round(self._rounds)
+        self._begin_rounds()
         self.wait()
 
     def wait(self) -> None:
@@ -224,6 +226,12 @@ class WeightsLoader(ClosingMixin):
             return
         while self._rounds.are_due(number):
             self._begin_round(self._rounds)
+
+    def _begin_rounds(self) -> None:
+        """Begin all rounds that have not begun."""
+        with self._lock:
+            while self._rounds is not None and not self._rounds.are_over and not self._is_closed:
+                self._begin_round(self._rounds)
 
     def _begin_round(self, rounds: ReadRounds) -> None:
         rounds.begin()

@@ -176,7 +176,7 @@ class BufferedReader(ClosingMixin):
     def __init__(self, path: Path) -> None:
         self._path = path
         with wrap_os_errors("open", path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
 
     @property
     def size(self) -> int:

@@ -84,7 +84,7 @@ class _Mapping:
 
 def _map_file(path: Path) -> _Mapping | None:
     with wrap_os_errors("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         try:
             # A private mapping: torch wants writable memory, and nothing is written to it.
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 
 from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.storage import mapped_ranges
+from rankless.storage.direct_io import BufferedReader
 from rankless.storage.mapped_ranges import MappedRanges
 
 
@@ -66,3 +68,11 @@ def test_what_cannot_be_mapped_must_be_read(file: Path, tmp_path: Path) -> None:
         assert mappings.map_range(tmp_path / "empty", 0, 0) is None
     with MappedRanges() as mappings, pytest.raises(StorageError, match="could not open"):
         mappings.map_range(tmp_path / "missing", 0, 1)
+
+
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with MappedRanges() as mappings:
+        assert mappings.map_range(tmp_path / "fifo", 0, 10) is None
+    with BufferedReader(tmp_path / "fifo") as reader, pytest.raises(StorageError, match="could not read"):
+        reader.read(0, memoryview(bytearray(10)))
