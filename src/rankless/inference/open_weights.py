@@ -181,7 +181,8 @@ class ModelWeights:
 
 def _check_modules() -> None:
     """Raise ``StateError`` if a module holds a lazy tensor instead of a parameter with memory."""
-    for module in (value for value in gc.get_objects() if isinstance(value, torch.nn.Module)):
+    # Not isinstance, which asks some objects for their class: one of torch answers with a warning.
+    for module in (value for value in gc.get_objects() if issubclass(type(value), torch.nn.Module)):
         for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if isinstance(value, LazyTensor):
                 raise StateError(

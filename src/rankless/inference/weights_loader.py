@@ -269,11 +269,8 @@ class WeightsLoader(ClosingMixin):
     def _note_result(self, result: _Result) -> None:
         planned, fragments = result
         with self._lock:
-            self._add_result(planned, fragments)
-
-    def _add_result(self, planned: PlannedReads, fragments: Fragments) -> None:
-        self._needed_bytes += planned.needed
-        self._read_bytes += planned.nbytes
-        self.used |= planned.copies.keys()
-        for tensor, read in fragments.items():
-            self.fragments.setdefault(tensor, []).extend(read)
+            self._needed_bytes += planned.needed
+            self._read_bytes += planned.nbytes
+            self.used |= planned.copies.keys()
+            for tensor, read in fragments.items():
+                self.fragments.setdefault(tensor, []).extend(read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -311,6 +312,11 @@ class TestAfterTheBlock:
 
         with pytest.raises(StateError, match="'weight' of a Linear was replaced by LazyTensor"):
             load(folder, replace)
+
+    def test_the_search_for_such_modules_warns_of_nothing(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load(folder, lambda w: w)
 
     def test_copies_of_a_loader_that_failed_are_dropped(self, folder: Path) -> None:
         parameter = torch.zeros(64, 32)
