@@ -1,7 +1,8 @@
 """Modes of torch in which noted copies into memory happen before anything else uses that memory.
 
-Most uses are operations that torch dispatches: :class:`CopiesBeforeOperations` looks at each of them. A few give memory
-away without an operation, as ``numpy()`` does: :class:`CopiesBeforeAccess` knows them by name.
+Most uses are operations that torch dispatches: one mode looks at each of them. Another mode knows what torch does not
+dispatch: methods that give memory away, as ``numpy()`` does, and operations of other libraries that are one function
+for all kinds of tensors. (vLLM packs weights for oneDNN by such an operation: it packed what was not loaded yet.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from rankless.errors import StateError
-from rankless.inference.lazy_tensor import LazyTensor, Loader, Operation, is_composed, is_unread, is_view
+from rankless.inference.lazy_tensor import (
+    LazyTensor,
+    Loader,
+    Operation,
+    is_composed,
+    is_unread,
+    is_view,
+    realize,
+)
 
 #: The methods of a tensor that use its elements, or give its memory away, without an operation.
 _ACCESSES = frozenset(
@@ -107,11 +116,21 @@ class _CopiesBeforeAccess(TorchFunctionMode):
         if name == "__set__" and len(args) > 1 and isinstance(args[1], LazyTensor):
             # `parameter.data = lazy`: the parameter would have no memory.
             return func(tensor, args[1].content.loader.read_view(args[1], "data.__set__"))
+        if _is_of_library(func):
+            self._loader.fill_before_use(_iterate_real([*args, *(kwargs or {}).values()]))
+            return func(*realize(args, func), **realize(kwargs or {}, func))
         if name in _ACCESSES and _is_real(tensor):
             self._loader.fill_before_use([tensor])
             if name in _GIVEN_AWAY:
                 self._loader.fill_at_once(tensor)
         return func(*args, **(kwargs or {}))
+
+
+def _is_of_library(func: Any) -> bool:
+    """Return whether a function is an operation that another library has registered with torch."""
+    if isinstance(func, torch._ops.OpOverload):  # noqa: SLF001
+        return bool(func.namespace != "aten")
+    return isinstance(func, torch._ops.OpOverloadPacket) and not str(func).startswith("aten.")  # noqa: SLF001
 
 
 def _is_real(value: Any) -> bool:

@@ -134,12 +134,12 @@ class LazyTensor(torch.Tensor):
                 return result
         # A view has the mode of its base, and lazy tensors are never made in inference mode.
         with torch.inference_mode(mode=False) if is_view(func) else nullcontext():
-            return func(*_realize(args, func), **_realize(kwargs, func))
+            return func(*realize(args, func), **realize(kwargs, func))
 
     def _as_plain(self, reason: str) -> torch.Tensor:
         """Return a plain tensor with the memory that all views of this one have from now on."""
         self.content.make_real(reason)
-        plain: torch.Tensor = _realize(self, reason)
+        plain: torch.Tensor = realize(self, reason)
         return plain
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -148,7 +148,7 @@ class LazyTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the elements as a list: they are read now."""
-        return _realize(self, "tolist").tolist()
+        return realize(self, "tolist").tolist()
 
     def data_ptr(self) -> int:
         """Return the address of the elements: they are read now, and stay as long as a view of this tensor."""
@@ -274,7 +274,7 @@ def _empty_as(lazy: LazyTensor, device: torch.device | str | None = None) -> tor
     return torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device=device or lazy.device)
 
 
-def _realize(value: Any, func: Operation) -> Any:
+def realize(value: Any, func: Operation) -> Any:
     """Return an argument with plain tensors in place of lazy ones."""
     if isinstance(value, LazyTensor):
         real, look = value.content.real, value.look
@@ -283,8 +283,8 @@ def _realize(value: Any, func: Operation) -> Any:
         flat = real.as_strided((real.untyped_storage().nbytes() // real.itemsize,), (1,), 0).view(look.dtype)
         return flat.as_strided(look.shape, look.stride(), look.storage_offset())
     if isinstance(value, Mapping):
-        return {key: _realize(item, func) for key, item in value.items()}
-    return _map_tensors(lambda item: _realize(item, func), value) if isinstance(value, list | tuple) else value
+        return {key: realize(item, func) for key, item in value.items()}
+    return _map_tensors(lambda item: realize(item, func), value) if isinstance(value, list | tuple) else value
 
 
 def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

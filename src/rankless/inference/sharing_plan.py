@@ -6,7 +6,7 @@ some columns, or tensors that all ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -72,8 +72,3 @@ def iterate_stripes(tensor: int, region: SharedRegion, turn: int) -> Iterator[Sh
         stop = min(region.range.stop, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
         yield SharedStripe(tensor, start, stop, ranks[turn % len(ranks)], ranks)
         start, turn = stop, turn + 1
-
-
-def has_elements(views: Iterable[StridedView], start: int, stop: int) -> bool:
-    """Return whether views have elements in bytes ``[start, stop)``."""
-    return any(True for view in views for _ in view.boxes(start, stop))

@@ -155,6 +155,11 @@ def test_the_report_names_what_was_not_copied(folder: Path) -> None:
     assert load(folder, LOADERS["changed in place"])[1].report.whole == {"w": "aten.mul_.Tensor"}
 
 
+#: Operations of a library that are one function for all kinds of tensors, which torch calls without dispatching them.
+LIBRARY = torch.library.Library("rankless_tests", "DEF")
+LIBRARY.define("first(Tensor x) -> float")
+LIBRARY.impl("first", lambda x: float(x.numpy()[0, 0]), "CompositeImplicitAutograd")
+
 #: What a loader does with a dict of stored matrices ``a`` to ``c`` (16 x 16), and of complex elements, ``z`` (8 x 4).
 LOADERS_OF_SEVERAL: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "a changed one after an unread one": lambda w: _into(
@@ -202,6 +207,12 @@ LOADERS_OF_SEVERAL: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "strides of a copy": lambda w: torch.zeros(16).copy_(w["a"].t().contiguous().as_strided((16,), (1,))),
     "strides of a copy of a part": lambda w: torch.zeros(16).copy_(w["a"][3:].clone().as_strided((16,), (1,), 2)),
     "a copy that is changed, then flattened": lambda w: w["a"].t().contiguous().mul_(2).view(-1) + 0,
+    "a parameter in an operation of a library": lambda w: torch.tensor(
+        torch.ops.rankless_tests.first(torch.zeros(16, 16).copy_(w["a"]))
+    ),
+    "a stored tensor in an operation of a library": lambda w: torch.tensor(
+        torch.ops.rankless_tests.first.default(w["a"].t())
+    ),
     "bytes and elements": lambda w: _load_bytes_too(w["a"].view(-1), torch.uint8),
     "halves and elements": lambda w: _load_bytes_too(w["a"].view(-1), torch.int16),
 }
