@@ -30,10 +30,14 @@ ENVIRONMENT = {
 
 
 def generate(model: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.get("tensor_parallel_size", 1) == 1 else {}
+    in_one_process = options.get("tensor_parallel_size", 1) == 1
+    return run("generate", json.dumps({"model": str(model), **options}), in_one_process=in_one_process)
+
+
+def run(script: str, argument: str, *, in_one_process: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.engines.generate", json.dumps({"model": str(model), **options})],
-        env={**os.environ, **ENVIRONMENT, **single},
+        [sys.executable, "-m", f"tests.engines.{script}", argument],
+        env={**os.environ, **ENVIRONMENT, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_one_process else {})},
         capture_output=True,
         text=True,
         timeout=300,
@@ -107,6 +111,14 @@ def test_a_flipped_bit_keeps_the_engine_from_serving_and_is_named(model: Path, s
     assert result.returncode
     assert "TOKENS" not in result.stdout
     assert f"model tensor '{tensor}' in {file} is corrupt" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_what_vllm_packs_late_was_loaded_before(name: str, tmp_path: Path) -> None:
+    from campaigns.engines.tiny_models import write_model
+
+    result = run("load_in_late_steps", str(write_model(name, tmp_path)))
+    assert "EQUAL True" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 class TestWhatCannotBeLoaded:

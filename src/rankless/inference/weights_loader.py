@@ -147,8 +147,6 @@ class WeightsLoader(ClosingMixin):
     def read_content(self, content: StoredContent, reason: str) -> torch.Tensor:
         """See :class:`~rankless.inference.lazy_tensor.Loader`."""
         self._check_open(content)
-        with self._lock:
-            self.flush()  # copies that were noted have the elements before the change
         self._whole.setdefault(content.name, reason)
         look = content.look
         with torch.inference_mode(mode=False):
