@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -20,11 +20,12 @@ from rankless.engine.comm.session import RankGroup, Session, require_equal
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
-from rankless.errors import FormatError, StateError
+from rankless.errors import FormatError, InvalidArgumentError, StateError
 from rankless.formats.detect import open_reader
 from rankless.formats.native import MODEL
 from rankless.formats.reader import Reader, check_read, detect_replacement
 from rankless.inference.copies_first import copies_first
+from rankless.inference.hub_checksums import check_hub_files
 from rankless.inference.lazy_tensor import LazyTensor
 from rankless.inference.weights_loader import WeightsLoader
 from rankless.inference.weights_report import WeightsReport
@@ -37,6 +38,20 @@ from rankless.storage.posix import host_id
 
 _log = logging.getLogger("rankless")
 
+#: Compare files with the checksums of the Hugging Face Hub.
+SHA256: Literal["sha256"] = "sha256"
+
+#: How bytes are verified: against the CRCs of the files, against the checksums of the Hub, or not.
+Verify = bool | Literal["sha256"]
+
+
+def check_verify(verify: Any) -> Verify:
+    """Return an argument that is valid. Raises ``InvalidArgumentError``."""
+    if isinstance(verify, bool) or verify == SHA256:
+        valid: Verify = verify
+        return valid
+    raise InvalidArgumentError(f'verify must be true, false or "sha256"; got {verify!r:.80}')
+
 
 class ModelWeights:
     """The tensors of a stored model, inside a ``with`` block. Made by :func:`open_weights`.
@@ -46,10 +61,10 @@ class ModelWeights:
     """
 
     def __init__(
-        self, path: Path, tag: TagArgument, group: RankGroup, timeout: float, on_event: OnEvent, *, verify: bool
+        self, path: Path, tag: TagArgument, group: RankGroup, timeout: float, on_event: OnEvent, *, verify: Verify
     ) -> None:
         self._path, self._tag, self._group, self._timeout = path, check_tag_argument(tag), group, timeout
-        self._on_event, self._verify = on_event, verify
+        self._on_event, self._verify = on_event, check_verify(verify)
         self._stack = ExitStack()
         self._began = 0.0
         self._session: Session | None = None
@@ -72,7 +87,8 @@ class ModelWeights:
             self._reader = reader = self._open_reader(session)
             counter = ProgressCounter(sum(info.nbytes for info in reader.groups[MODEL].values()), self._report_progress)
             exchange = self._must_exchange(session)
-            loader = WeightsLoader(reader, self._group, session, counter.add, exchange=exchange, verify=self._verify)
+            verify = self._verify is True
+            loader = WeightsLoader(reader, self._group, session, counter.add, exchange=exchange, verify=verify)
             self._loader = stack.enter_context(loader)
             stack.enter_context(copies_first(self._loader))
             self._stack = stack.pop_all()
@@ -104,6 +120,8 @@ class ModelWeights:
             check_read(reader, lambda note: note.group == MODEL and not note.is_value)
             if self._verify:
                 reader.check_files()
+            if self._verify == SHA256:  # each rank reads some of the files
+                check_hub_files(reader.files[session.rank :: session.size])
             return reader
 
         def describe() -> CallDescription:
@@ -147,7 +165,7 @@ class ModelWeights:
         if isinstance(error, GeneratorExit):  # the block is in a generator that is not used to its end
             error = None
         names = [(MODEL, name) for name in loader.names]
-        verifier = ChecksumVerifier(reader, names) if self._verify else None
+        verifier = ChecksumVerifier(reader, names) if self._verify is True else None
 
         def read_pending() -> bytes:
             if error is not None:
@@ -173,7 +191,8 @@ class ModelWeights:
         with nullcontext() if error is None else suppress(Exception):
             session.vote("reading the weights", read_pending, lambda fragments: fragments, verify)
         if error is None:
-            is_verified = verifier is not None and verifier.has_all_crcs(names[number] for number in loader.used)
+            has_crcs = verifier is not None and verifier.has_all_crcs(names[number] for number in loader.used)
+            is_verified = has_crcs or self._verify == SHA256
             self._report = loader.make_report(verified=is_verified, seconds=time.perf_counter() - self._began)
             level = logging.INFO if session.rank == COORDINATOR_RANK else logging.DEBUG
             _log.log(level, "loaded the weights of %s: %s", reader.path, self._report)
@@ -195,7 +214,7 @@ def open_weights(
     path: str | PathLike[str],
     tag: TagArgument = None,
     *,
-    verify: bool = True,
+    verify: Verify = True,
     process_group: ProcessGroupArgument = None,
     timeout: float = 600.0,
     on_event: OnEvent | None = None,
@@ -217,7 +236,8 @@ def open_weights(
         tag: Of a run directory, the checkpoint to load: its tag or an alias, :func:`rankless.best`, or
             :data:`rankless.LATEST`, which is the default.
         verify: Compare what is read with the CRCs of the files. What ranks read parts of, all ranks verify together.
-            Files without CRCs, as other libraries write them, are loaded, and reported as not verified.
+            Files without CRCs, as other libraries write them, are loaded, and reported as not verified. ``"sha256"``:
+            read all files of a download of the Hugging Face Hub first, and compare them with its checksums.
         process_group: The ranks of the engine, which all load; by default the default group. ``"self"``: this process
             alone. Of a block that is read in part it reads all, to verify it.
         timeout: For how many seconds ranks wait for each other.
@@ -231,6 +251,7 @@ def open_weights(
         CorruptCheckpointError: Bytes differ from what was saved: at the end of the block, on all ranks. The error names
             the tensor, the file and the range. The model must not be used.
         FormatError: There is no model, or rankless cannot read one of its tensors.
+        InvalidArgumentError: ``verify="sha256"`` was passed, and a file has no checksum of the Hub.
         StateError: A module holds one of the tensors itself, or one is used after the block.
         RanklessError: Further ones as in :func:`rankless.restore`.
     """

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
 from rankless.errors import FormatError, InvalidArgumentError
-from rankless.inference.open_weights import ModelWeights, open_weights
+from rankless.inference.open_weights import ModelWeights, Verify, check_verify, open_weights
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
@@ -34,13 +34,13 @@ class _Options:
 
     path: str | None = None
     tag: str | None = None
-    verify: bool = True
+    verify: Verify = True
     timeout: float = 600.0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read the options. Raises ``InvalidArgumentError``, which names what is wrong."""
-        types = {"path": str, "tag": str, "verify": bool, "timeout": int | float}
+        types = {"path": str, "tag": str, "verify": bool | str, "timeout": int | float}
         for name, value in config.items():
             if name not in types:
                 raise InvalidArgumentError(
@@ -49,6 +49,7 @@ class _Options:
                 )
             if not isinstance(value, types[name]) or (name != "verify" and isinstance(value, bool)):
                 raise InvalidArgumentError(f"--model-loader-extra-config: {name!r} must not be {value!r}")
+        check_verify(config.get("verify", True))
         return cls(**config)
 
 
