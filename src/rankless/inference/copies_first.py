@@ -67,19 +67,28 @@ def copies_first(loader: FillingLoader) -> Iterator[None]:
         try:
             yield
         finally:
-            modes = _get_current_dispatch_mode_stack()
-            if not modes or modes[-1] is not mode:
-                stack.pop_all()
+            if _top_mode() is not mode:
+                mode.left = stack.pop_all()  # torch can only leave the mode that was entered last
                 raise StateError(
                     "another block with a mode of torch, such as open_weights(), was entered after this one, and is "
                     "still open: leave blocks in the reverse order"
                 )
+    while isinstance(top := _top_mode(), _CopiesBeforeOperations) and top.left is not None:
+        top.left.close()
+
+
+def _top_mode() -> object:
+    """Return the mode that was entered last."""
+    modes = _get_current_dispatch_mode_stack()
+    return modes[-1] if modes else None
 
 
 class _CopiesBeforeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, loader: FillingLoader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._loader = loader
+        #: What leaves this mode, if its block ended while another mode was on top of it.
+        self.left: ExitStack | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -190,8 +190,11 @@ def is_view(func: Operation) -> bool:
 @cache
 def is_composed(func: Operation) -> bool:
     """Return whether torch executes an operation as others. In inference mode it does not do so by itself."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
-    return bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+    try:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")  # noqa: SLF001
+    except RuntimeError:  # an operation such as prim::device, which only wrapped tensors have
+        return False
+    return bool(has_kernel)
 
 
 def is_unread(value: object) -> bool:

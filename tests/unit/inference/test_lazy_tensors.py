@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import rankless
 from rankless.errors import StateError
@@ -292,6 +294,8 @@ class TestSeveralBlocks:
             stack.enter_context(second)
             with pytest.raises(StateError, match="leave blocks in the reverse order"):
                 first.__exit__(None, None, None)
+        assert not _get_current_dispatch_mode_stack()
+        assert not _get_current_function_mode_stack()
 
     def test_a_block_in_a_generator_ends_with_it(self, matrices: Path) -> None:
         def iterate() -> Iterator[tuple[str, Tensor]]:
