@@ -221,7 +221,7 @@ class TestOnATerminal:
         module = {"save": write, "load": read}[what]
         name = {"save": "_write_chunk", "load": "_read_chunk"}[what]
         quick = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: (time.sleep(0.5), quick(*args))[1])
+        monkeypatch.setattr(module, name, lambda *args, **options: (time.sleep(0.5), quick(*args, **options))[1])
 
     @pytest.mark.parametrize("what", ["save", "load"])
     def test_a_bar_for_what_takes_long(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:

@@ -159,7 +159,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_every_module_can_be_imported(macos: MacOS) -> None:
     macos.run_program("""
 import pkgutil, importlib, rankless
-names = ("__main__", "deepspeed.engine", "lightning", "ray", "torchtitan", "transformers")  # need other packages
+# These need other packages.
+names = ("__main__", "deepspeed.engine", "lightning", "ray", "torchtitan", "transformers", "vllm")
 extras = tuple(f"rankless.{name}" for name in names)
 for module in pkgutil.walk_packages(rankless.__path__, "rankless."):
     if not module.name.startswith(extras) or module.name.endswith((".reader", ".writer")):

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rankless.engine.plan.file_ranges import CHUNK
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import wrap_os_errors
 from rankless.storage.store import store_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -32,12 +32,21 @@ def check_hub_files(files: Iterable[Path]) -> None:
                 f"{file} has no SHA-256 of the Hub: it is neither in the cache of its library nor in a folder that "
                 '"hf download --local-dir" has filled; pass verify=True, and convert the model to give it checksums'
             )
-        with wrap_os_errors("read", file), file.open("rb") as opened:
-            actual = hashlib.file_digest(opened, "sha256").hexdigest()
+        actual = _compute_sha256(file)
         if actual != expected:
             raise CorruptCheckpointError(
                 f"{file} is corrupt: its SHA-256 is {actual}, and the Hub has {expected}; download it again"
             )
+
+
+def _compute_sha256(file: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    with store_of(file).open_reader(file) as reader:
+        for start in range(0, reader.size, CHUNK):
+            chunk = buffer[: min(CHUNK, reader.size - start)]
+            reader.read(start, chunk)
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _find_sha256(file: Path) -> str | None:
