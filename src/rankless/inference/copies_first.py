@@ -62,6 +62,7 @@ def copies_first(loader: FillingLoader) -> Iterator[None]:
     """Let copies of a loader happen before other uses of the memory that they fill, inside the ``with`` block."""
     mode = _CopiesBeforeOperations(loader)
     with ExitStack() as stack:
+        stack.callback(_leave_ended_modes)
         stack.enter_context(_CopiesBeforeAccess(loader))
         stack.enter_context(mode)
         try:
@@ -73,6 +74,10 @@ def copies_first(loader: FillingLoader) -> Iterator[None]:
                     "another block with a mode of torch, such as open_weights(), was entered after this one, and is "
                     "still open: leave blocks in the reverse order"
                 )
+
+
+def _leave_ended_modes() -> None:
+    """Leave the modes of blocks that ended while the mode of the block that ends now was on top of them."""
     while isinstance(top := _top_mode(), _CopiesBeforeOperations) and top.left is not None:
         top.left.close()
 

@@ -17,7 +17,8 @@ class WeightsReport:
         path: The checkpoint, the folder or the file.
         needed: The size in bytes of the elements that the model's loader asked for.
         read: The number of bytes that were read: with the bytes between needed ones that are too near to be left out.
-        verified: Whether every byte that any rank used was compared with a CRC of the files.
+        verified: Whether every byte that any rank used was compared with a CRC of the files, or with the SHA-256 of the
+            Hub.
         seconds: The time from the beginning of the block to its end.
         computed: The tensors with elements that the loader computed with instead of copying them, each with the first
             operation. Their elements were read when they were used.

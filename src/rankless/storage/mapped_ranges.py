@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,8 @@ class _Mapping:
         first = offset - offset % mmap.PAGESIZE
         with wrap_os_errors("read", self._path):
             if _WILLNEED is not None:
-                os.posix_fadvise(self._fd, first, offset + size - first, _WILLNEED)
+                with suppress(OSError):  # a file system may refuse advice
+                    os.posix_fadvise(self._fd, first, offset + size - first, _WILLNEED)
             try:
                 self._memory.madvise(_POPULATE_READ, first, offset + size - first)
             except OSError as error:

@@ -114,6 +114,7 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
             for prefix, weights in self._opened:
                 yield from ((prefix + name, tensor) for name, tensor in weights)
         elif self._options.path is None:
+            _log.warning_once("rankless does not reload weights: vLLM's own loader does, and verifies nothing")
             yield from super().get_all_weights(model_config, model)
         else:
             raise NotImplementedError(

@@ -60,6 +60,13 @@ def test_a_page_that_cannot_be_read_is_an_error_and_does_not_kill_the_process(fi
         mappings.map_range(file, 0, 10)
 
 
+def test_advice_that_is_refused_fails_no_read(file: Path) -> None:
+    with mock.patch.object(os, "posix_fadvise", side_effect=OSError(errno.EINVAL, "")), MappedRanges() as mappings:
+        mapped = mappings.map_range(file, 0, 10)
+    assert mapped is not None
+    assert bytes(mapped) == file.read_bytes()[:10]
+
+
 def test_what_cannot_be_mapped_must_be_read(file: Path, tmp_path: Path) -> None:
     with advice_that_fails(errno.EINVAL), MappedRanges() as mappings:  # Linux before 5.14
         assert mappings.map_range(file, 0, 10) is None
