@@ -143,3 +143,31 @@ class TestWhatCannotBeLoaded:
         result = generate(model, load_format="rankless", model_loader_extra_config={"path": str(tmp_path / "other")})
         assert result.returncode
         assert "TOKENS" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        ("llama", "tp2", ["--tp", "2"]),
+        ("llama", "pp2", ["--pp", "2"]),
+        ("mixtral", "ep2", ["--tp", "2", "--ep"]),
+        ("gpt_oss", "tp2", ["--tp", "2"]),
+        ("mamba", "tp2", ["--tp", "2"]),
+    ],
+)
+def test_show_for_vllm_says_what_its_ranks_need(name: str, layout: str, options: list[str], tmp_path: Path) -> None:
+    from campaigns.engines.tiny_models import write_model
+
+    folder = write_model(name, tmp_path)
+    command = [sys.executable, "-m", "rankless", "show", str(folder), "--for", "vllm", *options, "--json"]
+    env = {**os.environ, **ENVIRONMENT}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert shown.returncode == 0, shown.stderr[-3000:]
+    planned = json.loads(shown.stdout)
+    loaded = run("needed_bytes", f"{folder} {layout}")
+    lines = [line for line in loaded.stdout.splitlines() if line.startswith("NEEDED ")]
+    assert lines, loaded.stderr[-3000:]
+    ranks = planned["ranks"]
+    assert [[r["needed"], r["parameters"]] for r in ranks] == [[n, p] for n, _, p in json.loads(lines[0][7:])]
+    assert planned["from_disk"] <= planned["bytes"]
+    assert sum(r["from_store"] for r in ranks) <= planned["bytes"] + sum(r["alone"] for r in ranks if r["computed"])

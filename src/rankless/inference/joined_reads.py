@@ -33,6 +33,10 @@ from rankless.storage.reader_pool import ReaderPool
 #: touch that took as long as to read 80 MB.
 _READ_BYTES = 2**20
 
+#: The most bytes between two needed ranges that are read with them, in files and in an object store: a request to a
+#: store takes longer than they do.
+LOCAL_GAP, REMOTE_GAP = 64 * 2**10, 2**20
+
 #: The number of each file, as :func:`~rankless.formats.reader.find_file_ranges` gives them.
 _Files = dict[Source, int]
 

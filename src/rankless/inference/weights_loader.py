@@ -21,21 +21,24 @@ from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.errors import StateError
 from rankless.formats.native import MODEL
 from rankless.formats.reader import Reader, detect_replacement
-from rankless.inference.joined_reads import CopiesByTensor, JoinedReads, PlannedReads, group_by_tensor
+from rankless.inference.joined_reads import (
+    LOCAL_GAP,
+    REMOTE_GAP,
+    CopiesByTensor,
+    JoinedReads,
+    PlannedReads,
+    group_by_tensor,
+)
 from rankless.inference.lazy_tensor import LazyTensor, StoredContent
 from rankless.inference.pending_copies import ElementCopy, FilledMemory, PendingCopies, make_copy, memory_of
 from rankless.inference.read_rounds import ReadRounds
+from rankless.inference.stored_tensors import StoredTensors
 from rankless.inference.weights_report import WeightsReport
-from rankless.ondisk.data_files import TensorInfo
-from rankless.state.tensor_views import DTYPES
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.object_path import ObjectPath
 
 #: Copies of as many bytes are read next to the caller while it goes on.
 _BATCH_BYTES = 256 * 2**20
-
-#: The most bytes between two needed ranges that are read with them: a request to a store takes longer than they do.
-_LOCAL_GAP, _REMOTE_GAP = 64 * 2**10, 2**20
 
 #: What was read for some copies.
 _Result = tuple[PlannedReads, Fragments]
@@ -60,12 +63,12 @@ class WeightsLoader(ClosingMixin):
     ) -> None:
         """Make the loader of the model of a checkpoint. With ``exchange``, ranks send what several of them need."""
         self._reader = reader
-        self.names = sorted(reader.groups[MODEL], key=self._file_position)
-        self._number = {name: number for number, name in enumerate(self.names)}
-        gap = _REMOTE_GAP if isinstance(reader.path, ObjectPath) else _LOCAL_GAP
+        self._stored = StoredTensors(reader)
+        self.names = self._stored.names
+        gap = REMOTE_GAP if isinstance(reader.path, ObjectPath) else LOCAL_GAP
         hashed = verify and any(reader.block_crcs(MODEL, name) is not None for name in self.names)
         self._reads = JoinedReads(reader, self.names, gap, session.rank, on_moved, hashed=hashed)
-        sizes = [self._info(name).nbytes for name in self.names]
+        sizes = self._stored.sizes
         self._rounds = ReadRounds(sizes, group, session, exchange=exchange) if session.size > 1 else None
         self._pending = PendingCopies()
         self._thread, self._lock = threading.get_ident(), threading.RLock()
@@ -90,41 +93,21 @@ class WeightsLoader(ClosingMixin):
         """True if the ranks have failed together: there is no further vote."""
         return self._rounds is not None and self._rounds.has_failed
 
-    def _file_position(self, name: str) -> tuple[str, int]:
-        extents = self._reader.find_extents(MODEL, name, 0, self._info(name).nbytes)
-        return (str(extents[0].file), extents[0].offset) if extents else ("", 0)
-
-    def _info(self, name: str) -> TensorInfo:
-        return self._reader.groups[MODEL][name]
-
     def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the lazy tensor of each stored tensor, in the order of the files; tied ones twice."""
-        further: dict[str, list[str]] = {}
-        for tied, name in self._reader.tied.get(MODEL, {}).items():
-            further.setdefault(name, []).append(tied)
         try:
-            for number, name in enumerate(self.names):
+            for number in range(len(self.names)):
                 self._advance(number)
-                for key in (name, *further.get(name, ())):
-                    yield key, self._make_lazy(name)
+                yield from self._stored.iterate_lazy(number, self)
         finally:  # a loader that needs no more may wait for ranks that wait for this one's part in later rounds
             self._begin_rounds()
-
-    def _make_lazy(self, name: str) -> LazyTensor:
-        with torch.inference_mode(mode=False):  # views of it may be used outside of that mode
-            meta = self._make_meta(name)
-            return LazyTensor(StoredContent(self, name, meta, meta), meta, meta)
-
-    def _make_meta(self, name: str) -> torch.Tensor:
-        info = self._info(name)
-        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
 
     def note_copy(self, target: torch.Tensor, source: LazyTensor) -> None:
         """See :class:`~rankless.inference.lazy_tensor.Loader`."""
         self._check_open(source.content)
         if target.is_meta:  # an engine that counts first what it is going to load
             return
-        copy = make_copy(self._number[source.content.name], source.meta, target)
+        copy = make_copy(self._stored.numbers[source.content.name], source.meta, target)
         if copy is None:
             self.fill_before_use([target])
             target.copy_(self.read_view(source, "as_strided"))
@@ -155,9 +138,9 @@ class WeightsLoader(ClosingMixin):
 
     def _read(self, name: str, meta: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Read elements of a stored tensor into ``target``, and return it."""
-        copy = make_copy(self._number[name], meta, target)
+        copy = make_copy(self._stored.numbers[name], meta, target)
         if copy is None:  # elements that as_strided mixes
-            whole = self._make_meta(name)
+            whole = self._stored.make_meta(name)
             flat = self._read(name, whole, torch.empty(whole.shape, dtype=whole.dtype)).view(-1).view(meta.dtype)
             return target.copy_(flat.as_strided(meta.shape, meta.stride(), meta.storage_offset()))
         self._run_now([copy])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -174,3 +175,27 @@ def test_the_header_of_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(safetensors.header, "decode_header", decode_and_count)
     invoke("show", str(tmp_path / "model.safetensors"))
     assert parsed == [str(tmp_path / "model.safetensors")]
+
+
+class TestForAnEngine:
+    """What ranks of an engine would read is tested in tests/engines, with vLLM."""
+
+    @pytest.mark.parametrize("option", [["--tp", "2"], ["--pp", "2"], ["--ep"], ["--config", "base"]])
+    def test_its_options_need_an_engine(self, made: Path, option: list[str]) -> None:
+        result = invoke("show", made, *option, code=2)
+        assert f"{option[0]} needs --for" in result.stderr
+
+    @pytest.mark.parametrize("option", [["*.bias"], ["--all"], ["--depth", "1"]])
+    def test_other_options_are_refused(self, made: Path, option: list[str]) -> None:
+        result = invoke("show", made, *option, "--for", "vllm", code=2)
+        assert "is not possible with --for" in result.stderr
+
+    def test_an_unknown_engine(self, made: Path) -> None:
+        assert "the engine must be vllm" in invoke("show", made, "--for", "vlm", code=2).stderr
+
+    def test_an_engine_that_is_not_installed(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "vllm", None)  # as if it could not be found
+        monkeypatch.delitem(sys.modules, "rankless.vllm.lone_rank", raising=False)
+        result = invoke("show", made, "--for", "vllm", code=2)
+        assert "vllm is not installed here" in result.stderr
+        assert "into one environment" in result.stderr

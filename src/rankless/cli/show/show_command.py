@@ -15,8 +15,8 @@ from rankless.cli.format_values import as_plain_value
 from rankless.cli.output import print_error, print_json
 from rankless.cli.show import sections
 from rankless.cli.show.module_sizes import fold_modules, summarize_modules
-from rankless.errors import StorageError
-from rankless.formats.reader import FamilyReader
+from rankless.errors import InvalidArgumentError, StorageError
+from rankless.formats.reader import FamilyReader, Reader
 from rankless.inspection import inspected_checkpoint
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from rankless.inspection.name_patterns import match_names
@@ -48,17 +48,37 @@ def show(  # noqa: PLR0917 - options of the command
         int | None, typer.Option(min=0, metavar="N", help="Show modules down to this depth of their names.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    engine: Annotated[
+        str | None, typer.Option("--for", metavar="ENGINE", help="Show what each rank would read to serve: vllm.")
+    ] = None,
+    tensor: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="With --for: tensor-parallel ranks.")] = 1,
+    pipeline: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="With --for: pipeline stages.")] = 1,
+    expert: Annotated[bool, typer.Option("--ep", help="With --for: the experts are divided among the ranks.")] = False,
+    config: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="With --for: the folder of config.json; default: CKPT.")
+    ] = None,
 ) -> None:
     """Show the size of each module of a checkpoint, its tensors, and the values.
 
     Equal layers share a line: "layers.{0..31}.mlp.weight". No tensor is read. With a PATTERN only tensors are shown,
     each in a line of its own, and the exit code is 1 if none matches. With --local, RUN stands for the newest
     checkpoint in the local tier of this host.
+
+    With --for, show how many bytes of the model each rank of an inference engine would read. The engine must be
+    installed; its model is made without memory for weights.
     """
+    _check_options(
+        {"--tp": tensor > 1, "--pp": pipeline > 1, "--ep": expert, "--config": config is not None},
+        {"PATTERN": pattern is not None, "--all": show_all, "--depth": depth is not None},
+        is_for_engine=engine is not None,
+    )
     if local is None:
         inspected = inspected_checkpoint.inspect_path(checkpoint_argument.resolve_path(checkpoint, tag))
     else:
         inspected = _inspect_tier(checkpoint, local, tag)
+    if engine is not None:
+        _print_engine_reads(inspected.reader, engine, (tensor, pipeline, expert), config, as_json=as_json)
+        return
     tensors = {name: info for name, info in _tensors_by_name(inspected).items() if match_names(name, pattern)}
     tied = {alias: name for alias, name in _ties_by_name(inspected).items() if match_names(alias, pattern)}
     if pattern is not None and not tensors and not tied:
@@ -74,6 +94,22 @@ def _inspect_tier(run: str, local: str, tag: str | None) -> InspectedCheckpoint:
     with leave_on_interrupt():
         from rankless.cli.tier.show_local import inspect_tier  # noqa: PLC0415 - torch is slow to import
     return inspect_tier(run, local, tag)
+
+
+def _check_options(for_engine: dict[str, bool], without_engine: dict[str, bool], *, is_for_engine: bool) -> None:
+    """Check that the options belong together. Raises ``InvalidArgumentError``."""
+    for name, is_passed in (without_engine if is_for_engine else for_engine).items():
+        if is_passed:
+            needs = "is not possible with --for" if is_for_engine else "needs --for, with the name of an engine"
+            raise InvalidArgumentError(f"{name} {needs}")
+
+
+def _print_engine_reads(
+    reader: Reader, engine: str, layout: tuple[int, int, bool], config: str | None, *, as_json: bool
+) -> None:
+    with leave_on_interrupt():
+        from rankless.cli.show import engine_reads  # noqa: PLC0415 - torch is slow to import
+    engine_reads.print_engine_reads(reader, engine, layout, config or str(reader.path), as_json=as_json)
 
 
 def _pattern_hint(checkpoint: str, pattern: str) -> str:

@@ -1,0 +1,121 @@
+"""vLLM's model of one rank of a layout, in a process that has no other ranks, and without memory for its weights.
+
+``rankless show --for vllm`` lets such models take lazy tensors, to see what each rank would read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to stdout, where the table is
+
+import torch
+import vllm
+from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from rankless.errors import FormatError
+from rankless.inference.engine_layout import EngineLayout
+
+#: The name and the version of the engine.
+ENGINE = f"vLLM {vllm.__version__}"
+
+
+def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Let the model of a rank take weights. Return the size of its parameters in bytes.
+
+    Args:
+        config: The folder with ``config.json``, or the name of a model of the Hub.
+        layout: How the ranks divide the model.
+        rank: The rank.
+        weights: The names and the tensors.
+
+    Raises:
+        FormatError: vLLM cannot build the model in this layout, or cannot load these weights.
+    """
+    try:
+        vllm_config = _make_config(config, layout)
+        _pretend_groups(layout, rank)
+        dtype = vllm_config.model_config.dtype
+        with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), _EmptyOnMeta():
+            model = initialize_model(vllm_config)
+            model.load_weights(iter(weights))
+    except Exception as error:
+        raise FormatError(f"{ENGINE} cannot load {config} with {layout}: {error}") from error
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _make_config(config: str, layout: EngineLayout) -> VllmConfig:
+    return EngineArgs(
+        model=config,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        tensor_parallel_size=layout.tensor,
+        pipeline_parallel_size=layout.pipeline,
+        enable_expert_parallel=layout.has_expert_parallelism,
+        # The one with which vLLM does not look for a device for each rank.
+        distributed_executor_backend="external_launcher",
+    ).create_engine_config()
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Parameters, which vLLM makes by ``torch.empty``, have no memory. What a model computes with has values.
+
+    ``torch.device("meta")`` would take these as well, and vLLM could not list the experts of a rank.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Execute a function of torch."""
+        del types
+        options = kwargs or {}
+        return func(*args, **({**options, "device": "meta"} if func is torch.empty else options))
+
+
+class _LoneProcessGroup:
+    """The size of a process group, and this rank in it: all that models ask for."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class _LoneGroup(GroupCoordinator):  # type: ignore[misc]
+    """A group of vLLM without its other ranks: it cannot communicate."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:  # that of vLLM waits for the other ranks
+        self.unique_name = "lone"
+        self.ranks, self.rank, self.local_rank = list(ranks), rank, rank
+        self.world_size, self.rank_in_group = len(self.ranks), self.ranks.index(rank)
+        self.cpu_group = self.device_group = _LoneProcessGroup(self.world_size, self.rank_in_group)
+        self.device = torch.device("cpu")
+        self.use_device_communicator, self.device_communicator, self.mq_broadcaster = False, None, None
+
+
+def _pretend_groups(layout: EngineLayout, rank: int) -> None:
+    """Set the groups of vLLM, which are global variables of its module, to those of a rank.
+
+    vLLM numbers ranks as ``initialize_model_parallel`` does: those of a stage of the pipeline one after the other.
+    """
+    first = rank - rank % layout.tensor
+    whole = range(layout.size)
+    stage = _LoneGroup(range(first, first + layout.tensor), rank)
+    alone = _LoneGroup([rank], rank)
+    state: Any = parallel_state
+    state._WORLD = _LoneGroup(whole, rank)
+    state._PP = _LoneGroup(whole[rank % layout.tensor :: layout.tensor], rank)
+    state._TP = state._ETP = state._EP = stage
+    state._DP = state._DCP = state._PCP = alone
