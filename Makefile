@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start very many processes: without files of bytecode, each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-engines gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
+.PHONY: demo demo-hosts test core test-all slow left-out test-near near durations interop dist frameworks peers engines sglang optimizers accelerator accelerator-pack report-browser report-picture report-speed matrix coverage test-colossalai lint docs bench bench-full bench-compare bench-objects bench-engines gcs objects run-histories histories crash jobs kill faults fuzz mutate large hosts tier tier-kill clean
 
 ## demo: train on four ranks, kill the job, resume it on two and on three
 demo: .venv/installed
@@ -91,6 +91,14 @@ peers: .peers/installed
 engines: .engines/installed
 	PYTHONPATH=.engines $(BIN)/python -m pytest -q -n 2 tests/engines
 	PYTHONPATH=.engines OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.engines
+
+## sglang: a real SGLang, installed into .sglang (1 GB) once beside .engines: what it loads with rankless is what it loads itself
+sglang: .sglang/installed
+	PYTHONPATH=.sglang:.engines $(BIN)/python -m pytest -q tests/engines/test_sglang.py
+
+.sglang/installed: requirements-sglang.txt .engines/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .sglang --requirement requirements-sglang.txt
+	touch $@
 
 ## bench-engines: what vLLM's loaders read, and their processor time, from a disk and from an object store
 bench-engines: .engines/installed .bench-objects/installed

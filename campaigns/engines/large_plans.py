@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,35 +24,42 @@ import transformers
 #: The files of a folder are of this size.
 _FILE_BYTES = 5 * 10**9
 
-MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "Llama-3-70B": lambda: transformers.LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
+#: The class of the configuration of each model, and what differs from its defaults.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3-70B": (
+        "LlamaConfig",
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+            "architectures": ["LlamaForCausalLM"],
+        },
     ),
-    "Qwen3-235B-A22B": lambda: transformers.Qwen3MoeConfig(
-        hidden_size=4096,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        num_experts=128,
-        num_experts_per_tok=8,
-        tie_word_embeddings=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        architectures=["Qwen3MoeForCausalLM"],
+    "Qwen3-235B-A22B": (
+        "Qwen3MoeConfig",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "tie_word_embeddings": False,
+            "mlp_only_layers": [],
+            "architectures": ["Qwen3MoeForCausalLM"],
+        },
     ),
-    "DeepSeek-V3": lambda: transformers.DeepseekV3Config(  # these are its sizes
-        topk_method="noaux_tc", scoring_func="sigmoid", architectures=["DeepseekV3ForCausalLM"]
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "architectures": ["DeepseekV3ForCausalLM"]},
     ),
 }
 
@@ -64,13 +72,20 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rankless-") as root:
         for name in options.model or MODELS:
-            folder = write_folder(Path(root) / name, MODELS[name]())
+            folder = write_folder(Path(root) / name, make_config(name))
             command = ["show", str(folder), "--for", "vllm", *options.layout.split()]
             started = time.monotonic()
             subprocess.run([sys.executable, "-m", "rankless", *command], stderr=subprocess.DEVNULL, check=True)
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
             print(f"{time.monotonic() - started:.0f} s, {peak / 1e6:.2f} GB of memory at most so far", flush=True)
     return 0
+
+
+def make_config(name: str) -> transformers.PreTrainedConfig:
+    """Return the configuration of a model."""
+    kind, options = MODELS[name]
+    config: transformers.PreTrainedConfig = getattr(transformers, kind)(**options)
+    return config
 
 
 def write_folder(folder: Path, config: transformers.PreTrainedConfig) -> Path:

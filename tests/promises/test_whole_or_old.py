@@ -165,4 +165,6 @@ def test_an_engine_gets_the_weights_that_were_saved(place: Place) -> None:
     for tag, value in (("a", 1.0), ("b", 2.0)):
         with rankless.open_weights(place.locate(tag), process_group="self") as weights:
             loaded = [torch.zeros(stored.shape, dtype=stored.dtype).copy_(stored) for _, stored in weights]
+            slices = [stored[...] for stored in weights.slices().values()]
         assert any(torch.equal(tensor, weights_of(value)) for tensor in loaded)
+        assert all(map(torch.equal, loaded, slices))

@@ -47,7 +47,7 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "__in
 #: The packages of frameworks.
 FRAMEWORKS = {
     *("accelerate", "colossalai", "dcp", "deepspeed", "lightning"),
-    *("megatron", "nxd", "ray", "torchtitan", "transformers", "vllm"),
+    *("megatron", "nxd", "ray", "sglang", "torchtitan", "transformers", "vllm"),
 }
 
 #: Methods of a path that ask or tell the file system something.

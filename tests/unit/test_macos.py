@@ -160,7 +160,7 @@ def test_every_module_can_be_imported(macos: MacOS) -> None:
     macos.run_program("""
 import pkgutil, importlib, rankless
 # These need other packages.
-names = ("__main__", "deepspeed.engine", "lightning", "ray", "torchtitan", "transformers", "vllm")
+names = ("__main__", "deepspeed.engine", "lightning", "ray", "sglang", "torchtitan", "transformers", "vllm")
 extras = tuple(f"rankless.{name}" for name in names)
 for module in pkgutil.walk_packages(rankless.__path__, "rankless."):
     if not module.name.startswith(extras) or module.name.endswith((".reader", ".writer")):

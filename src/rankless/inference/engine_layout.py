@@ -1,4 +1,4 @@
-"""How the ranks of an inference engine divide a model."""
+"""The layout of an inference engine: its ranks divide a model."""
 
 from __future__ import annotations
 

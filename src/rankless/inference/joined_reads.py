@@ -91,14 +91,14 @@ class JoinedReads:
         self._reader, self._names, self._gap = reader, names, gap
         self._rank, self._on_moved, self._hashed = rank, on_moved, hashed
 
-    def plan_alone(self, copies: CopiesByTensor) -> PlannedReads:
-        """Plan the reads of some copies without knowing what other ranks need."""
+    def plan_alone(self, copies: CopiesByTensor, *, has_peers: bool) -> PlannedReads:
+        """Plan the reads of some copies without knowing what other ranks need, if there are any."""
         files, exact, host_shared = _Files(), list[FileRange](), list[FileRange]()
         for tensor, group in copies.items():
             spans = self._join_spans(copy.view for copy in group)
-            # The bytes in the gaps are elements of other ranks.
+            # Other ranks of the host may need the same bytes, and the bytes in the gaps are elements of them.
             has_gaps = sum(stop - start for start, stop in spans) > sum(copy.view.nbytes for copy in group)
-            (host_shared if has_gaps else exact).extend(self._locate_all(files, tensor, spans))
+            (host_shared if has_peers or has_gaps else exact).extend(self._locate_all(files, tensor, spans))
         return PlannedReads(list(files), copies, exact, host_shared)
 
     def plan_together(self, copies: CopiesByTensor, views: Sequence[ViewsByTensor], *, exchange: bool) -> PlannedReads:

@@ -27,6 +27,7 @@ from rankless.formats.reader import Reader, check_read, detect_replacement
 from rankless.inference.copies_first import copies_first
 from rankless.inference.hub_checksums import check_hub_files
 from rankless.inference.lazy_tensor import LazyTensor
+from rankless.inference.stored_slice import StoredSlice
 from rankless.inference.weights_loader import WeightsLoader
 from rankless.inference.weights_report import WeightsReport
 from rankless.observe.events import Event, OnEvent, Progress, ProgressCounter
@@ -152,6 +153,22 @@ class ModelWeights:
         if self._loader is None:
             raise StateError("the weights are not open: iterate inside of `with open_weights(...) as weights`")
         return self._loader.iterate()
+
+    def slices(self) -> dict[str, StoredSlice]:
+        """Return the tensors as objects from which parts are read, for loaders that cut what they need themselves.
+
+        They are what :func:`transformers.PreTrainedModel.from_pretrained` takes as ``state_dict=``. Parts that are read
+        are plain tensors: each rank reads its own.
+
+        Returns:
+            A :class:`~rankless.inference.stored_slice.StoredSlice` for each name.
+
+        Raises:
+            StateError: The block has not begun.
+        """
+        if self._loader is None:
+            raise StateError("the weights are not open: call slices() inside of `with open_weights(...) as weights`")
+        return self._loader.slices()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

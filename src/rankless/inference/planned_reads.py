@@ -1,4 +1,4 @@
-"""What each rank of an engine would read of a stored model, planned in one process, from the headers alone.
+"""The plan of what each rank of an engine would read of a stored model: in one process, from the headers alone.
 
 Each rank's model takes lazy tensors whose copies are noted and never executed. Then the same planner as for a real load
 divides the reads among the ranks.
@@ -29,7 +29,7 @@ LoadOnRank = Callable[[int, "PlannedWeights"], int]
 
 @dataclass(frozen=True)
 class RankReads:
-    """What one rank would read, in bytes.
+    """The reads of one rank, in bytes.
 
     Attributes:
         parameters: The size of the rank's parameters.

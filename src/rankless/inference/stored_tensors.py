@@ -27,25 +27,33 @@ class StoredTensors:
     @property
     def sizes(self) -> list[int]:
         """The size of each tensor in bytes, by its number."""
-        return [self._info(name).nbytes for name in self.names]
+        return [self.info(name).nbytes for name in self.names]
 
     def _file_position(self, name: str) -> tuple[str, int]:
-        extents = self._reader.find_extents(MODEL, name, 0, self._info(name).nbytes)
+        extents = self._reader.find_extents(MODEL, name, 0, self.info(name).nbytes)
         return (str(extents[0].file), extents[0].offset) if extents else ("", 0)
 
-    def _info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo:
+        """Return the description of a stored tensor."""
         return self._reader.groups[MODEL][name]
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Return the names under which the model has a stored tensor: several if it is tied."""
+        return name, *self._tied.get(name, ())
 
     def make_meta(self, name: str) -> torch.Tensor:
         """Return a meta tensor of the shape and the dtype of a stored one."""
-        info = self._info(name)
+        info = self.info(name)
         return torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
 
     def iterate_lazy(self, number: int, loader: Loader) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each name of a stored tensor, which are several if it is tied, with a lazy tensor of ``loader``."""
         name = self.names[number]
-        for key in (name, *self._tied.get(name, ())):
-            with torch.inference_mode(mode=False):  # views of it may be used outside of that mode
-                meta = self.make_meta(name)
-                lazy = LazyTensor(StoredContent(loader, name, meta, meta), meta, meta)
-            yield key, lazy
+        for key in self.keys(name):
+            yield key, self.make_lazy(name, loader)
+
+    def make_lazy(self, name: str, loader: Loader) -> LazyTensor:
+        """Return a lazy tensor of ``loader``."""
+        with torch.inference_mode(mode=False):  # views of it may be used outside of that mode
+            meta = self.make_meta(name)
+            return LazyTensor(StoredContent(loader, name, meta, meta), meta, meta)

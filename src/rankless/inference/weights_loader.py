@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -32,6 +33,7 @@ from rankless.inference.joined_reads import (
 from rankless.inference.lazy_tensor import LazyTensor, StoredContent
 from rankless.inference.pending_copies import ElementCopy, FilledMemory, PendingCopies, make_copy, memory_of
 from rankless.inference.read_rounds import ReadRounds
+from rankless.inference.stored_slice import StoredSlice
 from rankless.inference.stored_tensors import StoredTensors
 from rankless.inference.weights_report import WeightsReport
 from rankless.storage.closing import ClosingMixin
@@ -68,6 +70,7 @@ class WeightsLoader(ClosingMixin):
         gap = REMOTE_GAP if isinstance(reader.path, ObjectPath) else LOCAL_GAP
         hashed = verify and any(reader.block_crcs(MODEL, name) is not None for name in self.names)
         self._reads = JoinedReads(reader, self.names, gap, session.rank, on_moved, hashed=hashed)
+        self._has_peers = session.size > 1
         sizes = self._stored.sizes
         self._rounds = ReadRounds(sizes, group, session, exchange=exchange) if session.size > 1 else None
         self._pending = PendingCopies()
@@ -101,6 +104,23 @@ class WeightsLoader(ClosingMixin):
                 yield from self._stored.iterate_lazy(number, self)
         finally:  # a loader that needs no more may wait for ranks that wait for this one's part in later rounds
             self._begin_rounds()
+
+    def slices(self) -> dict[str, StoredSlice]:
+        """Return a slice of each stored tensor, by its name; by several names if it is tied."""
+        return {
+            key: StoredSlice(self._stored.info(name), partial(self._read_index, name))
+            for name in self.names
+            for key in self._stored.keys(name)
+        }
+
+    def _read_index(self, name: str, index: Any) -> torch.Tensor:
+        """Return the elements of a stored tensor at an index of any kind that torch knows."""
+        lazy = self._stored.make_lazy(name, self)
+        self._check_open(lazy.content)
+        part = lazy[index]
+        if not isinstance(part, LazyTensor):  # a list of indices, or a mask: torch had to read the tensor
+            return part
+        return self._read(name, part.meta, torch.empty(part.shape, dtype=part.dtype))
 
     def note_copy(self, target: torch.Tensor, source: LazyTensor) -> None:
         """See :class:`~rankless.inference.lazy_tensor.Loader`."""
@@ -240,7 +260,7 @@ class WeightsLoader(ClosingMixin):
         self._note_result(self._run_detecting(self._run_alone, group_by_tensor(copies)))
 
     def _run_alone(self, copies: CopiesByTensor) -> _Result:
-        planned = self._reads.plan_alone(copies)
+        planned = self._reads.plan_alone(copies, has_peers=self._has_peers)
         return planned, self._reads.run(planned)
 
     def _run_detecting(self, run: Callable[[CopiesByTensor], _Result], copies: CopiesByTensor) -> _Result:

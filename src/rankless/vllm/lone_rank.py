@@ -114,8 +114,7 @@ def _pretend_groups(layout: EngineLayout, rank: int) -> None:
     whole = range(layout.size)
     stage = _LoneGroup(range(first, first + layout.tensor), rank)
     alone = _LoneGroup([rank], rank)
-    state: Any = parallel_state
-    state._WORLD = _LoneGroup(whole, rank)
-    state._PP = _LoneGroup(whole[rank % layout.tensor :: layout.tensor], rank)
-    state._TP = state._ETP = state._EP = stage
-    state._DP = state._DCP = state._PCP = alone
+    pipeline = _LoneGroup(whole[rank % layout.tensor :: layout.tensor], rank)
+    vars(parallel_state).update({"_WORLD": _LoneGroup(whole, rank), "_PP": pipeline})
+    vars(parallel_state).update(dict.fromkeys(("_TP", "_ETP", "_EP"), stage))
+    vars(parallel_state).update(dict.fromkeys(("_DP", "_DCP", "_PCP"), alone))

@@ -3,54 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 import vllm
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.distributed import get_world_group
+from vllm.distributed import get_tp_group, get_world_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
-from rankless.errors import FormatError, InvalidArgumentError
-from rankless.inference.open_weights import ModelWeights, Verify, check_verify, open_weights
+from rankless.errors import FormatError
+from rankless.inference.loader_options import LoaderOptions
+from rankless.inference.open_weights import ModelWeights, open_weights
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
 
 #: What is used of vLLM's own loader, besides its public methods.
 _USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The options of the load format, from ``--model-loader-extra-config``. See :func:`rankless.open_weights`."""
-
-    path: str | None = None
-    tag: str | None = None
-    verify: Verify = True
-    timeout: float = 600.0
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the options. Raises ``InvalidArgumentError``, which names what is wrong."""
-        types = {"path": str, "tag": str, "verify": bool | str, "timeout": int | float}
-        for name, value in config.items():
-            if name not in types:
-                raise InvalidArgumentError(
-                    f"--model-loader-extra-config: the load format rankless has no option {name!r}; it has "
-                    + ", ".join(types)
-                )
-            if not isinstance(value, types[name]) or (name != "verify" and isinstance(value, bool)):
-                raise InvalidArgumentError(f"--model-loader-extra-config: {name!r} must not be {value!r}")
-        check_verify(config.get("verify", True))
-        return cls(**config)
 
 
 class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -63,8 +37,11 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"the load format rankless does not know vLLM {vllm.__version__}: its DefaultModelLoader has no "
                 f"{', '.join(missing)}; use --load-format auto, or a newer rankless"
             )
-        self._options = _Options.from_config(load_config.model_loader_extra_config or {})
+        self._options = LoaderOptions.from_config(load_config.model_loader_extra_config or {})
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={}))
+        #: Where the weights are, if not in the model's own files: it is not for a draft model.
+        self._path = self._options.path
+        self._is_draft = False
         #: What :meth:`load_model` ends with, while it runs.
         self._late_steps: ExitStack | None = None
         #: The prefix of the names and the weights of each source, while the model takes them.
@@ -79,6 +56,9 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """Make the model and load it."""
+        self._is_draft = model_config is not vllm_config.model_config
+        if model_config.model != vllm_config.model_config.model:
+            self._path = None
         with ExitStack() as self._late_steps:
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         self._late_steps = None
@@ -113,7 +93,7 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if self._opened:
             for prefix, weights in self._opened:
                 yield from ((prefix + name, tensor) for name, tensor in weights)
-        elif self._options.path is None:
+        elif self._path is None:
             _log.warning_once("rankless does not reload weights: vLLM's own loader does, and verifies nothing")
             yield from super().get_all_weights(model_config, model)
         else:
@@ -133,8 +113,9 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
         yield from getattr(model, "secondary_weights", ())
 
     def _open(self, source: DefaultModelLoader.Source) -> ModelWeights:
-        options, world = self._options, get_world_group()
-        path, tag = options.path, options.tag
+        # The last stage of a pipeline loads a draft model alone.
+        options, ranks = self._options, get_tp_group() if self._is_draft else get_world_group()
+        path, tag = self._path, options.tag
         if path is None or source.prefix:
             tag = None
             path, _, is_safetensors, *_ = self._prepare_weights(
@@ -142,7 +123,7 @@ class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
             )
             if not is_safetensors:
                 raise FormatError(f"{path} has no safetensors files: use --load-format auto")
-        group: ProcessGroupArgument = world.cpu_group if world.world_size > 1 else SELF
+        group: ProcessGroupArgument = ranks.cpu_group if ranks.world_size > 1 else SELF
         return open_weights(path, tag, verify=options.verify, process_group=group, timeout=options.timeout)
 
 

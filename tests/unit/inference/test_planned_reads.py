@@ -1,4 +1,4 @@
-"""Tests the plan of what each rank of an engine would read: it is made from headers alone, and agrees with real loads."""
+"""Tests the plan of what each rank of an engine would read: from headers alone, and as in real loads."""
 
 from __future__ import annotations
 
