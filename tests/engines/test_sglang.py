@@ -66,7 +66,7 @@ def test_all_parameters_are_those_of_sglangs_own_loader(name: str, size: int, tm
     ranks = [line for line in result.stdout.splitlines() if line.startswith("RANK ")]
     assert len(ranks) == size, result.stdout[-3000:] + result.stderr[-5000:]
     for line in ranks:
-        assert "RanklessModelLoader" in line
+        assert "RanklessSglangLoader" in line
         assert line.endswith("different: []")
 
 

@@ -40,7 +40,7 @@ _OWN_LOADERS = ("modelopt", "auto-round")
 _Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
+class RanklessSglangLoader(DefaultModelLoader):  # type: ignore[misc]
     """SGLang's loader with tensors of :func:`rankless.open_weights`. It is SGLang's model that decides what is read."""
 
     def __init__(self, load_config: LoadConfig) -> None:

@@ -25,6 +25,6 @@ def select_loader(load_config: Any, *args: Any, **kwargs: Any) -> None:
     """Put the class of the loader in place of its name: SGLang accepts a class as a load format."""
     del args, kwargs
     if load_config.load_format == LOAD_FORMAT:
-        from rankless.sglang.model_loader import RanklessModelLoader  # noqa: PLC0415
+        from rankless.sglang.model_loader import RanklessSglangLoader  # noqa: PLC0415
 
-        load_config.load_format = RanklessModelLoader
+        load_config.load_format = RanklessSglangLoader

@@ -27,7 +27,7 @@ _log = init_logger("vllm.rankless")
 _USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
 
 
-class RanklessModelLoader(DefaultModelLoader):  # type: ignore[misc]
+class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
     """vLLM's loader with tensors of :func:`rankless.open_weights`. It is vLLM's model that decides what is read."""
 
     def __init__(self, load_config: LoadConfig) -> None:

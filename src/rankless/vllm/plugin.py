@@ -10,8 +10,8 @@ def register() -> None:
     """Register the load format ``rankless`` with vLLM. It may be called several times."""
     from vllm.model_executor import model_loader  # noqa: PLC0415 - inside of vLLM only
 
-    from rankless.vllm.model_loader import RanklessModelLoader  # noqa: PLC0415
+    from rankless.vllm.model_loader import RanklessVllmLoader  # noqa: PLC0415
 
     # A second registration would be reported as a conflict.
-    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not RanklessModelLoader:  # noqa: SLF001
-        model_loader.register_model_loader(LOAD_FORMAT)(RanklessModelLoader)
+    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not RanklessVllmLoader:  # noqa: SLF001
+        model_loader.register_model_loader(LOAD_FORMAT)(RanklessVllmLoader)
