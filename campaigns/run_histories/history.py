@@ -394,6 +394,9 @@ class History:
         self._state.note(f"drain {'--adopt ' if adopts else ''}of host {host}: {reply.error} {reply.message}")
         for content in site.contents - before:
             run = self._state.run_of[content]
+            for other in [*self._state.jobs, *self._state.stopped]:  # one that could not claim may have loaded less
+                if other.place.name == site.place.name and other.run == run and not other.has_claimed:
+                    other.is_doubtful = True
             if site.is_removed and site.worlds is not None:
                 site.worlds = {claimed(world, run, content, -1) for world in site.worlds} | site.worlds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class Job:
 
     def send(self, name: str, *args: Any, trap: Trap | None = None, **options: Any) -> None:
         """Let it begin a command."""
+        if trap is not None and trap.action == "stop":
+            trap = replace(trap, spared=self.place.spared)
         self._process.send((name, args, options, trap))
 
     def wait(self) -> Reply | str:

@@ -47,6 +47,10 @@ class Place(Protocol):
     def environment(self) -> Mapping[str, str]:
         """The variables that commands need."""
 
+    @property
+    def spared(self) -> bytes:
+        """The part of the head of requests in which no job may be stopped, because it is lost then: see Trap."""
+
     def path(self) -> Any:
         """Return what a job passes to rankless."""
 
@@ -74,6 +78,11 @@ class FolderPlace:
     def environment(self) -> dict[str, str]:
         """See :class:`Place`."""
         return {}
+
+    @property
+    def spared(self) -> bytes:
+        """See :class:`Place`."""
+        return b""
 
     def path(self) -> Path:
         """See :class:`Place`."""
@@ -180,6 +189,11 @@ class BucketPlace:
         """See :class:`Place`."""
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
         return {**keys, "AWS_ENDPOINT_URL": self.server.url}
+
+    @property
+    def spared(self) -> bytes:
+        """See :class:`Place`. Without conditions, a creation that arrives late overwrites what was created since."""
+        return b"" if self.server.profile.honours_conditions else b"if-none-match"
 
     def path(self) -> Any:
         """See :class:`Place`."""

@@ -10,13 +10,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import rankless
-from rankless.errors import CorruptCheckpointError, RanklessError, StorageError, TagExistsError
+from rankless.errors import CorruptCheckpointError, RanklessError, StorageError, SupersededError, TagExistsError
+from rankless.run import claims
 from rankless.run.catalog import list_stale_directories
 from rankless.run.cleanup import clean_up, delete_checkpoints, seems_alive
+from rankless.save import object_publication
 from rankless.storage.http.connection import HttpResponse
-from tests.helpers.fake_http import FakeStore, disconnect
+from rankless.storage.object_path import make_object_path
+from tests.helpers.fake_http import BUCKET, FakeStore, disconnect
 from tests.helpers.fake_s3 import AWS, FakeS3, failure
 from tests.helpers.fake_stores import age
 from tests.helpers.object_histories import (
@@ -196,3 +200,29 @@ def test_a_checkpoint_that_has_lost_its_files_does_not_hide_the_one_before(fake:
         rankless.restore(run_path(), "s2", model={"net": model})
     with pytest.raises(CorruptCheckpointError, match="has no manifest, but its tag still names it"):
         rankless.open(run_path())
+
+
+def test_a_job_whose_files_the_next_one_has_removed_is_superseded() -> None:
+    """It was stopped for long. To advise it to save again would not help."""
+    fake = FakeS3(AWS)
+    with fake.connected():
+        path = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
+        directory = rankless.RunDirectory(path)
+        directory.save("step_1", {"w": torch.ones(2)}, step=1)
+        find_damage = object_publication.find_damage
+
+        def stop(*arguments: Any) -> str | None:
+            with (
+                mock.patch.object(object_publication, "find_damage", find_damage),
+                mock.patch.object(claims, "_claimed", {}),  # as in another process
+            ):
+                other = rankless.RunDirectory(path)
+                other.restore(None, {"w": torch.zeros(2)}, resume=True)
+                other.save("step_2b", {"w": torch.ones(2)}, step=2)
+            return "2 of 2 files are not there"
+
+        with (
+            mock.patch.object(object_publication, "find_damage", stop),
+            pytest.raises(SupersededError, match="another job has continued the run"),
+        ):
+            directory.save("step_2", {"w": torch.ones(2)}, step=2)

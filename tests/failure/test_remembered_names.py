@@ -57,7 +57,7 @@ def test_lists_see_a_run_that_another_host_has_made(tmp_path: Path, missing: str
 
 
 def test_a_job_goes_on_from_a_checkpoint_that_appears_while_it_looks(tmp_path: Path) -> None:
-    with mock.patch.object(claims, "_claimed", set()):  # of another process
+    with mock.patch.object(claims, "_claimed", {}):  # of another process
         save_as_other_job(tmp_path / "run", "step_1", 1.0)
     scans = [RunScan([], Entry())]
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +25,12 @@ from rankless.run.claims import (
     announce,
     check_not_superseded,
     read_history,
+    read_newest,
 )
 from rankless.run.scan import CheckpointInfo
+from rankless.storage.object_path import make_object_path
+from tests.helpers.fake_http import BUCKET
+from tests.helpers.fake_s3 import AWS, FakeS3
 
 
 def info(run: str, incarnation: int, sequence: int) -> CheckpointInfo:
@@ -66,10 +71,27 @@ def test_a_job_that_continues_a_run_supersedes_the_one_before(tmp_path: Path) ->
     assert (second.run, second.incarnation) == (first.run, 2)
     check_not_superseded(tmp_path, read_history(tmp_path), JobHistory(claim=second))
     with (
-        mock.patch.object(claims, "_claimed", set()),  # as in another process
+        mock.patch.object(claims, "_claimed", {}),  # as in another process
         pytest.raises(SupersededError, match="another job has continued the run"),
     ):
         check_not_superseded(tmp_path, read_history(tmp_path), JobHistory(claim=first))
+
+
+def test_a_claim_that_a_store_let_another_job_overwrite_is_lost() -> None:
+    """A store that ignores conditions lets two jobs that claim at the same moment write one entry."""
+    fake = FakeS3(replace(AWS, honours_conditions=False))
+    with fake.connected():
+        run = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
+        first = claim(run, JobHistory(), [])
+        saved, seen = info(first.run, first.incarnation, 1), read_newest(run)
+        jobs = [JobHistory(token, LoadedBase.of(saved, saved.tag, 1, token, seen=1)) for token in ("one", "two")]
+        jobs[0].claim = claim(run, jobs[0], [saved], seen=seen)
+        with mock.patch.object(claims, "_claimed", {}):  # as in another process
+            jobs[1].claim = claim(run, jobs[1], [saved], seen=seen)
+            check_not_superseded(run, read_history(run), jobs[1])
+        assert jobs[0].claim == jobs[1].claim
+        with pytest.raises(SupersededError, match="another job has continued the run"):
+            check_not_superseded(run, read_history(run), jobs[0])
 
 
 def test_objects_of_one_process_share_the_newest_claim(tmp_path: Path) -> None:
@@ -208,7 +230,7 @@ def test_a_claim_after_a_look_that_is_outdated_gets_another_number(tmp_path: Pat
     saved = info(first.run, first.incarnation, 1)
     seen = claims.read_newest(tmp_path)
     second = claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)
-    with mock.patch.object(claims, "_claimed", set()), pytest.raises(StateError, match="another job has continued"):
+    with mock.patch.object(claims, "_claimed", {}), pytest.raises(StateError, match="another job has continued"):
         claim(tmp_path, JobHistory(base=base_of(saved, newest=1)), [saved], seen=seen)
     other, history = claims.claim(tmp_path, JobHistory(), [saved], seen=seen)
     assert (other.incarnation, history.runs[first.run].incarnation) == (3, second.incarnation)

@@ -145,6 +145,11 @@ class ServedPlace:
         return {}
 
     @property
+    def spared(self) -> bytes:
+        """See :class:`Place`."""
+        return b""
+
+    @property
     def _exported(self) -> FolderPlace:
         return FolderPlace(guest.EXPORT, self.name)
 

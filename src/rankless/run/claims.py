@@ -378,8 +378,8 @@ def describe_job(token: str, command: str = "") -> Job:
 
 
 #: The incarnations that this process has claimed, by the real path of the run directory: another object of the process
-#: may use a link. A forked process has them, too.
-_claimed: set[tuple[Path, Claim]] = set()
+#: may use a link. Each with the token of its job. A forked process has them, too.
+_claimed: dict[tuple[Path, Claim], str] = {}
 
 
 def _has_claimed(run: Path, claimed: Claim) -> bool:
@@ -424,7 +424,7 @@ def claim(
             abandoned = [one for one in found if before.is_current(one) and not newest.is_current(one)]
             went_back = job.base.run in before.runs and before.runs[job.base.run].rolled_back_to == job.base.id
             _warn_of_rollback(run, job.base.tag, abandoned, again=went_back)
-    _claimed.add((run.resolve(), claimed))
+    _claimed[run.resolve(), claimed] = job.token
     return claimed, newest
 
 
@@ -500,7 +500,11 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     incarnation.
     """
     claimed = job.claim
-    if claimed is None or not newest.has_continued(claimed.run, claimed.incarnation):
+    if claimed is None:
+        return
+    if _is_overwritten(run, newest, claimed):
+        raise SupersededError(_describe_superseded(f"another job has continued the run in {run}", newest, claimed))
+    if not newest.has_continued(claimed.run, claimed.incarnation):
         return
     branch = newest.runs[claimed.run]
     latest = Claim(claimed.run, branch.incarnation)
@@ -509,13 +513,25 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     if not is_abandoned and _has_claimed(run, latest):
         job.claim = latest
         return
+    if is_abandoned:
+        what = f"the run in {run} went back to an earlier checkpoint"
+    else:
+        what = f"another job has continued the run in {run}"
+    raise SupersededError(_describe_superseded(what, newest, claimed))
+
+
+def _is_overwritten(run: Path, newest: Entry, claimed: Claim) -> bool:
+    """Return whether the entry of a job's claim is that of another job now, which has claimed at the same moment.
+
+    A store that ignores conditions lets both write it.
+    """
+    own = _claimed.get((run.resolve(), claimed), newest.job.token)
+    return (newest.run, newest.number) == (claimed.run, claimed.incarnation) and newest.job.token != own
+
+
+def _describe_superseded(what: str, newest: Entry, claimed: Claim) -> str:
     who = _name_claimant(newest.job) if newest.run == claimed.run else ""
-    what = (
-        f"the run in {run} went back to an earlier checkpoint{who}"
-        if is_abandoned
-        else f"another job has continued the run in {run}{who}"
-    )
-    raise SupersededError(f"{what}: this job saves nothing any more. End it, or load the latest checkpoint")
+    return f"{what}{who}: this job saves nothing any more. End it, or load the latest checkpoint"
 
 
 def _name_claimant(job: Job) -> str:

@@ -16,13 +16,14 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.io import upload_parts
 from rankless.engine.plan.save_plan import plan_save
-from rankless.errors import StateError
+from rankless.errors import StateError, StorageError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity
+from rankless.run.claims import Claim, check_not_superseded, read_history
 from rankless.run.scan import CheckpointInfo
 from rankless.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
 from rankless.save.object_upload import ObjectUpload
@@ -146,8 +147,16 @@ class ObjectSave(TrainingSave):
         publication = self._require_output().publication
         if not self._cache.has_checked_store:
             self._check_store(publication.folder / manifest.NAME, manifest.encode_manifest(finished))
-        is_corrupt = self._request.find_corrupt() is not None
-        return publication.publish(finished, overwrite=self._request.overwrite or is_corrupt, is_corrupt=is_corrupt)
+        request = self._request
+        is_corrupt = request.find_corrupt() is not None
+        try:
+            return publication.publish(finished, overwrite=request.overwrite or is_corrupt, is_corrupt=is_corrupt)
+        except StorageError:
+            # The job that has continued the run of one that was stopped for long may have removed its files.
+            claimed = Claim(self._identity.run, self._identity.incarnation)
+            job = msgspec.structs.replace(request.job, claim=claimed)
+            check_not_superseded(self._run, read_history(self._run), job)
+            raise
 
     def _check_store(self, written: ObjectPath, data: bytes) -> None:
         """Warn if the store writes an object that exists, although the request forbids it."""

@@ -44,8 +44,9 @@ def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable
         vllm_config = _make_config(config, layout)
         _pretend_groups(layout, rank)
         dtype = vllm_config.model_config.dtype
-        with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), _EmptyOnMeta():
-            model = initialize_model(vllm_config)
+        with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype):
+            with _EmptyOnMeta():
+                model = initialize_model(vllm_config)
             model.load_weights(iter(weights))
     except Exception as error:
         raise FormatError(f"{ENGINE} cannot load {config} with {layout}: {error}") from error
