@@ -190,6 +190,7 @@ class ModelWeights:
             loader.flush()
             if loader.contents:  # the search takes a tenth of a second
                 _check_modules()
+            loader.end_reads()  # what a thread reads from now on would not be verified
             with detect_replacement(reader):
                 return encode_fragments(verifier.verify_local(loader.fragments)) if verifier else b""
 

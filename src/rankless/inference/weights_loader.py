@@ -189,6 +189,11 @@ class WeightsLoader(ClosingMixin):
         self._begin_batch()
         self._join()
 
+    def end_reads(self) -> None:
+        """Let lazy tensors and slices that threads still use raise ``StateError`` from now on."""
+        with self._lock:
+            self._is_closed = True
+
     def take_part(self) -> None:
         """Take part in all rounds of the ranks. Raises no error of a read: :meth:`flush` does."""
         self._begin_rounds()
@@ -257,7 +262,13 @@ class WeightsLoader(ClosingMixin):
         self._note_result(future.result())
 
     def _run_now(self, copies: Sequence[ElementCopy]) -> None:
-        self._note_result(self._run_detecting(self._run_alone, group_by_tensor(copies)))
+        result = self._run_detecting(self._run_alone, group_by_tensor(copies))
+        with self._lock:
+            if self._is_closed:  # meanwhile, and what was read is not verified any more
+                raise StateError(
+                    "open_weights() ended while a thread was reading: let all threads end inside its block"
+                )
+            self._note_result(result)
 
     def _run_alone(self, copies: CopiesByTensor) -> _Result:
         planned = self._reads.plan_alone(copies, has_peers=self._has_peers)

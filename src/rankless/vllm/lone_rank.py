@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from rankless.errors import FormatError
+from rankless.errors import InvalidArgumentError
 from rankless.inference.engine_layout import EngineLayout
 
 #: The name and the version of the engine.
@@ -38,7 +38,7 @@ def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable
         weights: The names and the tensors.
 
     Raises:
-        FormatError: vLLM cannot build the model in this layout, or cannot load these weights.
+        InvalidArgumentError: vLLM cannot build the model in this layout, or cannot load these weights.
     """
     try:
         vllm_config = _make_config(config, layout)
@@ -49,7 +49,7 @@ def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable
                 model = initialize_model(vllm_config)
             model.load_weights(iter(weights))
     except Exception as error:
-        raise FormatError(f"{ENGINE} cannot load {config} with {layout}: {error}") from error
+        raise InvalidArgumentError(f"{ENGINE} cannot load {config} with {layout}: {error}") from error
     return sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -191,11 +191,17 @@ class TestForAnEngine:
         assert "is not possible with --for" in result.stderr
 
     def test_an_unknown_engine(self, made: Path) -> None:
-        assert "the engine must be vllm" in invoke("show", made, "--for", "vlm", code=2).stderr
+        options = ("--for", "vlm", "--config", made)
+        assert "the engine must be vllm" in invoke("show", made, *options, code=2).stderr
+
+    def test_a_checkpoint_without_a_configuration(self, made: Path) -> None:
+        result = invoke("show", made, "--for", "vllm", code=2)
+        assert "has no config.json" in result.stderr
+        assert "--config FOLDER" in result.stderr
 
     def test_an_engine_that_is_not_installed(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "vllm", None)  # as if it could not be found
         monkeypatch.delitem(sys.modules, "rankless.vllm.lone_rank", raising=False)
-        result = invoke("show", made, "--for", "vllm", code=2)
+        result = invoke("show", made, "--for", "vllm", "--config", made, code=2)
         assert "vllm is not installed here" in result.stderr
         assert "into one environment" in result.stderr

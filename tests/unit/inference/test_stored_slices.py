@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import CorruptCheckpointError, StateError
+from rankless.inference.joined_reads import JoinedReads
 from rankless.inference.stored_slice import StoredSlice
 from tests.helpers.corruption import flip_tensor_bit
 
@@ -103,3 +106,24 @@ def test_slices_before_the_block_are_an_error(folder: Path) -> None:
     weights = rankless.open_weights(folder, process_group="self")
     with pytest.raises(StateError, match="call slices"):
         weights.slices()
+
+
+def test_a_thread_that_still_reads_when_the_block_ends_gets_an_error(folder: Path) -> None:
+    """What it would get is not verified any more."""
+    began, may_end = threading.Event(), threading.Event()
+    original = JoinedReads.run
+
+    def run(reads: JoinedReads, *arguments: Any) -> Any:
+        began.set()
+        may_end.wait(30)
+        return original(reads, *arguments)
+
+    with ThreadPoolExecutor(1) as pool:
+        with rankless.open_weights(folder, process_group="self") as weights:
+            stored = weights.slices()["weight"]
+            with mock.patch.object(JoinedReads, "run", run):
+                late = pool.submit(lambda: stored[0])
+                assert began.wait(30)
+        may_end.set()
+        with pytest.raises(StateError, match="while a thread was reading"):
+            late.result()

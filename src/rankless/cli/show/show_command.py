@@ -25,6 +25,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.run.lineage import Lineage, find_lineage
 from rankless.run.object_run import tag_of
 from rankless.storage.object_path import parse_location
+from rankless.storage.store import store_of
 
 
 def show(  # noqa: PLR0917 - options of the command
@@ -109,6 +110,8 @@ def _print_engine_reads(
 ) -> None:
     with leave_on_interrupt():
         from rankless.cli.show import engine_reads  # noqa: PLC0415 - torch is slow to import
+    if config is None and not store_of(reader.path).is_file(reader.path / "config.json"):
+        raise InvalidArgumentError(f"{reader.path} has no config.json: name the folder that has it by --config FOLDER")
     engine_reads.print_engine_reads(reader, engine, layout, config or str(reader.path), as_json=as_json)
 
 
