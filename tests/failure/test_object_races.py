@@ -202,13 +202,15 @@ def test_a_checkpoint_that_has_lost_its_files_does_not_hide_the_one_before(fake:
         rankless.open(run_path())
 
 
-def test_a_job_whose_files_the_next_one_has_removed_is_superseded() -> None:
+@pytest.mark.parametrize("earlier", [[], ["step_1"]], ids=["first save", "later save"])
+def test_a_job_whose_files_the_next_one_has_removed_is_superseded(earlier: list[str]) -> None:
     """It was stopped for long. To advise it to save again would not help."""
     fake = FakeS3(AWS)
     with fake.connected():
         path = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
         directory = rankless.RunDirectory(path)
-        directory.save("step_1", {"w": torch.ones(2)}, step=1)
+        for tag in earlier:
+            directory.save(tag, {"w": torch.ones(2)}, step=1)
         find_damage = object_publication.find_damage
 
         def stop(*arguments: Any) -> str | None:

@@ -6,7 +6,9 @@ still see the checkpoint before. What it has uploaded stays below a name of its 
 
 from __future__ import annotations
 
+import errno
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -151,12 +153,20 @@ class ObjectSave(TrainingSave):
         is_corrupt = request.find_corrupt() is not None
         try:
             return publication.publish(finished, overwrite=request.overwrite or is_corrupt, is_corrupt=is_corrupt)
-        except StorageError:
-            # The job that has continued the run of one that was stopped for long may have removed its files.
-            claimed = Claim(self._identity.run, self._identity.incarnation)
-            job = msgspec.structs.replace(request.job, claim=claimed)
-            check_not_superseded(self._run, read_history(self._run), job)
+        except StorageError as error:
+            if error.errno in {errno.ENOENT, errno.EIO}:  # not if the server cannot be reached
+                self._check_not_superseded()
             raise
+
+    def _check_not_superseded(self) -> None:
+        """Raise ``SupersededError`` on rank 0 if another job has continued the run, and so may have removed the files.
+
+        This job was stopped for long then. If the history cannot be read, nothing is raised.
+        """
+        claimed = Claim(self._identity.run, self._identity.incarnation)
+        job = msgspec.structs.replace(self._request.job, claim=claimed)
+        with suppress(StorageError):
+            check_not_superseded(self._run, read_history(self._run), job)
 
     def _check_store(self, written: ObjectPath, data: bytes) -> None:
         """Warn if the store writes an object that exists, although the request forbids it."""

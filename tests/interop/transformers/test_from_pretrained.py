@@ -71,8 +71,8 @@ def test_all_parameters_are_equal_and_each_rank_reads_its_own(
     write_model(name, tmp_path)
     for wrong, needed, is_verified in ranks(n, load_both, name, tmp_path, layout):
         assert not wrong
-        # transformers itself cuts a tied embedding twice.
-        assert needed <= (1.4 if name == "LlamaForCausalLM" else 1.01)
+        # The tied embedding has both of its names, and transformers takes it twice: 0.077 of this model.
+        assert needed <= (1.08 if name == "LlamaForCausalLM" else 1)
         assert is_verified
 
 

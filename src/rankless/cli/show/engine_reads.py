@@ -21,16 +21,14 @@ from rankless.observe.units import format_count, format_size
 _ENGINES = {"vllm": "rankless.vllm.lone_rank"}
 
 
-def print_engine_reads(
-    reader: Reader, engine: str, sizes: tuple[int, int, bool], config: str, *, as_json: bool
-) -> None:
-    """Print what each rank would read of a model in a layout of these ``sizes``, see :class:`EngineLayout`.
+def print_engine_reads(reader: Reader, engine: str, layout: EngineLayout, config: str, *, as_json: bool) -> None:
+    """Print what each rank would read of a model.
 
     ``config`` is the folder with the engine's ``config.json``. Raises ``InvalidArgumentError`` or ``FormatError``.
     """
-    module, layout = _import_engine(engine), EngineLayout(*sizes)
     if MODEL not in reader.groups:
         raise FormatError(f"{reader.path} has no model")
+    module = _import_engine(engine)
     planned = plan_reads(reader, layout.size, partial(module.load_on_rank, config, layout))
     if as_json:
         print_json(_json_record(reader, module.ENGINE, layout, planned))

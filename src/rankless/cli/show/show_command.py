@@ -17,6 +17,7 @@ from rankless.cli.show import sections
 from rankless.cli.show.module_sizes import fold_modules, summarize_modules
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.formats.reader import FamilyReader, Reader
+from rankless.inference.engine_layout import EngineLayout
 from rankless.inspection import inspected_checkpoint
 from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedCheckpoint
 from rankless.inspection.name_patterns import match_names
@@ -78,7 +79,8 @@ def show(  # noqa: PLR0917 - options of the command
     else:
         inspected = _inspect_tier(checkpoint, local, tag)
     if engine is not None:
-        _print_engine_reads(inspected.reader, engine, (tensor, pipeline, expert), config, as_json=as_json)
+        layout = EngineLayout(tensor, pipeline, expert)
+        _print_engine_reads(inspected.reader, engine, layout, config, as_json=as_json)
         return
     tensors = {name: info for name, info in _tensors_by_name(inspected).items() if match_names(name, pattern)}
     tied = {alias: name for alias, name in _ties_by_name(inspected).items() if match_names(alias, pattern)}
@@ -106,7 +108,7 @@ def _check_options(for_engine: dict[str, bool], without_engine: dict[str, bool],
 
 
 def _print_engine_reads(
-    reader: Reader, engine: str, layout: tuple[int, int, bool], config: str | None, *, as_json: bool
+    reader: Reader, engine: str, layout: EngineLayout, config: str | None, *, as_json: bool
 ) -> None:
     with leave_on_interrupt():
         from rankless.cli.show import engine_reads  # noqa: PLC0415 - torch is slow to import
