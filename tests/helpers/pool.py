@@ -6,6 +6,7 @@ gets a new gloo group over a prefix of one store that the parent serves.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import os
@@ -109,6 +110,8 @@ def _serve(pipe: Connection, port: int) -> None:
             task, rank, world_size, function, args = pipe.recv()
         except EOFError:
             return
+        # A rank that hangs shows where, before the test gives up.
+        faulthandler.dump_traceback_later(TIMEOUT - 10)
         dist.init_process_group("gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size)
         result = _run(function, args)
         # The default instances would keep the group, and each group has threads that wake up all the time.
@@ -123,6 +126,7 @@ def _serve(pipe: Connection, port: int) -> None:
         gc.freeze()  # what is left are modules, which the task has imported
         # A group that one rank leaves while another still connects to it takes that one down.
         dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(result)
         dist.destroy_process_group()
         forget_meshes()
