@@ -7,7 +7,7 @@ import importlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from campaigns.common.fork_server import CONTEXT
+from campaigns.run_histories.draws import draw_at_random, draw_from
 from campaigns.run_histories.history import History
 from campaigns.run_histories.hosts import OneMachine
 from campaigns.run_histories.modules import MODULES
@@ -24,8 +25,24 @@ from campaigns.run_histories.trainer import Trainer
 from rankless.errors import EmptyRunError
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
+    """Some histories: the kind of place, the first seed, their number, and the events of each.
+
+    ``rare`` are the events that followed each event too seldom in earlier batches. With a ``script``, the events are
+    those of it.
+    """
+
+    kind: str
+    first: int
+    count: int
+    events: int
+    rare: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    script: tuple[str, ...] = ()
+
+
+@dataclass
+class BatchResult:
     """The results of some histories."""
 
     counts: Counts = field(default_factory=Counts)
@@ -33,26 +50,29 @@ class Batch:
     violations: list[str] = field(default_factory=list)
 
 
-def run_batch(batch: tuple[str, int, int, int], *, prints: bool = False) -> Batch:
-    """Make some histories one after the other: the kind of place, the first seed, their number, and their length."""
-    kind, first, count, events = batch
-    result = Batch()
-    with _scratch() as folders, open_kind(kind, folders, CONTEXT) as make:
+def run_batch(batch: Batch, *, prints: bool = False) -> BatchResult:
+    """Make some histories one after the other."""
+    result = BatchResult()
+    with _scratch() as folders, open_kind(batch.kind, folders, CONTEXT) as make:
         prepare((FolderPlace(folders["tmpfs"], "warm"), make("warm")))
-        for seed in range(first, first + count):
+        for seed in range(batch.first, batch.first + batch.count):
             base = Path(tempfile.mkdtemp(dir="/dev/shm"))
             history = History(make, OneMachine(), base, seed, result.counts)
             result.histories += 1
             try:
-                history.run(events)
+                history.run(batch.events, draw_from(batch.script) if batch.script else draw_at_random(seed, batch.rare))
             except ViolationError as error:
-                story = "\n".join(history.log)
-                result.violations.append(f"{kind}, seed {seed}: {error}\n{story}\n" if not prints else str(error))
+                result.violations.append(_describe(batch.kind, seed, history, error))
             finally:
                 shutil.rmtree(base, ignore_errors=True)
             if prints:
                 print("\n".join(history.log))
     return result
+
+
+def _describe(kind: str, seed: int, history: History, error: ViolationError) -> str:
+    again = f'--only --kinds "{kind}" --seed {seed} --script "{"; ".join(history.events)}"'
+    return "\n".join([f"{kind}, seed {seed}: {error}", again, *history.log, ""])
 
 
 def prepare(places: Iterable[Place]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from campaigns.run_histories.draws import Draw
 from campaigns.run_histories.hosts import Hosts
 from campaigns.run_histories.jobs import Job
 from campaigns.run_histories.judge import Judge
@@ -37,7 +38,7 @@ _STARTS, _MANY_STARTS = 4, 100
 
 
 class History:
-    """A history. ``run`` makes it, and raises ``ViolationError``; ``log`` says what was done.
+    """A history. ``run`` makes it, and raises ``ViolationError``; ``log`` says what was done, ``events`` which events.
 
     ``make`` makes its run directories. The tiers are in ``base``, on the host of each.
     """
@@ -47,6 +48,7 @@ class History:
         self._base, self._state = base, State(counts, hosts)
         self._judge = Judge(self._state)
         self._steps = self._numbers = 0
+        self.events: list[str] = []
         self._state.sites.append(Site(make(self._next_name()), {()}))
         self._last_start: tuple[Site, str, str | None] | None = None
 
@@ -55,12 +57,13 @@ class History:
         """What was done, in words."""
         return self._state.log
 
-    def run(self, length: int) -> None:
-        """Do so many random events, and then what must succeed after the last fault."""
+    def run(self, length: int, draw: Draw) -> None:
+        """Do so many events, and then what must succeed after the last fault."""
         before = ""
         try:
             for _ in range(length):
-                event = self.random.choice(self._list_applicable())
+                event = draw(before, self._list_applicable())
+                self.events.append(event)
                 self._state.counts.pairs[before, event] = self._state.counts.pairs.get((before, event), 0) + 1
                 self._state.log.append(f"-- {event}")
                 _EVENTS[event](self)
@@ -567,7 +570,7 @@ _EVENTS: dict[str, Callable[[History], None]] = {
 }
 
 #: The names of the events.
-EVENTS: Iterable[str] = tuple(_EVENTS)
+EVENTS: Sequence[str] = tuple(_EVENTS)
 
 _NEED_JOB = frozenset(
     {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaigns.run_histories.batches import Batch
+from campaigns.run_histories.batches import BatchResult
 from campaigns.run_histories.state import Counts
 
 
@@ -20,7 +20,7 @@ class Record:
     counts: Counts = field(default_factory=Counts)
     violations: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, seed: int, batch: Batch) -> None:
+    def add(self, kind: str, seed: int, batch: BatchResult) -> None:
         """Add a batch that begins with ``seed``."""
         self.batches.add((kind, seed))
         self.histories[kind] = self.histories.get(kind, 0) + batch.histories

@@ -22,6 +22,7 @@ from campaigns.hosts import guest
 from campaigns.hosts.testbed import Testbed, mount_point
 from campaigns.hosts.workers import RemoteError, Worker
 from campaigns.run_histories.batches import prepare
+from campaigns.run_histories.draws import draw_at_random
 from campaigns.run_histories.history import History
 from campaigns.run_histories.hosts import OneMachine
 from campaigns.run_histories.places import FolderPlace, Place
@@ -248,9 +249,9 @@ def _make_history(lane: Lane, kind: str, seed: int) -> Outcome:
     history = History(partial(lane.make, mount_point(kind)), lane.guests, base, seed, counts)
     violation = ""
     try:
-        history.run(_EVENTS)
+        history.run(_EVENTS, draw_at_random(seed, {}))
     except ViolationError as error:
-        story = "\n".join(history.log)
+        story = "\n".join(["; ".join(history.events), *history.log])
         violation = f"{kind}, seed {seed}: {error}\n{story}\n"
     finally:
         for host in _CLIENTS:
