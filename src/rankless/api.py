@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.load.restore_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
@@ -119,23 +120,24 @@ def save_checkpoint(  # noqa: PLR0917 - the objects in the order of restore(), w
         RanklessError: The same on all ranks; no other checkpoint is changed.
             ``help(rankless.RunDirectory.save)`` has a list, and more on Args.
     """
-    directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
-    return directory.save(
-        tag,
-        model,
-        optimizer,
-        scheduler,
-        user_content,
-        dataloader=dataloader,
-        stateful=stateful,
-        per_rank_content=per_rank_content,
-        step=step,
-        metrics=metrics,
-        keep=keep,
-        overwrite=overwrite,
-        async_save=async_save,
-        options=with_keywords(SaveOptions(), options, more, save_checkpoint),
-    )
+    with collective_call(process_group, timeout):
+        directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
+        return directory.save(
+            tag,
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            dataloader=dataloader,
+            stateful=stateful,
+            per_rank_content=per_rank_content,
+            step=step,
+            metrics=metrics,
+            keep=keep,
+            overwrite=overwrite,
+            async_save=async_save,
+            options=with_keywords(SaveOptions(), options, more, save_checkpoint),
+        )
 
 
 def load_checkpoint(
@@ -162,16 +164,17 @@ def load_checkpoint(
         The user content, or ``None`` if the checkpoint has none. If the checkpoint has ``per_rank_content`` and an
         optimizer or data loader is passed, the function warns, because it does not return that.
     """
-    directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
-    return directory.load(
-        tag,
-        model,
-        optimizer,
-        scheduler,
-        dataloader=dataloader,
-        stateful=stateful,
-        options=with_keywords(LoadOptions(), options, more, load_checkpoint),
-    )
+    with collective_call(process_group, timeout):
+        directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
+        return directory.load(
+            tag,
+            model,
+            optimizer,
+            scheduler,
+            dataloader=dataloader,
+            stateful=stateful,
+            options=with_keywords(LoadOptions(), options, more, load_checkpoint),
+        )
 
 
 def restore(
@@ -221,16 +224,17 @@ def restore(
         CorruptCheckpointError: Stored bytes differ from what was saved.
         RanklessError: Further ones as in ``save_checkpoint``.
     """
-    directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
-    return directory.restore(
-        tag,
-        model,
-        optimizer,
-        scheduler,
-        dataloader=dataloader,
-        stateful=stateful,
-        options=with_keywords(LoadOptions(), options, more, restore),
-    )
+    with collective_call(process_group, timeout):
+        directory = _defaults.get_directory((parse_location(path), timeout, process_group, as_local_tier(local)))
+        return directory.restore(
+            tag,
+            model,
+            optimizer,
+            scheduler,
+            dataloader=dataloader,
+            stateful=stateful,
+            options=with_keywords(LoadOptions(), options, more, restore),
+        )
 
 
 def finalize() -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from rankless.engine.comm.call_check import CallDescription
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.errors import CorruptCheckpointError, EmptyRunError, InvalidArgumentError, StateError, StorageError
 from rankless.formats.native import is_native
@@ -230,31 +231,32 @@ class Checkpointer:
             NoCheckpointError: None of the checkpoints can be read, or there is none with this tag; and all other errors
                 of :func:`rankless.restore`. Outside of a ``with`` block signals have their earlier effect again then.
         """
-        chosen = with_keywords(LoadOptions(), options, more, Checkpointer.resume)
-        missing = {*_as_names(chosen.allow_missing), *self._find_components(new_ok)}
-        self._begin(resumes=True)
-        try:
-            restored = self._directory.restore(
-                tag,
-                **self._components,
-                stateful=self._registered or None,
-                options=replace(chosen, allow_missing=missing, resume=True, again=bool(chosen.again)),
-            )
-            step = _step_of(restored)
-        except EmptyRunError as error:
-            self._directory.warn_of_unread_tiers()
-            level = logging.DEBUG if self._directory.rank else logging.INFO
-            _log.log(level, "training begins at step 1: %s", error)
-            return 0
-        except BaseException:
-            if not self._is_in_block:  # else its end closes this object
-                self.close()
-            raise
-        self.restored = restored
-        self._last = self._saved = step
-        self._handle = None
-        self._pending = {}
-        return step
+        with collective_call(self._process_group, self._timeout):
+            chosen = with_keywords(LoadOptions(), options, more, Checkpointer.resume)
+            missing = {*_as_names(chosen.allow_missing), *self._find_components(new_ok)}
+            self._begin(resumes=True)
+            try:
+                restored = self._directory.restore(
+                    tag,
+                    **self._components,
+                    stateful=self._registered or None,
+                    options=replace(chosen, allow_missing=missing, resume=True, again=bool(chosen.again)),
+                )
+                step = _step_of(restored)
+            except EmptyRunError as error:
+                self._directory.warn_of_unread_tiers()
+                level = logging.DEBUG if self._directory.rank else logging.INFO
+                _log.log(level, "training begins at step 1: %s", error)
+                return 0
+            except BaseException:
+                if not self._is_in_block:  # else its end closes this object
+                    self.close()
+                raise
+            self.restored = restored
+            self._last = self._saved = step
+            self._handle = None
+            self._pending = {}
+            return step
 
     def step(
         self,

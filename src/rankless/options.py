@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 from rankless.errors import InvalidArgumentError
 from rankless.observe.events import OnEvent
 from rankless.ondisk.data_files import SHARD_SIZE, parse_size
-from rankless.ondisk.validation import check_choice
+from rankless.ondisk.validation import check_choice, check_flag, check_keys
 
 #: When the state is copied: before the call returns, or, if only optimizer steps change it, before the next step.
 STAGING = ("eager", "overlapped")
@@ -107,10 +107,9 @@ class SaveOptions:
         check_choice("staging_check", self.staging_check, STAGING_CHECK)
         check_choice("replica_check", self.replica_check, REPLICA_CHECK)
         check_choice("frozen", self.frozen, FROZEN)
-        for name in ("incremental", "stats"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InvalidArgumentError(f"{name} must be True or False; got {value!r:.80}")
+        for name in ("incremental", "rng", "state_dict_hooks", "adapter_only", "stats"):
+            check_flag(name, getattr(self, name))
+        _check_listener(self.on_event)
         number: object = self.keep_full_every
         if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
             raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {number!r:.80}")
@@ -170,6 +169,16 @@ class LoadOptions:
     keys: Mapping[str, str] | None = None
     on_event: OnEvent | None = None
 
+    def check(self) -> None:
+        """Raise ``InvalidArgumentError`` if a flag, the keys or the listener are invalid by themselves."""
+        for name in ("verify", "cast_dtype"):
+            check_flag(name, getattr(self, name))
+        for name in ("rng", "resume", "again"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        check_keys(self.keys)
+        _check_listener(self.on_event)
+
 
 class SaveKeywords(TypedDict, total=False):
     """The fields of :class:`SaveOptions` as keyword arguments."""
@@ -206,6 +215,11 @@ class LoadKeywords(TypedDict, total=False):
 
 
 _Options = TypeVar("_Options", SaveOptions, LoadOptions)
+
+
+def _check_listener(on_event: object) -> None:
+    if on_event is not None and not callable(on_event):
+        raise InvalidArgumentError(f"on_event must be a function that takes an event; got {on_event!r:.80}")
 
 
 def with_keywords(

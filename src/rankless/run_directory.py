@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from msgspec.structs import replace
 
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import (
     ProcessGroupArgument,
     check_process_group,
@@ -29,7 +30,7 @@ from rankless.observe.reporter import with_progress_bar
 from rankless.observe.spans import span, traced
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
-from rankless.ondisk.validation import check_keys, check_timeout
+from rankless.ondisk.validation import check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import claim_incarnation, list_checkpoints
 from rankless.run.claims import JobHistory, read_history
@@ -208,45 +209,48 @@ class RunDirectory:
             RankTimeoutError: A rank did not arrive in time.
             StorageError: The file system or the object store reported an error.
         """
-        began = time.perf_counter()
-        chosen = with_keywords(self.options, options, more, RunDirectory.save)
-        training = TrainingObjects(
-            model,
-            optimizer,
-            scheduler,
-            user_content,
-            per_rank_content,
-            stateful,
-            dataloader,
-            chosen.rng,
-            state_dict_hooks=chosen.state_dict_hooks,
-            frozen_apart=chosen.frozen == "apart",
-            adapters=ONLY_ADAPTERS if chosen.adapter_only else WITH_ADAPTERS,
-            files={} if chosen.files is None else chosen.files,
-        )
-        request = SaveRequest(
-            path=self.path,
-            tag=tag,
-            training=training,
-            options=chosen,
-            step=step,
-            metrics=copy_metrics({} if metrics is None else metrics),
-            overwrite=overwrite,
-            keep=self._keep if keep is None else as_policy(keep),
-            async_save=self._async_save if async_save is None else async_save,
-            forced=forced,
-            began=began,
-        )
-        check_ranks_are_joined(self._process_group)
-        turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
-        with span("save", "call", str(tag)), turn:
-            request = replace(request, job=self.history, corrupt=frozenset(self.memory.corrupt))
-            self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
-            request = replace(request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats))
-            if request.async_save:
-                return self._run_save(request)
-            with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
-                return self._run_save(replace(request, on_event=listener))
+        with collective_call(self._process_group, self._timeout):
+            began = time.perf_counter()
+            chosen = with_keywords(self.options, options, more, RunDirectory.save)
+            training = TrainingObjects(
+                model,
+                optimizer,
+                scheduler,
+                user_content,
+                per_rank_content,
+                stateful,
+                dataloader,
+                chosen.rng,
+                state_dict_hooks=chosen.state_dict_hooks,
+                frozen_apart=chosen.frozen == "apart",
+                adapters=ONLY_ADAPTERS if chosen.adapter_only else WITH_ADAPTERS,
+                files={} if chosen.files is None else chosen.files,
+            )
+            request = SaveRequest(
+                path=self.path,
+                tag=tag,
+                training=training,
+                options=chosen,
+                step=step,
+                metrics=copy_metrics({} if metrics is None else metrics),
+                overwrite=overwrite,
+                keep=self._keep if keep is None else as_policy(keep),
+                async_save=self._async_save if async_save is None else async_save,
+                forced=forced,
+                began=began,
+            )
+            check_ranks_are_joined(self._process_group)
+            turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
+            with span("save", "call", str(tag)), turn:
+                request = replace(request, job=self.history, corrupt=frozenset(self.memory.corrupt))
+                self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
+                request = replace(
+                    request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats)
+                )
+                if request.async_save:
+                    return self._run_save(request)
+                with self._with_progress_bar(f"saving {request.tag}", request.on_event) as listener:
+                    return self._run_save(replace(request, on_event=listener))
 
     def _with_statistics(self, on_event: OnEvent, stats: object) -> OnEvent:
         """Return a listener that, on the coordinator, lets statistics be computed if they are requested."""
@@ -357,40 +361,42 @@ class RunDirectory:
         The arguments, the result and the errors are those of :func:`rankless.restore`. :class:`rankless.LoadOptions`
         documents ``options``, and its fields are the further keyword arguments.
         """
-        chosen = with_keywords(LoadOptions(), options, more, RunDirectory.restore)
-        # Imported here, as a job that only saves needs none of it, and no reader of another format.
-        from rankless.load.load_request import LoadRequest  # noqa: PLC0415
-        from rankless.state.mismatches import RestorePolicy, as_components  # noqa: PLC0415
+        with collective_call(self._process_group, self._timeout):
+            chosen = with_keywords(LoadOptions(), options, more, RunDirectory.restore)
+            # Imported here, as a job that only saves needs none of it, and no reader of another format.
+            from rankless.load.load_request import LoadRequest  # noqa: PLC0415
+            from rankless.state.mismatches import RestorePolicy, as_components  # noqa: PLC0415
 
-        check_keys(chosen.keys)
-        selected = check_tag_argument(tag)
-        policy = RestorePolicy(
-            strict=chosen.strict if isinstance(chosen.strict, bool) else True,
-            lenient=_lenient_components(chosen.strict),
-            cast_dtype=chosen.cast_dtype,
-            rng=optimizer is not None if chosen.rng is None else chosen.rng,
-            per_rank_content=_is_resume_call(optimizer, dataloader),
-            # Components that were not requested explicitly may be missing, but a warning says so.
-            allow_missing=as_components(chosen.allow_missing)
-            | {"per_rank_content"}
-            | ({"rng"} if chosen.rng is None else set()),
-        )
-        request = LoadRequest(
-            path=self.path,
-            tag=selected,
-            training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
-            policy=policy,
-            verify=chosen.verify,
-            share_reads=chosen.share_reads,
-            on_corruption=chosen.on_corruption,
-            keys=chosen.keys or {},
-            token=secrets.token_hex(8),
-            goes_back_once=chosen.again is False,
-            on_event=chosen.on_event or self._on_event,
-        )
-        resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
-        with span("load", "call", str(selected or "")):
-            return self._run_load(request, resumes=resumes, claims=chosen.resume is True)
+            chosen.check()
+            selected = check_tag_argument(tag)
+            policy = RestorePolicy(
+                strict=chosen.strict if isinstance(chosen.strict, bool) else True,
+                lenient=_lenient_components(chosen.strict),
+                cast_dtype=chosen.cast_dtype,
+                rng=optimizer is not None if chosen.rng is None else chosen.rng,
+                per_rank_content=_is_resume_call(optimizer, dataloader),
+                # Components that were not requested explicitly may be missing, but a warning says so.
+                allow_missing=as_components(chosen.allow_missing)
+                | {"per_rank_content"}
+                | ({"rng"} if chosen.rng is None else set()),
+            )
+            request = LoadRequest(
+                path=self.path,
+                tag=selected,
+                training=TrainingObjects(model, optimizer, scheduler, stateful=stateful, dataloader=dataloader),
+                policy=policy,
+                verify=chosen.verify,
+                share_reads=chosen.share_reads,
+                on_corruption=chosen.on_corruption,
+                keys=chosen.keys or {},
+                token=secrets.token_hex(8),
+                resume=chosen.resume,
+                goes_back_once=chosen.again is False,
+                on_event=chosen.on_event or self._on_event,
+            )
+            resumes = _is_resume_call(optimizer, dataloader) if chosen.resume is None else chosen.resume
+            with span("load", "call", str(selected or "")):
+                return self._run_load(request, resumes=resumes, claims=chosen.resume is True)
 
     def _run_load(self, request: LoadRequest, *, resumes: bool, claims: bool) -> RestoreResult:
         with span("import", "import"):

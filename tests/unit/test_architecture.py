@@ -198,12 +198,13 @@ def test_a_save_and_a_load_import_few_modules(first_use: dict[str, Any]) -> None
 
     They last rose when nothing was removed any more that is not proved to be an output, when corrupt files were read
     twice, when states of optimizers that a load could not restore were refused, and with the history of a run, which a
-    load by path shares with the directory of the checkpoint.
+    load by path shares with the directory of the checkpoint, and when all ranks got the error of a wrong
+    argument of one of them.
     """
     saved, loaded = first_use["save"], first_use["load"]
     assert not {name for name in loaded if name.startswith("torch.distributed.checkpoint")}
-    assert len(modules_of_rankless(saved)) <= 206
-    assert len(modules_of_rankless(loaded)) <= 244
+    assert len(modules_of_rankless(saved)) <= 207
+    assert len(modules_of_rankless(loaded)) <= 245
 
 
 def test_a_save_without_generators_does_not_import_those_of_numpy(first_use: dict[str, Any]) -> None:
@@ -220,14 +221,15 @@ def test_a_save_and_a_load_run_few_modules_and_functions(first_use: dict[str, An
     """These bounds only fall, unless a promise needs more: they are what a reader of a save or a load has to know.
 
     Those of a load last rose when code of the caller's objects that fails in a load was named, when states that share
-    memory were given no values that differ, and when a file that was replaced was told from one that was read wrongly.
-    Both last rose with the history of a run.
+    memory were given no values that differ, when a file that was replaced was told from one that was read wrongly, and
+    when tensors were named that a model's own ``state_dict`` leaves out.
+    Both last rose with the history of a run, and when all ranks got the error of a wrong argument of one of them.
     """
     (save_modules, save_functions), (load_modules, load_functions) = first_use["ran"]
     assert save_modules <= 118
-    assert save_functions <= 563
+    assert save_functions <= 567
     assert load_modules <= 121
-    assert load_functions <= 555
+    assert load_functions <= 561
 
 
 def test_importing_rankless_imports_no_other_module_of_it() -> None:

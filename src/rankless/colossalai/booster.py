@@ -26,6 +26,7 @@ from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
 from rankless.components.content import ComponentContent
 from rankless.components.file_or_folder import Layout, safetensors_file, torch_file
+from rankless.engine.comm.collective_call import collective_call
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.load.restore_result import RestoreResult
 from rankless.observe.warning import warn_caller
@@ -125,26 +126,29 @@ class Booster:
         use_async: bool = False,
     ) -> SaveHandle[Path]:
         """Save a model: see :func:`rankless.save_model`. ``prefix`` names a variant of a folder's files."""
-        del gather_dtensor
-        if use_async and not use_safetensors:
-            warn_caller("use_async=True saves safetensors files, as ColossalAI does")
-            use_safetensors = True
-        path = local_path(checkpoint)
-        if not shard and use_safetensors and path.suffix != ".safetensors":
-            raise InvalidArgumentError(
-                f"with use_safetensors the path of a file must end in .safetensors; got {path.name!r}"
+        with collective_call(None, _TIMEOUT):
+            del gather_dtensor
+            if use_async and not use_safetensors:
+                warn_caller("use_async=True saves safetensors files, as ColossalAI does")
+                use_safetensors = True
+            path = local_path(checkpoint)
+            if not shard and use_safetensors and path.suffix != ".safetensors":
+                raise InvalidArgumentError(
+                    f"with use_safetensors the path of a file must end in .safetensors; got {path.name!r}"
+                )
+            plain = _plain_model(model)
+            if shard:
+                limit = _shard_bytes(size_per_shard)
+                layout = partial(
+                    _model_folder_layout, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors
+                )
+            else:
+                use_safetensors = use_safetensors or path.suffix == ".safetensors"
+                layout = partial(_model_file_layout, name=path.name, use_safetensors=use_safetensors)
+            text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}, safetensors {use_safetensors}"
+            return _save_component(
+                path, TrainingObjects(plain, rng=False), layout, text, shard=shard, async_save=use_async
             )
-        plain = _plain_model(model)
-        if shard:
-            limit = _shard_bytes(size_per_shard)
-            layout = partial(
-                _model_folder_layout, model=plain, limit=limit, prefix=prefix, use_safetensors=use_safetensors
-            )
-        else:
-            use_safetensors = use_safetensors or path.suffix == ".safetensors"
-            layout = partial(_model_file_layout, name=path.name, use_safetensors=use_safetensors)
-        text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}, safetensors {use_safetensors}"
-        return _save_component(path, TrainingObjects(plain, rng=False), layout, text, shard=shard, async_save=use_async)
 
     def load_model(
         self,
@@ -157,14 +161,15 @@ class Booster:
         prefix: str | None = None,
     ) -> RestoreResult:
         """Load a model: see :func:`rankless.load_model`. ``prefix`` chooses a variant."""
-        del low_cpu_mem_mode, num_threads
-        plain = _plain_model(model)
-        path = _choose_path(
-            component_calls.wait_for_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin")
-        )
-        return component_calls.load_component(
-            TrainingObjects(plain), path, ComponentView("model"), (None, _TIMEOUT), strict=strict
-        )
+        with collective_call(None, _TIMEOUT):
+            del low_cpu_mem_mode, num_threads
+            plain = _plain_model(model)
+            path = _choose_path(
+                component_calls.wait_for_path(checkpoint), prefix, ("model.safetensors", "pytorch_model.bin")
+            )
+            return component_calls.load_component(
+                TrainingObjects(plain), path, ComponentView("model"), (None, _TIMEOUT), strict=strict
+            )
 
     #: The name in ColossalAI's guide.
     load = load_model
@@ -180,21 +185,22 @@ class Booster:
         use_async: bool = False,
     ) -> SaveHandle[Path]:
         """Save an optimizer by parameter number, as a file of ``torch.save`` or a folder of such files."""
-        del gather_dtensor
-        path, plain = local_path(checkpoint), _plain_optimizer(optimizer)
-        if not shard and path.suffix == ".safetensors":
-            raise InvalidArgumentError(
-                "an optimizer is saved by torch.save: use another ending than .safetensors, for which "
-                "ColossalAI puts pickles into safetensors files"
-            )
-        layout: Layout
-        if shard:
-            layout = partial(optimizer_folder, limit=_shard_bytes(size_per_shard), prefix=prefix)
-        else:
-            layout = partial(optimizer_file, name=path.name)
-        training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain), rng=False)
-        text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}"
-        return _save_component(path, training, layout, text, shard=shard, async_save=use_async)
+        with collective_call(None, _TIMEOUT):
+            del gather_dtensor
+            path, plain = local_path(checkpoint), _plain_optimizer(optimizer)
+            if not shard and path.suffix == ".safetensors":
+                raise InvalidArgumentError(
+                    "an optimizer is saved by torch.save: use another ending than .safetensors, for which "
+                    "ColossalAI puts pickles into safetensors files"
+                )
+            layout: Layout
+            if shard:
+                layout = partial(optimizer_folder, limit=_shard_bytes(size_per_shard), prefix=prefix)
+            else:
+                layout = partial(optimizer_file, name=path.name)
+            training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain), rng=False)
+            text = f"ColossalAI's, {size_per_shard} MiB a file, prefix {prefix!r}"
+            return _save_component(path, training, layout, text, shard=shard, async_save=use_async)
 
     def load_optimizer(
         self,
@@ -207,21 +213,26 @@ class Booster:
         size_per_shard: float = 1024,
     ) -> RestoreResult:
         """Load an optimizer: see :func:`rankless.load_optimizer`. ``prefix`` chooses a variant."""
-        del low_cpu_mem_mode, num_threads, size_per_shard
-        plain = _plain_optimizer(optimizer)
-        path = _choose_path(
-            component_calls.wait_for_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors")
-        )
-        training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain))
-        return component_calls.load_component(training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True)
+        with collective_call(None, _TIMEOUT):
+            del low_cpu_mem_mode, num_threads, size_per_shard
+            plain = _plain_optimizer(optimizer)
+            path = _choose_path(
+                component_calls.wait_for_path(checkpoint), prefix, ("pytorch_optim.bin", "optimizer.safetensors")
+            )
+            training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain))
+            return component_calls.load_component(
+                training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True
+            )
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
         """Save a scheduler's state dict as a file of ``torch.save``."""
-        component_calls.save_scheduler_state(lr_scheduler, checkpoint, (None, _TIMEOUT), as_torch=True)
+        with collective_call(None, _TIMEOUT):
+            component_calls.save_scheduler_state(lr_scheduler, checkpoint, (None, _TIMEOUT), as_torch=True)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:
         """Load a scheduler's state."""
-        component_calls.load_lr_scheduler(lr_scheduler, checkpoint)
+        with collective_call(None, _TIMEOUT):
+            component_calls.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def _find_model(self, optimizer: Any) -> Any:
         """Return the model that an optimizer was boosted with, if it still exists."""

@@ -13,6 +13,7 @@ from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
 from rankless.components.file_format import TORCH, adapter_file_format, model_file_format, optimizer_file_format
 from rankless.components.pending_saves import PendingSaves
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument, check_ranks_are_joined
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StorageError
@@ -80,24 +81,27 @@ def save_model(
         UnsupportedTensorError, ReplicaMismatchError, RankMismatchError, RankTimeoutError, StorageError: as
             in :meth:`rankless.RunDirectory.save`. All ranks raise it, and existing files are left unchanged.
     """
-    if adapter_only and prefix:
-        raise InvalidArgumentError("PEFT gives the names of adapters their prefix: leave out prefix")
-    destination = Destination.for_path(parse_location(path), folder=shard or adapter_only)
-    file_format = (
-        adapter_file_format()
-        if adapter_only
-        else model_file_format(destination, parse_size(max_shard_size), use_safetensors=use_safetensors, model=model)
-    )
-    adapters = ONLY_ADAPTERS if adapter_only else NO_ADAPTERS
-    request = ComponentRequest(
-        destination,
-        TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks, adapters=adapters),
-        file_format.layout,
-        file_format.text,
-        prefix or "",
-        async_save,
-    )
-    return saves.save(request, process_group, timeout)
+    with collective_call(process_group, timeout):
+        if adapter_only and prefix:
+            raise InvalidArgumentError("PEFT gives the names of adapters their prefix: leave out prefix")
+        destination = Destination.for_path(parse_location(path), folder=shard or adapter_only)
+        file_format = (
+            adapter_file_format()
+            if adapter_only
+            else model_file_format(
+                destination, parse_size(max_shard_size), use_safetensors=use_safetensors, model=model
+            )
+        )
+        adapters = ONLY_ADAPTERS if adapter_only else NO_ADAPTERS
+        request = ComponentRequest(
+            destination,
+            TrainingObjects(model, rng=False, state_dict_hooks=state_dict_hooks, adapters=adapters),
+            file_format.layout,
+            file_format.text,
+            prefix or "",
+            async_save,
+        )
+        return saves.save(request, process_group, timeout)
 
 
 def replace_with_model(model: Any, folder: Path, *, timeout: float) -> None:
@@ -135,13 +139,14 @@ def load_model(
         MismatchError: shapes differ, or names if ``strict``. The error lists all differences. Nothing was changed.
         CorruptCheckpointError: bytes do not match their checksums; the error names the file and tensor.
     """
-    return load_component(
-        TrainingObjects(model),
-        path,
-        ComponentView("model", prefix or ""),
-        (process_group, timeout),
-        strict=strict,
-    )
+    with collective_call(process_group, timeout):
+        return load_component(
+            TrainingObjects(model),
+            path,
+            ComponentView("model", prefix or ""),
+            (process_group, timeout),
+            strict=strict,
+        )
 
 
 def save_optimizer(
@@ -178,11 +183,16 @@ def save_optimizer(
         process_group: the ranks that save together; ``"self"`` is this process alone.
         timeout: how many seconds ranks wait for each other before all of them fail.
     """
-    destination = Destination.for_path(parse_location(path), folder=shard)
-    file_format = optimizer_file_format(destination, parse_size(max_shard_size))
-    training = TrainingObjects(optimizer=optimizer, naming_model=model, rng=False, state_dict_hooks=state_dict_hooks)
-    request = ComponentRequest(destination, training, file_format.layout, file_format.text, prefix or "", async_save)
-    return saves.save(request, process_group, timeout)
+    with collective_call(process_group, timeout):
+        destination = Destination.for_path(parse_location(path), folder=shard)
+        file_format = optimizer_file_format(destination, parse_size(max_shard_size))
+        training = TrainingObjects(
+            optimizer=optimizer, naming_model=model, rng=False, state_dict_hooks=state_dict_hooks
+        )
+        request = ComponentRequest(
+            destination, training, file_format.layout, file_format.text, prefix or "", async_save
+        )
+        return saves.save(request, process_group, timeout)
 
 
 def load_optimizer(
@@ -214,10 +224,11 @@ def load_optimizer(
             changed.
         NoCheckpointError, MismatchError, CorruptCheckpointError: as in :func:`load_model`.
     """
-    training = TrainingObjects(optimizer=optimizer, naming_model=model)
-    return load_component(
-        training, path, ComponentView("optimizer", prefix or ""), (process_group, timeout), strict=strict
-    )
+    with collective_call(process_group, timeout):
+        training = TrainingObjects(optimizer=optimizer, naming_model=model)
+        return load_component(
+            training, path, ComponentView("optimizer", prefix or ""), (process_group, timeout), strict=strict
+        )
 
 
 def save_lr_scheduler(
@@ -232,8 +243,9 @@ def save_lr_scheduler(
     With the extension ``.pt``, ``.pth`` or ``.bin`` it is a file of ``torch.save``, which plain torch can load.
     Otherwise it is JSON with the scheduler's class and a CRC.
     """
-    as_torch = parse_location(path).suffix in TORCH
-    save_scheduler_state(scheduler, path, (process_group, timeout), as_torch=as_torch)
+    with collective_call(process_group, timeout):
+        as_torch = parse_location(path).suffix in TORCH
+        save_scheduler_state(scheduler, path, (process_group, timeout), as_torch=as_torch)
 
 
 def load_lr_scheduler(
@@ -247,7 +259,10 @@ def load_lr_scheduler(
 
     Raises ``MismatchError`` if the state is that of another scheduler class; nothing is changed then.
     """
-    schedulers.read_scheduler(scheduler, parse_location(path), saves.rank_group(process_group).open_session(timeout))
+    with collective_call(process_group, timeout):
+        schedulers.read_scheduler(
+            scheduler, parse_location(path), saves.rank_group(process_group).open_session(timeout)
+        )
 
 
 def wait_for_path(checkpoint: str | PathLike[str]) -> Path:

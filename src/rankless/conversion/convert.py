@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import Rename, TensorFilter
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.errors import InvalidArgumentError
 from rankless.formats.registry import LAYOUT, MEGATRON, NXD, load_target
@@ -95,43 +96,44 @@ def convert(
         CorruptCheckpointError: the source does not match its checksums, or the output is not what was written.
         TorchMissingError: the output needs PyTorch, which is not installed.
     """
-    check_keys(keys)
-    model_only = model_only or to in {"hf", "safetensors", "peft"}
-    selects_parameters = bool(include or exclude or rename or dtype)
-    if to == "peft" and selects_parameters:
-        raise InvalidArgumentError("adapters are converted as they are: leave out include, exclude, rename and dtype")
-    tensor_filter = TensorFilter(
-        _as_list(include),
-        _as_list(exclude),
-        rename,
-        parse_dtype(dtype),
-        model_only,
-        {"peft": ONLY_ADAPTERS, "native": WITH_ADAPTERS}.get(to, NO_ADAPTERS)
-        if not selects_parameters
-        else NO_ADAPTERS,
-    )
-    key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
-    request = ConversionRequest(
-        parse_location(path),
-        parse_location(output),
-        to,
-        tensor_filter,
-        key_map,
-        parse_size(max_shard_size),
-        options=format_options,
-    )
-    with explain_imports(f"to={to!r}"):
-        return _write_output(request, RankGroup(process_group).open_session(timeout), on_event, verify=verify)
+    with collective_call(process_group, timeout):
+        check_keys(keys)
+        model_only = model_only or to in {"hf", "safetensors", "peft"}
+        selects_parameters = bool(include or exclude or rename or dtype)
+        if to == "peft" and selects_parameters:
+            raise InvalidArgumentError(
+                "adapters are converted as they are: leave out include, exclude, rename and dtype"
+            )
+        tensor_filter = TensorFilter(
+            _as_list(include),
+            _as_list(exclude),
+            rename,
+            parse_dtype(dtype),
+            model_only,
+            {"peft": ONLY_ADAPTERS, "native": WITH_ADAPTERS}.get(to, NO_ADAPTERS)
+            if not selects_parameters
+            else NO_ADAPTERS,
+        )
+        key_map = {**(keys or {}), **({LAYOUT: str(layout)} if layout is not None else {})}
+        request = ConversionRequest(
+            parse_location(path),
+            parse_location(output),
+            to,
+            tensor_filter,
+            key_map,
+            parse_size(max_shard_size),
+            options=format_options,
+        )
+        if format_options and to not in {NXD, MEGATRON}:
+            raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")
+        with explain_imports(f"to={to!r}"):
+            return _write_output(request, RankGroup(process_group).open_session(timeout), on_event, verify=verify)
 
 
 def _write_output(request: ConversionRequest, session: Session, on_event: OnEvent | None, *, verify: bool) -> Path:
     if request.to == NXD:
         written: Path = load_target(NXD)(request, session, {**request.options, LAYOUT: request.keys.get(LAYOUT)})
         return written
-    if request.options and request.to != MEGATRON:
-        raise InvalidArgumentError(
-            f"the format {request.to!r} has no options {', '.join(request.options)}: leave them out"
-        )
     return Conversion(request, session, on_event or ignore_event).run(verify=verify)
 
 

@@ -16,6 +16,7 @@ from rankless.conversion.model_card import CardMetadata, CardSource, build_card
 from rankless.conversion.native_target import companion_files
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import TensorFilter
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.session import RankGroup, require_equal
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import InvalidArgumentError
@@ -99,23 +100,24 @@ def export_model(
         TagExistsError: ``output`` exists.
         CorruptCheckpointError: The source does not match its checksums, or the output is not what was written.
     """
-    options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
+    with collective_call(process_group, timeout):
+        options = _ExportOptions(tag, model, config, tokenizer, card, CardMetadata("", license, base_model), dtype)
 
-    def plan() -> _PlannedExport:
-        return options.plan(parse_location(path), parse_location(output), parse_size(max_shard_size))
+        def plan() -> _PlannedExport:
+            return options.plan(parse_location(path), parse_location(output), parse_size(max_shard_size))
 
-    def compare(posted: list[bytes]) -> bytes:
-        return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()
+        def compare(posted: list[bytes]) -> bytes:
+            return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()
 
-    session = RankGroup(process_group).open_session(timeout)
-    planned, _ = session.vote(
-        "preparing the export", plan, lambda made: _describe_request(made.request).encode(), compare
-    )
-    if planned.lacks_config and session.rank == 0:
-        warn_caller(
-            f"{planned.request.source} has no {CONFIG}, so from_pretrained cannot open the export: pass config="
+        session = RankGroup(process_group).open_session(timeout)
+        planned, _ = session.vote(
+            "preparing the export", plan, lambda made: _describe_request(made.request).encode(), compare
         )
-    return Conversion(planned.request, session, on_event or ignore_event).run(verify=True)
+        if planned.lacks_config and session.rank == 0:
+            warn_caller(
+                f"{planned.request.source} has no {CONFIG}, so from_pretrained cannot open the export: pass config="
+            )
+        return Conversion(planned.request, session, on_event or ignore_event).run(verify=True)
 
 
 class _PlannedExport(NamedTuple):

@@ -18,6 +18,7 @@ from rankless.deepspeed.engine_values import (
     restore_values,
     separate_client_state,
 )
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
@@ -79,38 +80,39 @@ def save_checkpoint(
             or ``staging`` is ``"overlapped"``.
         Exception: All errors of :func:`rankless.save_checkpoint`.
     """
-    chosen = with_keywords(SaveOptions(rng=False), options, more, save_checkpoint)
-    if chosen.staging == "overlapped":
-        raise InvalidArgumentError(
-            "an engine cannot be saved with staging='overlapped': its master weights also change outside of steps of "
-            "torch.optim, which the copies wait for; leave staging out"
-        )
+    with collective_call(None, timeout):
+        chosen = with_keywords(SaveOptions(rng=False), options, more, save_checkpoint)
+        if chosen.staging == "overlapped":
+            raise InvalidArgumentError(
+                "an engine cannot be saved with staging='overlapped': its master weights also change outside of steps "
+                "of torch.optim, which the copies wait for; leave staging out"
+            )
 
-    def open_and_check() -> tuple[EngineState, EngineContent]:
-        state = open_engine(engine)
-        state.check_weights()
-        return state, collect_values(engine, client_state or {})
+        def open_and_check() -> tuple[EngineState, EngineContent]:
+            state = open_engine(engine)
+            state.check_weights()
+            return state, collect_values(engine, client_state or {})
 
-    opened, content = _run_on_all(open_and_check, timeout)
-    with opened as state:
-        return api.save_checkpoint(
-            path,
-            f"global_step{engine.global_steps}" if tag is None else tag,
-            state.model,
-            state.optimizer,
-            content.scheduler,
-            content.user_content,
-            dataloader=dataloader,
-            stateful=stateful,
-            per_rank_content=per_rank_content,
-            step=engine.global_steps,
-            metrics=metrics,
-            keep=keep,
-            overwrite=overwrite,
-            async_save=async_save,
-            timeout=timeout,
-            options=chosen,
-        )
+        opened, content = _run_on_all(open_and_check, timeout)
+        with opened as state:
+            return api.save_checkpoint(
+                path,
+                f"global_step{engine.global_steps}" if tag is None else tag,
+                state.model,
+                state.optimizer,
+                content.scheduler,
+                content.user_content,
+                dataloader=dataloader,
+                stateful=stateful,
+                per_rank_content=per_rank_content,
+                step=engine.global_steps,
+                metrics=metrics,
+                keep=keep,
+                overwrite=overwrite,
+                async_save=async_save,
+                timeout=timeout,
+                options=chosen,
+            )
 
 
 def load_checkpoint(
@@ -153,27 +155,28 @@ def load_checkpoint(
         MismatchError: The checkpoint does not match the engine, or lacks the state of its scheduler or loss scaler.
         Exception: All other errors of :func:`rankless.restore`.
     """
-    chosen = with_keywords(LoadOptions(rng=False), options, more, load_checkpoint)
-    chosen = replace(chosen, allow_missing=as_components(chosen.allow_missing) | {"scheduler"})
-    with _run_on_all(lambda: open_engine(engine), timeout) as state:
-        with_optimizer = load_optimizer_states and not load_module_only
-        scheduler = None if load_module_only or not load_lr_scheduler_states else engine.lr_scheduler
-        result = api.restore(
-            path,
-            tag,
-            state.model,
-            state.optimizer if with_optimizer else None,
-            as_component(scheduler),
-            dataloader=dataloader,
-            stateful=stateful,
-            timeout=timeout,
-            options=chosen,
-        )
-        state.update_weights()
-        client_state = separate_client_state(result.user_content)
-        if not load_module_only:
-            restore_values(engine, result, scheduler)
-    return result.path or Path(path), client_state
+    with collective_call(None, timeout):
+        chosen = with_keywords(LoadOptions(rng=False), options, more, load_checkpoint)
+        chosen = replace(chosen, allow_missing=as_components(chosen.allow_missing) | {"scheduler"})
+        with _run_on_all(lambda: open_engine(engine), timeout) as state:
+            with_optimizer = load_optimizer_states and not load_module_only
+            scheduler = None if load_module_only or not load_lr_scheduler_states else engine.lr_scheduler
+            result = api.restore(
+                path,
+                tag,
+                state.model,
+                state.optimizer if with_optimizer else None,
+                as_component(scheduler),
+                dataloader=dataloader,
+                stateful=stateful,
+                timeout=timeout,
+                options=chosen,
+            )
+            state.update_weights()
+            client_state = separate_client_state(result.user_content)
+            if not load_module_only:
+                restore_values(engine, result, scheduler)
+        return result.path or Path(path), client_state
 
 
 def _run_on_all(work: Callable[[], _T], timeout: float) -> _T:

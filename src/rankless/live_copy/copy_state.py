@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument, current_process_group
 from rankless.engine.comm.session import RankGroup
 from rankless.live_copy.copy_operation import CopyOperation
@@ -107,16 +108,17 @@ def copy_state(
         RankFailedError: A rank failed, or received bytes do not match their CRC; the message names rank and tensor.
         RankTimeoutError: A rank did not arrive in time.
     """
-    policy = RestorePolicy(
-        strict=strict,
-        cast_dtype=cast_dtype,
-        rng=optimizer is not None if rng is None else rng,
-        allow_missing=as_components(allow_missing) | ({"rng"} if rng is None else set()),
-    )
-    objects = TrainingObjects(model, optimizer, scheduler, user_content, stateful=stateful, dataloader=dataloader)
-    request = CopyRequest(objects, source, list_ranks(sources), policy)
-    operation = CopyOperation(request, _latest_ranks.get(process_group), check_timeout(timeout))
-    background_saves.wait_for_copies()
-    # Tensors that are created in inference mode could not be trained.
-    with gc_paused(), torch.inference_mode(mode=False):
-        return operation.run()
+    with collective_call(process_group, timeout):
+        policy = RestorePolicy(
+            strict=strict,
+            cast_dtype=cast_dtype,
+            rng=optimizer is not None if rng is None else rng,
+            allow_missing=as_components(allow_missing) | ({"rng"} if rng is None else set()),
+        )
+        objects = TrainingObjects(model, optimizer, scheduler, user_content, stateful=stateful, dataloader=dataloader)
+        request = CopyRequest(objects, source, list_ranks(sources), policy)
+        operation = CopyOperation(request, _latest_ranks.get(process_group), check_timeout(timeout))
+        background_saves.wait_for_copies()
+        # Tensors that are created in inference mode could not be trained.
+        with gc_paused(), torch.inference_mode(mode=False):
+            return operation.run()

@@ -28,8 +28,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
     ``reader_adapter`` wraps the checkpoint's reader in another reader, which renames or joins its tensors;
     ``reader_adapter_text`` describes the adapter. ``local``: the options of the local tier, as text. ``token``: that of
-    the job, which rank 0 passes on. ``goes_back_once``: if the run went back to the checkpoint of the tag already,
-    load the latest one.
+    the job, which rank 0 passes on. ``resume``: as the caller passed it. ``goes_back_once``: if the run went back to
+    the checkpoint of the tag already, load the latest one.
     """
 
     path: Path
@@ -44,6 +44,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     reader_adapter_text: str = "as it is"
     local: str = "none"
     token: str = ""
+    resume: bool | None = None
     goes_back_once: bool = False
     on_event: OnEvent = ignore_event
     began: float = msgspec.field(default_factory=time.perf_counter)
@@ -59,6 +60,9 @@ class LoadRequest(msgspec.Struct, frozen=True):
             "keys": repr(sorted(self.keys.items())),
             "allow_missing": ", ".join(sorted(self.policy.allow_missing)),
             "strict": f"{self.policy.strict}, but not for {', '.join(sorted(self.policy.lenient)) or 'nothing'}",
+            "cast_dtype": str(self.policy.cast_dtype),
+            "verify": str(self.verify),
+            "resume": f"{self.resume}, {'once' if self.goes_back_once else 'again'}",
             "the local tier": self.local,
             "the adapter of the checkpoint's reader": self.reader_adapter_text,
         }

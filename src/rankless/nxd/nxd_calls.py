@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankless import api, named_checkpoints
+from rankless.engine.comm.collective_call import collective_call
 from rankless.errors import InvalidArgumentError, NoCheckpointError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.native import is_native
@@ -53,22 +54,23 @@ def save_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
 
     Raises the errors of :func:`rankless.save_checkpoint`.
     """
-    del num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights
-    folder = _single_path(checkpoint_dir_str, path)
-    if tag is None:
-        raise InvalidArgumentError("save_checkpoint needs a tag, such as 'step_1000'")
-    kept = None if num_kept_ckpts == _ALL else num_kept_ckpts
-    api.save_checkpoint(
-        folder,
-        str(tag),
-        model,
-        optimizer,
-        scheduler,
-        user_content,
-        keep=kept,
-        async_save=async_save,
-        overwrite=True,
-    )
+    with collective_call(None):
+        del num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights
+        folder = _single_path(checkpoint_dir_str, path)
+        if tag is None:
+            raise InvalidArgumentError("save_checkpoint needs a tag, such as 'step_1000'")
+        kept = None if num_kept_ckpts == _ALL else num_kept_ckpts
+        api.save_checkpoint(
+            folder,
+            str(tag),
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            keep=kept,
+            async_save=async_save,
+            overwrite=True,
+        )
 
 
 def load_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
@@ -93,18 +95,19 @@ def load_checkpoint(  # noqa: PLR0917 - the positional order of NxD's
 
     Raises the errors of :func:`rankless.load_checkpoint`.
     """
-    del num_workers, use_zero1_dcp
-    folder = _single_path(path, checkpoint_dir_str)
-    options: LoadKeywords = {"strict": strict, "cast_dtype": True}
-    checkpoint = None if tag is None else folder / str(tag)
-    if checkpoint is None and not named_checkpoints.has_checkpoint(folder) and step_dirs.is_nxd_run(folder):
-        checkpoint = step_dirs.newest_tag(folder)
-    if checkpoint is not None and not is_native(checkpoint) and step_dirs.is_tag(checkpoint):
-        options["keys"] = _reader_keys(checkpoint, layout, model, optimizer)
-        return api.load_checkpoint(checkpoint, None, model, optimizer, scheduler, **options)
-    if checkpoint is not None and not is_checkpoint(checkpoint):
-        raise NoCheckpointError(f"there is no checkpoint at {checkpoint}")
-    return api.load_checkpoint(folder, None if tag is None else str(tag), model, optimizer, scheduler, **options)
+    with collective_call(None):
+        del num_workers, use_zero1_dcp
+        folder = _single_path(path, checkpoint_dir_str)
+        options: LoadKeywords = {"strict": strict, "cast_dtype": True}
+        checkpoint = None if tag is None else folder / str(tag)
+        if checkpoint is None and not named_checkpoints.has_checkpoint(folder) and step_dirs.is_nxd_run(folder):
+            checkpoint = step_dirs.newest_tag(folder)
+        if checkpoint is not None and not is_native(checkpoint) and step_dirs.is_tag(checkpoint):
+            options["keys"] = _reader_keys(checkpoint, layout, model, optimizer)
+            return api.load_checkpoint(checkpoint, None, model, optimizer, scheduler, **options)
+        if checkpoint is not None and not is_checkpoint(checkpoint):
+            raise NoCheckpointError(f"there is no checkpoint at {checkpoint}")
+        return api.load_checkpoint(folder, None if tag is None else str(tag), model, optimizer, scheduler, **options)
 
 
 def has_checkpoint(dir_str: str | PathLike[str]) -> bool:

@@ -106,6 +106,12 @@ def check_timeout(timeout: object) -> float:
     return float(timeout)
 
 
+def check_flag(argument: str, value: object) -> None:
+    """Raise ``InvalidArgumentError`` naming the argument unless its value is ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{argument} must be True or False; got {value!r:.80}")
+
+
 def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
     """Raise ``InvalidArgumentError`` naming the argument if its value is none of the choices."""
     if value not in choices:

@@ -222,6 +222,12 @@ def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: b
         captured.frozen |= keys if is_frozen else set()
     if view.tied:
         captured.inventory.tied[slot] = view.tied
+    trained = [name for name, tensor in view.left_out.items() if tensor.requires_grad]
+    if trained:
+        captured.warnings.append(
+            f"the state_dict() of {slot} leaves out {len(trained)} trained parameters, such as {trained[0]!r}: the "
+            "checkpoint lacks them. Pass state_dict_hooks=False to save all parameters and buffers"
+        )
 
 
 def _check_duplicate_values(view: ModelView) -> None:

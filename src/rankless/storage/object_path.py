@@ -114,10 +114,13 @@ def parse_location(path: str | PathLike[str]) -> Path:
     The store of an ``s3://`` URL is :meth:`S3.from_environment <rankless.storage.s3.s3_store.S3.from_environment>`,
     that of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.gcs_store.GCS.from_environment>`, and
     of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.azure_store.Azure.from_environment>`.
-    Raises ``InvalidArgumentError`` for an empty path and for the URL of a store that is not supported.
+    Raises ``InvalidArgumentError`` for an empty path, for the URL of a store that is not supported, and for what is
+    neither a text nor a path.
     """
     if isinstance(path, ObjectPath):
         return path
+    if not isinstance(path, str | PathLike):
+        return local_path(path)  # raises
     if isinstance(path, str):
         path = path.removeprefix(RUN_PREFIX)
     if not isinstance(path, str) and PosixPath(path).parts[:1] and PosixPath(path).parts[0] in _URL_PARTS:

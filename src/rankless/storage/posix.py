@@ -67,8 +67,11 @@ def _stale_as_missing() -> Iterator[None]:
 def local_path(path: str | PathLike[str]) -> Path:
     """Return an absolute path.
 
-    Raises ``InvalidArgumentError`` for the URL of an object store, and for a text that no file can have as its path.
+    Raises ``InvalidArgumentError`` for the URL of an object store, for a text that no file can have as its path, and
+    for what is neither a text nor a path.
     """
+    if not isinstance(path, str | PathLike):
+        raise InvalidArgumentError(f"a path must be a text or an os.PathLike; got {path!r:.80}")
     if path == "":
         raise InvalidArgumentError('the path is empty: pass "." for the current folder')
     if "://" in str(path):

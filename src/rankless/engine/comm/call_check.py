@@ -45,16 +45,20 @@ def vote_same_call(
 ) -> bytes:
     """Vote on the results of all ranks' ``work``; return the decision.
 
-    ``describe`` returns this rank's call. It runs inside the vote: if it finds a wrong argument, all ranks raise the
-    error. Raises ``RankMismatchError`` if the ranks' calls differ.
+    ``work`` checks the arguments first. Then ``describe`` returns this rank's call. Both run inside the vote: all ranks
+    raise an error of one of them. Raises ``RankMismatchError`` if the ranks' calls differ.
     """
+
+    def work_and_describe() -> bytes:
+        result = work()
+        return describe().digest() + result
 
     def compare_and_decide(posted: list[bytes]) -> bytes:
         if _are_different([post[:_DIGESTS_BYTES] for post in posted]):
             return _DIFFERENT
         return _SAME + decide([post[_DIGESTS_BYTES:] for post in posted])
 
-    _, decision = session.vote(phase, lambda: describe().digest() + work(), lambda result: result, compare_and_decide)
+    _, decision = session.vote(phase, work_and_describe, lambda result: result, compare_and_decide)
     if decision == _DIFFERENT:
         session.vote(
             "comparing the arguments of the call",

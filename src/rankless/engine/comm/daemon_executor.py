@@ -27,6 +27,14 @@ _CallQueue = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 _EXIT_SECONDS = 5.0
 
 
+def check_not_forked(process: int) -> None:
+    """Raise ``RankFailedError`` if this process is not ``process``, whose connection to the store it would use."""
+    if os.getpid() != process:
+        raise RankFailedError(
+            "this process was forked from a rank: it cannot communicate with the other ranks in its place"
+        )
+
+
 class DaemonExecutor:
     """Runs calls one after another in a daemon thread, which ends with the executor."""
 
@@ -72,10 +80,7 @@ class _DaemonWorker:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        if os.getpid() != self._process:  # both would use one connection to the store
-            raise RankFailedError(
-                "this process was forked from a rank: it cannot communicate with the other ranks in its place"
-            )
+        check_not_forked(self._process)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         self.check_process()

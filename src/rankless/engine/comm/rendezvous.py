@@ -17,13 +17,14 @@ reported as missing in a vote. The other ranks wait for the answer before they s
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from rankless.engine.comm.daemon_executor import DaemonExecutor
+from rankless.engine.comm.daemon_executor import DaemonExecutor, check_not_forked
 from rankless.engine.comm.host_map import HostAgreement
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import poll_until
@@ -46,6 +47,7 @@ class Rendezvous:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._id = rank, size, secrets.token_hex(8)
         self._name = self._id if rank == COORDINATOR_RANK else None
+        self._process = os.getpid()
         self._has_arrived = False
         #: Whether no steps are left.
         self.is_over = False
@@ -55,7 +57,11 @@ class Rendezvous:
         self.agreement = HostAgreement()
 
     def next_session_number(self) -> int:
-        """Return the number of the next session. The n-th session of each rank is the same one."""
+        """Return the number of the next session. The n-th session of each rank is the same one.
+
+        Raises ``RankFailedError`` if this process was forked from the rank.
+        """
+        check_not_forked(self._process)
         return next(self._numbers)
 
     def poll_name(self, store: DeadlineStore) -> str | None:

@@ -8,6 +8,7 @@ group: no collectives, any backend, and a rank that does not come is named.
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -59,6 +60,15 @@ _POLL_SECONDS = 0.25
 T = TypeVar("T")
 
 
+class _ThreadState(threading.local):
+    """What a thread has done: see :func:`rankless.engine.comm.collective_call.collective_call`."""
+
+    opened_sessions = 0
+
+
+this_thread = _ThreadState()
+
+
 class RankGroup:
     """The ranks of a process group, and the own rank; a single rank if there is no group."""
 
@@ -96,6 +106,7 @@ class RankGroup:
     @traced("open the session", "vote")
     def open_session(self, timeout: float) -> Session:
         """Return a session for one save or load. The n-th session of each rank is the same one."""
+        this_thread.opened_sessions += 1
         if self.process_group is None or self._store is None or self._executor is None:
             return Session(None, 0, 1, timeout)
         rendezvous = rendezvous_of(self.process_group, self._name)

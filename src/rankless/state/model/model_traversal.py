@@ -24,7 +24,7 @@ from rankless.state.model.hf_config import unwrap_model
 from rankless.state.model.load_hooks import HookedLoader
 from rankless.state.model.model_view import EXTRA, ModelView, Owner, ParamRef, is_extra, merge_views
 from rankless.state.model.replaced_entries import ReplacedModel
-from rankless.state.model.state_dict_hooks import HookedStateDict, has_hooks, state_dict_names
+from rankless.state.model.state_dict_hooks import HookedStateDict, has_own_state_dict, state_dict_names
 from rankless.state.model.state_dict_hooks import hooked_state_dict as hooked
 from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_subclasses import is_wrapper, view_outside, view_wrapper
@@ -59,7 +59,7 @@ def build_view(parts: Sequence[object], *, hooks: bool = True) -> ModelView:
 
 def build_load_view(parts: Sequence[object], stored: Collection[str]) -> ModelView:
     """Return a view for a load: like :func:`build_view`, but without hooks if the stored names are the modules' own."""
-    if not any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
+    if not any(isinstance(part, nn.Module) and has_own_state_dict(part) for part in parts):
         return build_view(parts)
     unhooked = build_view(parts, hooks=False)
     try:
@@ -94,7 +94,11 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     for name, parameter in module.named_parameters():
         if not is_wrapper(parameter):
             check_kind(parameter, f"model tensor {clean_name(name)!r}")
-    result = hooked(module) if hooks else HookedStateDict(state_dict_names(module) | dict(_extra_states(module)))
+    if hooks and has_own_state_dict(module):
+        result = hooked(module)
+        left_out = _find_left_out(module, result.values)
+    else:
+        result, left_out = HookedStateDict(state_dict_names(module) | dict(_extra_states(module))), {}
     if result.computed:
         raise StateError(
             f"{clean_name(result.computed[0])!r} in the model's state_dict is computed by a hook or an "
@@ -121,7 +125,13 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     overwritten = _overwritten_buffers(model)
     view.overwritten = {name for name in buffers if id(state.get(name)) in overwritten}
     view.loaders = [HookedLoader(module, raw_names, frozenset(result.splits))]
+    view.left_out = {clean_name(raw_name): tensor for raw_name, tensor in left_out.items()}
     return view
+
+
+def _find_left_out(module: nn.Module, returned: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    ids = {id(value) for value in returned.values()}
+    return {name: tensor for name, tensor in state_dict_names(module).items() if id(tensor) not in ids}
 
 
 def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:

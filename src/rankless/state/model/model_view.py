@@ -56,12 +56,13 @@ class ModelView(msgspec.Struct):
 
     ``tensors`` are live, each once, by FQN; ``splits`` describe those that are stored as several tensors under other
     names; ``wrappers`` describe those of wrapper subclasses, whose inner tensors are in ``tensors``; ``frozen`` are the
-    names of parameters without gradients; ``duplicates`` are further tensors that several parts of the model have under
-    one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs`` are the parameters by ``id``.
-    ``extra`` are values of a state dict that are not tensors, and results of ``get_extra_state``, by name; ``owners``
-    are the objects that they are given back to, each with its value and the name that it has there. ``overwritten`` are
-    the names of buffers that DDP replaces by those of another rank before the next step. ``loaders`` are the modules
-    whose load hooks must run.
+    names of parameters without gradients; ``left_out`` are parameters and persistent buffers that the model's
+    ``state_dict`` does not return, by their own names; ``duplicates`` are further tensors that several parts of the
+    model have under one name; ``tied`` maps further names of a tensor to its name in ``tensors``. ``refs`` are the
+    parameters by ``id``. ``extra`` are values of a state dict that are not tensors, and results of ``get_extra_state``,
+    by name; ``owners`` are the objects that they are given back to, each with its value and the name that it has there.
+    ``overwritten`` are the names of buffers that DDP replaces by those of another rank before the next step.
+    ``loaders`` are the modules whose load hooks must run.
     """
 
     tensors: dict[str, TensorView] = msgspec.field(default_factory=dict)
@@ -71,6 +72,7 @@ class ModelView(msgspec.Struct):
     tied: dict[str, str] = msgspec.field(default_factory=dict)
     buffers: set[str] = msgspec.field(default_factory=set)
     frozen: set[str] = msgspec.field(default_factory=set)
+    left_out: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
     refs: dict[int, tuple[ParamRef, ...]] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     owners: dict[str, list[Owner]] = msgspec.field(default_factory=dict)
@@ -125,6 +127,7 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
     merged.overwritten |= view.overwritten
     merged.frozen |= view.frozen
     merged.refs = view.refs | merged.refs
+    merged.left_out |= view.left_out
 
 
 def _find_ties(merged: ModelView, view: ModelView) -> dict[str, str]:

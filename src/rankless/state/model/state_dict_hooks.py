@@ -35,6 +35,20 @@ def has_hooks(module: nn.Module) -> bool:
     return any(submodule._state_dict_hooks for submodule in module.modules())  # noqa: SLF001
 
 
+def has_own_state_dict(module: nn.Module) -> bool:
+    """Return whether any submodule of a model has a hook on ``state_dict``, or a ``state_dict`` of its own.
+
+    If not, ``state_dict`` returns what :func:`state_dict_names` and ``get_extra_state`` return.
+    """
+    return any(
+        submodule._state_dict_hooks  # noqa: SLF001
+        or submodule._state_dict_pre_hooks  # noqa: SLF001
+        or type(submodule).state_dict is not nn.Module.state_dict
+        or type(submodule)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001
+        for submodule in module.modules()
+    )
+
+
 def state_dict_names(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model, by its own names of them."""
     return {

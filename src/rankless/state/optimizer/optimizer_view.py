@@ -129,7 +129,8 @@ def _find_refs(parameter: torch.Tensor, refs: Mapping[int, tuple[ParamRef, ...]]
     if param_refs is None:
         raise StateError(
             f"{subject}, of shape {list(parameter.shape)}, is not a parameter of the model; create the optimizer after "
-            "the model is wrapped, and pass the model that it trains, not its state dict"
+            "the model is wrapped, and pass the model that it trains, not its state dict; if a hook leaves it out of "
+            "the model's state_dict(), pass state_dict_hooks=False to save all parameters"
         )
     return param_refs
 

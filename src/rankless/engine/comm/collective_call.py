@@ -1,0 +1,53 @@
+"""Errors that a rank raises before the first vote of a call, such as for a wrong argument: all ranks raise them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
+from rankless.engine.comm.session import RankGroup, this_thread
+from rankless.errors import InvalidArgumentError, RanklessError
+from rankless.ondisk.validation import check_timeout
+
+_PHASE = "checking the arguments"
+
+#: For how many seconds the ranks wait for each other if a call does not say it.
+_SECONDS = 600.0
+
+
+@contextmanager
+def collective_call(process_group: ProcessGroupArgument, timeout: float = _SECONDS) -> Iterator[None]:
+    """Let all ranks raise what the block raises on this rank before it has opened a session.
+
+    Every public function that votes in each call has its body in such a block. The other ranks are in the first vote
+    of the call then, and would wait for this one until the ``timeout``. Once the block has opened a session, a vote of
+    it has told them. Blocks may be nested.
+    """
+    before = this_thread.opened_sessions
+    try:
+        yield
+    except Exception as error:
+        if this_thread.opened_sessions == before:
+            trace = error.__traceback__
+            with suppress(RanklessError):  # also if this rank cannot meet the others: its own error says what is wrong
+                _fail_on_all(error, process_group, timeout)
+            error.__traceback__ = trace
+        raise
+
+
+def _fail_on_all(error: Exception, process_group: ProcessGroupArgument, timeout: float) -> None:
+    """Fail in the vote that the other ranks are in, or in the same way as they do."""
+
+    def fail() -> None:
+        raise error
+
+    try:
+        seconds = check_timeout(timeout)
+    except InvalidArgumentError:  # which is the error
+        seconds = _SECONDS
+    session = RankGroup(process_group).open_session(seconds)
+    try:
+        session.run_on_all(_PHASE, fail)
+    finally:
+        session.leave()
