@@ -113,6 +113,8 @@ def _serve(pipe: Connection, port: int) -> None:
         # A rank that hangs shows where, before the test gives up.
         faulthandler.dump_traceback_later(TIMEOUT - 10)
         dist.init_process_group("gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world_size)
+        # A group that one rank leaves while another still connects to it takes that one down.
+        dist.barrier()
         result = _run(function, args)
         # The default instances would keep the group, and each group has threads that wake up all the time.
         api._defaults.clear()
@@ -124,8 +126,7 @@ def _serve(pipe: Connection, port: int) -> None:
         live_api._latest_ranks.clear()
         gc.collect()
         gc.freeze()  # what is left are modules, which the task has imported
-        # A group that one rank leaves while another still connects to it takes that one down.
-        dist.barrier()
+        dist.barrier()  # as above: the function may have made a group
         faulthandler.cancel_dump_traceback_later()
         pipe.send(result)
         dist.destroy_process_group()

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 
-from rankless.errors import RanklessError, StorageError
+from rankless.errors import InvalidArgumentError, RanklessError, StorageError
 from tests.helpers.pool import Ranks
 from tests.promises.moments import at_each_change
 from tests.promises.places import SLOW, Place, in_new_job
@@ -78,3 +78,22 @@ def test_one_error_on_all_ranks(place: Place, ranks: Ranks) -> None:
     assert place.load("one") == 1.0
     ranks(2, save_on_rank, other, "new_0", 3.0)
     assert place.load("new_0") == 3.0
+
+
+def save_with_a_wrong_name(place: Place, tag: str, value: float, failing: int) -> None:
+    place.save("no\0name" if dist.get_rank() == failing else tag, value)
+
+
+@promise(
+    "what is wrong in the arguments of one rank is an error on all ranks at once",
+    exempt=_NO_RANKS
+    | because("the writer is made before the ranks meet, in torch's collectives", "DCP in a folder", "DCP in a store"),
+    in_one_process=True,
+)
+def test_a_wrong_argument_on_one_rank(place: Place, ranks: Ranks) -> None:
+    for failing in (0, 1):
+        outcomes = ranks.outcomes(2, save_with_a_wrong_name, place, f"new_{failing}", 2.0, failing)
+        assert {type(outcome) for outcome in outcomes} == {InvalidArgumentError}
+        assert f"rank {failing} of 2" in str(outcomes[1 - failing])
+    ranks(2, save_on_rank, place, "new", 3.0)
+    assert place.load("new") == 3.0

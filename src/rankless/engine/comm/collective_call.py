@@ -22,7 +22,7 @@ def collective_call(process_group: ProcessGroupArgument, timeout: float = _SECON
 
     Every public function that votes in each call has its body in such a block. The other ranks are in the first vote
     of the call then, and would wait for this one until the ``timeout``. Once the block has opened a session, a vote of
-    it has told them. Blocks may be nested.
+    it has passed the error on. Blocks may be nested.
     """
     before = this_thread.opened_sessions
     try:
@@ -46,8 +46,4 @@ def _fail_on_all(error: Exception, process_group: ProcessGroupArgument, timeout:
         seconds = check_timeout(timeout)
     except InvalidArgumentError:  # which is the error
         seconds = _SECONDS
-    session = RankGroup(process_group).open_session(seconds)
-    try:
-        session.run_on_all(_PHASE, fail)
-    finally:
-        session.leave()
+    RankGroup(process_group).open_session(seconds).run_on_all(_PHASE, fail)

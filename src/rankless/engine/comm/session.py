@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class _ThreadState(threading.local):
-    """What a thread has done: see :func:`rankless.engine.comm.collective_call.collective_call`."""
+    """Sessions of a thread, as :mod:`rankless.engine.comm.collective_call` counts them."""
 
     opened_sessions = 0
 
