@@ -36,7 +36,7 @@ from rankless.engine.plan.tensor_writers import EqualWriters
 from rankless.engine.plan.writer_cells import CellPlanner
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
-from rankless.formats.reader import describe_doubts, detect_replacement
+from rankless.formats.reader import check_current, describe_doubts, detect_replacement
 from rankless.formats.registry import (
     DCP,
     DEEPSPEED_UNIVERSAL,
@@ -312,6 +312,8 @@ class Conversion:
                     for n, fragments in fragments_read.merge_all().items()
                     if tensors[n] in source.selected.sources
                 }
+                if not checks.has_every_crc:
+                    check_current(source.reader)
                 crcs = RankCrcs(encode_fragments(checks.verify_local(read)), crcs_read.encode())
                 return HashedResult(written, msgspec.msgpack.encode(crcs))
 

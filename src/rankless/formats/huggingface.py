@@ -21,7 +21,7 @@ from rankless.ondisk.header import parse_json_object
 from rankless.ondisk.value_files import TORCHAO
 from rankless.ondisk.values import ArrayCodec
 from rankless.ondisk.weight_names import DIFFUSERS, TRANSFORMERS, index_and_single
-from rankless.storage.store import store_of
+from rankless.storage.store import map_requests, store_of
 
 INDEX, SINGLE = index_and_single(TRANSFORMERS[0])
 
@@ -200,8 +200,9 @@ class HuggingFaceReader:
         return [text for text in texts if text is not None]
 
     def is_current(self) -> bool:
-        """Return ``True``: a folder of weights has no id, so it is unknown whether it was replaced."""
-        return True
+        """Return whether all files are still those whose headers were read, with the same bytes."""
+        files = [file for files in self._file_sets.values() for file in files.files]
+        return all(map_requests(SafetensorsFile.is_current, files))
 
     def check_files(self) -> None:
         """Check that an index names just the tensors that are in the files. There are no checksums of the files."""

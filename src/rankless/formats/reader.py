@@ -150,14 +150,23 @@ def check_read(reader: Reader, is_wanted: Callable[[UnreadTensorNote], bool]) ->
             raise note.error(f"{reader.path}: {note.group} {kind} {note.name!r} {note.why}")
 
 
+def check_current(reader: Reader) -> None:
+    """Raise ``CheckpointReplacedError`` if another process has replaced or removed the checkpoint since it was opened.
+
+    Called when all bytes were read that have no CRCs: only this detects that some are of another checkpoint.
+    """
+    if not reader.is_current():
+        raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read; open it again")
+
+
 @contextmanager
 def detect_replacement(reader: Reader) -> Iterator[None]:
     """Raise ``CheckpointReplacedError`` for a read error if another process replaced or removed the checkpoint."""
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:
-        if reader.is_current():
-            raise
-        raise CheckpointReplacedError(
-            f"{reader.path} was replaced or removed while it was read; open it again"
-        ) from error
+        if not reader.is_current():
+            raise CheckpointReplacedError(
+                f"{reader.path} was replaced or removed while it was read; open it again"
+            ) from error
+        raise

@@ -38,8 +38,11 @@ def is_safetensors(path: Path) -> bool:
     return int.from_bytes(start[:-1], "little") <= size - header.LENGTH_BYTES and start[-1:] == b"{"
 
 
-def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes, int]:
-    """Return the bytes of a file before its data, and the size of the file. A ``record``'s size is checked."""
+def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes, int, str]:
+    """Return the bytes of a file before its data, its size, and its version, if there is no ``record`` to check it by.
+
+    The size is that of the ``record``.
+    """
     with store_of(path).open_reader(path) as reader:
         size = reader.size
         if record is not None and size != record.size:
@@ -50,7 +53,7 @@ def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes
         reader.read(0, memoryview(prefix))
         raw = bytearray(header.header_length(bytes(prefix), size, str(path)))
         reader.read(0, memoryview(raw))
-    return bytes(raw), size
+        return bytes(raw), size, reader.version if record is None else ""
 
 
 class SafetensorsFile(msgspec.Struct, frozen=True, dict=True):
@@ -58,6 +61,13 @@ class SafetensorsFile(msgspec.Struct, frozen=True, dict=True):
 
     path: Path
     header: SafetensorsHeader
+    #: That of the file whose header was read: see :meth:`rankless.storage.store.Store.file_version`. A file of a
+    #: checkpoint with a manifest has none: the manifest says whether it is current.
+    version: str = ""
+
+    def is_current(self) -> bool:
+        """Return whether the path still has the file whose header was read, with the same bytes."""
+        return store_of(self.path).file_version(self.path) == self.version
 
     @classmethod
     def open(cls, path: Path, record: FileRecord | None = None) -> SafetensorsFile:
@@ -65,13 +75,13 @@ class SafetensorsFile(msgspec.Struct, frozen=True, dict=True):
 
         With a ``record`` from a manifest, its sizes and CRC are checked. Raises ``CorruptCheckpointError``.
         """
-        raw, size = read_raw_header(path, record)
+        raw, size, version = read_raw_header(path, record)
         if record is not None and (
             len(raw) != record.header_size or f"{block_crcs.crc64(raw):016x}" != record.header_crc64nvme
         ):
             raise CorruptCheckpointError(f"the header of {path} does not match the manifest: the file is corrupt")
         with gc_paused():
-            file = cls(path, header.decode_header(raw, size, str(path)))
+            file = cls(path, header.decode_header(raw, size, str(path)), version)
         if record is not None and CRC_KEY not in file.header.metadata:
             raise CorruptCheckpointError(f"the header of {path} has no {CRC_KEY}: the file is corrupt")
         return file

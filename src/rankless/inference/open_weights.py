@@ -20,10 +20,11 @@ from rankless.engine.comm.session import RankGroup, Session, require_equal
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.block_verification import ChecksumVerifier
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
+from rankless.engine.io.requests import Fragments
 from rankless.errors import FormatError, InvalidArgumentError, StateError
 from rankless.formats.detect import open_reader
 from rankless.formats.native import MODEL
-from rankless.formats.reader import Reader, check_read, detect_replacement
+from rankless.formats.reader import Reader, check_current, check_read, detect_replacement
 from rankless.inference.copies_first import copies_first
 from rankless.inference.hub_checksums import check_hub_files
 from rankless.inference.lazy_tensor import LazyTensor
@@ -192,7 +193,7 @@ class ModelWeights:
                 _check_modules()
             loader.end_reads()  # what a thread reads from now on would not be verified
             with detect_replacement(reader):
-                return encode_fragments(verifier.verify_local(loader.fragments)) if verifier else b""
+                return encode_fragments(_verify_local(verifier, reader, loader.fragments))
 
         def verify(posted: list[bytes]) -> bytes:
             if verifier is not None:
@@ -214,6 +215,13 @@ class ModelWeights:
             self._report = loader.make_report(verified=is_verified, seconds=time.perf_counter() - self._began)
             level = logging.INFO if session.rank == COORDINATOR_RANK else logging.DEBUG
             _log.log(level, "loaded the weights of %s: %s", reader.path, self._report)
+
+
+def _verify_local(verifier: ChecksumVerifier | None, reader: Reader, fragments: Fragments) -> Fragments:
+    """Verify the blocks that this rank has read as a whole, and return the fragments of the others."""
+    if verifier is None or not verifier.has_every_crc:
+        check_current(reader)
+    return verifier.verify_local(fragments) if verifier else {}
 
 
 def _check_modules() -> None:

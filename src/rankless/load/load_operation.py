@@ -37,7 +37,7 @@ from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.detect import open_reader
 from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
-from rankless.formats.reader import CheckpointValues, Reader, check_read, describe_doubts
+from rankless.formats.reader import CheckpointValues, Reader, check_current, check_read, describe_doubts
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.load.fused_experts import renamed_tensors, with_fused_experts
 from rankless.load.load_request import LoadRequest
@@ -368,6 +368,8 @@ class LoadOperation:
             crcs = find_read_crcs(plan) if lacks_crcs else ReadCrcs([])
             make_readers = partial(HashingReaderPool, crcs=crcs) if crcs.checksums else ReaderPool
             fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
+            if lacks_crcs:
+                check_current(reader)
             partly_read = verifier.verify_local(fragments) if verifier else {}
             return RankCrcs(encode_fragments(partly_read), encode_read_crcs(crcs))
 
@@ -376,8 +378,8 @@ class LoadOperation:
                 reports = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in posted]
                 verifier.verify_across_ranks(decode_fragments(report.fragments for report in reports))
                 check_read_crcs(report.pieces for report in reports)
-            elif not reader.is_current():  # without CRCs, only this detects that files of two checkpoints were read
-                raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read")
+            else:
+                check_current(reader)
             return b""
 
         self.filled = targets.filled

@@ -17,7 +17,7 @@ from rankless.errors import CorruptCheckpointError
 from rankless.storage.closing import ClosingMixin
 from rankless.storage.filesystem_kind import is_in_memory
 from rankless.storage.fork_safety import ClosedInForks
-from rankless.storage.posix import start_writeback, wrap_os_errors, write_fully
+from rankless.storage.posix import describe_version, start_writeback, wrap_os_errors, write_fully
 
 #: Offsets, lengths and addresses of direct I/O are multiples of this, in bytes: a page, and at least a sector.
 SECTOR_BYTES = 4096
@@ -183,6 +183,12 @@ class BufferedReader(ClosingMixin):
         """The size of the file in bytes."""
         with wrap_os_errors("inspect", self._path):
             return os.fstat(self._fd).st_size
+
+    @property
+    def version(self) -> str:
+        """See :class:`~rankless.storage.store.RangeReader`."""
+        with wrap_os_errors("inspect", self._path):
+            return describe_version(os.fstat(self._fd))
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before.

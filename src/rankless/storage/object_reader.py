@@ -40,6 +40,11 @@ class ObjectReader(ClosingMixin):
             self._start, self._size, self._version = self._source.get_start(self._path, _START_BYTES)
         return self._size
 
+    @property
+    def version(self) -> str:
+        """See :class:`~rankless.storage.store.RangeReader`: the ETag."""
+        return (self._version or "").strip('"')
+
     def read(self, offset: int, into: memoryview) -> None:
         """See :class:`~rankless.storage.store.RangeReader`."""
         if not len(into):

@@ -292,6 +292,22 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
 
 
+def file_version(path: Path) -> str:
+    """Return a text that another file at this path, or other bytes of this one, would change; empty if missing."""
+    try:
+        with wrap_os_errors("inspect", path):
+            return describe_version(path.stat())
+    except StorageError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+            return ""
+        raise
+
+
+def describe_version(stat: os.stat_result) -> str:
+    """Return the inode, the size and the time of the last change. A device has other numbers on other hosts."""
+    return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+
+
 def list_regular_files(path: Path) -> set[str]:
     """List the names of the regular files in a directory, read in one pass; none if it is missing."""
     with wrap_os_errors("list", path):

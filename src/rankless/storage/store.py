@@ -28,6 +28,10 @@ class RangeReader(Protocol):
     def size(self) -> int:
         """The size in bytes."""
 
+    @property
+    def version(self) -> str:
+        """What :meth:`Store.file_version` returns for the file that is open; of an object, known after its size."""
+
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before."""
 
@@ -70,6 +74,9 @@ class Store(Protocol):
 
     def file_size(self, path: Path) -> int:
         """Return a file's size in bytes."""
+
+    def file_version(self, path: Path) -> str:
+        """Return a text that another file at this path, or other bytes of this one, would change; empty if missing."""
 
     def read_small(self, path: Path, limit: int = 2**30) -> bytes:
         """Return all bytes of a small file. Raises ``StorageError`` if it has more than ``limit``."""
@@ -182,6 +189,7 @@ class PosixStore:
     is_directory = staticmethod(posix.is_directory)
     path_exists = staticmethod(posix.path_exists)
     file_size = staticmethod(posix.file_size)
+    file_version = staticmethod(posix.file_version)
     read_small = staticmethod(posix.read_small)
     file_exists = staticmethod(posix.file_exists)
     check_regular = staticmethod(posix.check_regular)

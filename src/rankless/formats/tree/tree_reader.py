@@ -10,10 +10,14 @@ from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNo
 from rankless.formats.tree.tree_contents import TreeContents
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
 _SHARED, _LEAST = 4, 2**20
+
+#: Of how many files the versions are noted: what replaces a checkpoint replaces all of its files.
+_NOTED = 64
 
 
 class TreeReader:
@@ -24,6 +28,9 @@ class TreeReader:
         _check_total_size(path, files, contents)
         self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
         self._contents = contents
+        #: An object's version would take a request of each rank.
+        noted = [file for file in files if not isinstance(file, ObjectPath)][:_NOTED]
+        self._versions = {file: store_of(file).file_version(file) for file in noted}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: {name: stored.info for name, stored in tensors.items()} for group, tensors in contents.groups.items()
         }
@@ -46,8 +53,8 @@ class TreeReader:
         return CheckpointValues(self._contents.decode_values(shared_codec))
 
     def is_current(self) -> bool:
-        """Return ``True``: such a checkpoint has no id, so it is unknown whether it was replaced."""
-        return True
+        """Return whether the noted files are still those that were opened, with the same bytes."""
+        return all(store_of(file).file_version(file) == version for file, version in self._versions.items())
 
     def check_files(self) -> None:
         """Do nothing: there are no checksums of the files, and everything else was checked when they were opened."""

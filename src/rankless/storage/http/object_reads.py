@@ -154,6 +154,11 @@ class ObjectReads(ABC):
             raise StorageError(errno.ENOENT, f"could not read {path}: there is no such object")
         return int(response.headers["content-length"])
 
+    def file_version(self, path: Path) -> str:
+        """See :class:`~rankless.storage.store.Store`: the ETag, without quotes."""
+        found = self._head(as_object(path))
+        return "" if found is None else found.headers.get("etag", "").strip('"')
+
     def read_small(self, path: Path, limit: int = 2**30) -> bytes:
         """See :class:`~rankless.storage.store.Store`."""
         response = self._get_start(as_object(path), limit)
