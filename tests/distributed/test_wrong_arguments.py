@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,3 +159,45 @@ def test_what_is_wrong_on_all_ranks_names_no_rank(ranks: Ranks, tmp_path: Path) 
     assert {message.partition(":")[0] for message in ranks(2, _call_wrongly_on_all, tmp_path)} == {
         "save_checkpoint has no argument 'unknown'"
     }
+
+
+def _fork_and_save(folder: Path) -> str:
+    """Rank 1 forks a child before its first call, which calls wrongly. Then the ranks save together."""
+    message = ""
+    if dist.get_rank() == 1:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                _save(folder, tag=3)
+            except Exception as error:  # noqa: BLE001 - its type is compared
+                os.write(writer, type(error).__name__.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        message = os.read(reader, 100).decode()
+    rankless.save_checkpoint(folder / "run", "right", nn.Linear(2, 2), timeout=WAITS)
+    return message
+
+
+def test_a_forked_child_that_calls_wrongly_disturbs_nothing(tmp_path: Path) -> None:
+    fresh = Ranks()  # whose ranks have made no call
+    try:
+        assert fresh(2, _fork_and_save, tmp_path) == ["", "RankFailedError"]
+    finally:
+        fresh.close()
+
+
+def _save_with_a_wrong_group(folder: Path) -> str:
+    message = ""
+    try:
+        _save(folder, **({"process_group": "sefl"} if dist.get_rank() == 1 else {}))
+    except InvalidArgumentError as error:
+        message = str(error)
+    _save(folder)
+    return message
+
+
+def test_a_wrong_process_group_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    here, there = ranks(2, _save_with_a_wrong_group, tmp_path)
+    assert here.startswith("rank 1 of 2")
+    assert "process_group must be" in there

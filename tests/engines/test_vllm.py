@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import rankless
 from tests.helpers.corruption import flip_tensor_bit
@@ -171,3 +171,18 @@ def test_show_for_vllm_says_what_its_ranks_need(name: str, layout: str, options:
     assert [[r["needed"], r["parameters"]] for r in ranks] == [[n, p] for n, _, p in json.loads(lines[0][7:])]
     assert planned["from_disk"] <= planned["bytes"]
     assert sum(r["from_store"] for r in ranks) <= planned["bytes"] + sum(r["alone"] for r in ranks if r["computed"])
+
+
+def test_show_for_vllm_says_that_a_checkpoint_lacks_parameters(tmp_path: Path) -> None:
+    from campaigns.engines.tiny_models import write_model
+
+    folder = write_model("llama", tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    del stored["model.norm.weight"]
+    save_file(stored, folder / "model.safetensors")
+    command = [sys.executable, "-m", "rankless", "show", str(folder), "--for", "vllm", "--tp", "2"]
+    env = {**os.environ, **ENVIRONMENT}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert shown.returncode == 1
+    assert "the model here lacks 1 parameters of rank 0" in shown.stderr
+    assert "such as model.norm.weight: vLLM would not start with it" in shown.stderr

@@ -30,7 +30,7 @@ class RangeReader(Protocol):
 
     @property
     def version(self) -> str:
-        """What :meth:`Store.file_version` returns for the file that is open; of an object, known after its size."""
+        """The result of :meth:`Store.file_version` for the file that is open; of an object, known after its size."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``offset`` on. Raises ``CorruptCheckpointError`` if the file ends before."""

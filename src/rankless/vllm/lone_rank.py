@@ -47,10 +47,21 @@ def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype):
             with _EmptyOnMeta():
                 model = initialize_model(vllm_config)
-            model.load_weights(iter(weights))
+            loaded = model.load_weights(iter(weights))
     except Exception as error:
         raise InvalidArgumentError(f"{ENGINE} cannot load {config} with {layout}: {error}") from error
+    if loaded is not None and vllm_config.model_config.quantization is None:  # vLLM's own loader asks the same
+        _check_complete(model, loaded, rank)
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _check_complete(model: torch.nn.Module, loaded: set[str], rank: int) -> None:
+    lacking = [name for name, _ in model.named_parameters() if name not in loaded]
+    if lacking:
+        raise InvalidArgumentError(
+            f"the model here lacks {len(lacking)} parameters of rank {rank} of {ENGINE}, such as {lacking[0]}: vLLM "
+            "would not start with it"
+        )
 
 
 def _make_config(config: str, layout: EngineLayout) -> VllmConfig:

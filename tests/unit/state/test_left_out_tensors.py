@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ LEFT_OUT = "0.weight"
 
 class Overriding(nn.Sequential):
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        state = super().state_dict(*args, **options)
+        state = nn.Module.state_dict(self, *args, **options)
         state.pop(LEFT_OUT)
         return state
 
@@ -38,7 +39,14 @@ def _make_hooked() -> nn.Module:
     return model
 
 
+def _make_instance_with_its_own() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model.state_dict = partial(Overriding.state_dict, model)  # type: ignore[method-assign]
+    return model
+
+
 MODELS = {
+    "method of the instance": _make_instance_with_its_own,
     "hook": _make_hooked,
     "override": lambda: Overriding(nn.Linear(3, 3), nn.Linear(3, 2)),
     "override of a submodule": lambda: nn.Sequential(Sparing(3, 3), nn.Linear(3, 2)),
@@ -95,3 +103,19 @@ def test_an_optimizer_of_a_parameter_that_is_left_out_is_refused_with_the_way_ou
 def test_a_component_alone_tells_it_too(make_model: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="leaves out 1 trained parameters"):
         rankless.save_model(make_model(), tmp_path / "m")
+
+
+def test_another_name_of_what_is_saved_may_be_left_out(tmp_path: Path) -> None:
+    def drop(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        state.pop(f"{prefix}view")
+
+    def make() -> nn.Module:
+        model = nn.Linear(3, 3)
+        model.register_buffer("view", model.weight.detach())
+        model._register_state_dict_hook(drop)
+        return model
+
+    rankless.save_checkpoint(tmp_path, "s", model=make())
+    restored = rankless.restore(tmp_path, "s", model=make())
+    assert "model" in restored.exact
+    assert not restored.missing

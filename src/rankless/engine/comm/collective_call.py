@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from rankless.engine.comm.process_group_argument import ProcessGroupArgument
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument, check_process_group
 from rankless.engine.comm.session import RankGroup, this_thread
 from rankless.errors import InvalidArgumentError, RanklessError
 from rankless.ondisk.validation import check_timeout
@@ -46,4 +46,8 @@ def _fail_on_all(error: Exception, process_group: ProcessGroupArgument, timeout:
         seconds = check_timeout(timeout)
     except InvalidArgumentError:  # which is the error
         seconds = _SECONDS
+    try:
+        check_process_group(process_group)
+    except InvalidArgumentError:  # as above: most likely the others use the default one
+        process_group = None
     RankGroup(process_group).open_session(seconds).run_on_all(_PHASE, fail)

@@ -27,12 +27,8 @@ _CallQueue = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 _EXIT_SECONDS = 5.0
 
 
-def check_not_forked(process: int) -> None:
-    """Raise ``RankFailedError`` if this process is not ``process``, whose connection to the store it would use."""
-    if os.getpid() != process:
-        raise RankFailedError(
-            "this process was forked from a rank: it cannot communicate with the other ranks in its place"
-        )
+#: The message for a process that would use the connections of another one.
+FORKED = "this process was forked from a rank: it cannot communicate with the other ranks in its place"
 
 
 class DaemonExecutor:
@@ -80,7 +76,8 @@ class _DaemonWorker:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        check_not_forked(self._process)
+        if os.getpid() != self._process:  # both would use one connection to the store
+            raise RankFailedError(FORKED)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         self.check_process()

@@ -22,14 +22,15 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from rankless.engine.comm.daemon_executor import DaemonExecutor, check_not_forked
+from rankless.engine.comm.daemon_executor import FORKED, DaemonExecutor
 from rankless.engine.comm.host_map import HostAgreement
 from rankless.engine.comm.job_store import DeadlineStore
 from rankless.engine.comm.polling import poll_until
+from rankless.engine.comm.process_group_argument import loaded_distributed
 from rankless.engine.comm.vote import COORDINATOR_RANK, GRACE_SECONDS
-from rankless.errors import RankTimeoutError
+from rankless.errors import RankFailedError, RankTimeoutError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,7 +48,6 @@ class Rendezvous:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._id = rank, size, secrets.token_hex(8)
         self._name = self._id if rank == COORDINATOR_RANK else None
-        self._process = os.getpid()
         self._has_arrived = False
         #: Whether no steps are left.
         self.is_over = False
@@ -57,11 +57,7 @@ class Rendezvous:
         self.agreement = HostAgreement()
 
     def next_session_number(self) -> int:
-        """Return the number of the next session. The n-th session of each rank is the same one.
-
-        Raises ``RankFailedError`` if this process was forked from the rank.
-        """
-        check_not_forked(self._process)
+        """Return the number of the next session. The n-th session of each rank is the same one."""
         return next(self._numbers)
 
     def poll_name(self, store: DeadlineStore) -> str | None:
@@ -173,9 +169,26 @@ _rendezvous_by_group: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKey
 _latest: dict[str, Rendezvous] = {}
 _rendezvous_lock = threading.Lock()
 
+#: The process groups of the rank that this process was forked from: its connection to the store must not be shared.
+_groups_before_fork: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def _note_groups_before_fork() -> None:
+    dist = loaded_distributed()
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        _groups_before_fork.update(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
+
+
+os.register_at_fork(after_in_child=_note_groups_before_fork)
+
 
 def rendezvous_of(group: dist.ProcessGroup, prefix: str) -> Rendezvous:
-    """Return the rendezvous of a process group whose keys have a prefix: one for all sessions over that group."""
+    """Return the rendezvous of a process group whose keys have a prefix: one for all sessions over that group.
+
+    Raises ``RankFailedError`` if this process was forked from the rank.
+    """
+    if group in _groups_before_fork:
+        raise RankFailedError(FORKED)
     with _rendezvous_lock:
         if group not in _rendezvous_by_group:
             if prefix in _latest:

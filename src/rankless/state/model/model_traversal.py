@@ -130,8 +130,20 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
 
 
 def _find_left_out(module: nn.Module, returned: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    ids = {id(value) for value in returned.values()}
-    return {name: tensor for name, tensor in state_dict_names(module).items() if id(tensor) not in ids}
+    tensors, ids = state_dict_names(module), {id(value) for value in returned.values()}
+    kept = {name for name, tensor in tensors.items() if id(tensor) in ids}
+    if len(kept) == len(tensors):
+        return {}
+    places = {_place_in_memory(tensors[name]) for name in kept}
+    return {name: tensor for name, tensor in tensors.items() if _place_in_memory(tensor) not in places}
+
+
+def _place_in_memory(tensor: torch.Tensor) -> object:
+    """Return what is equal for tensors that are the same elements."""
+    local = local_tensor(tensor)
+    if local.layout != torch.strided or local.is_meta or not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:

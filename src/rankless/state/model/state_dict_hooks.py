@@ -43,8 +43,8 @@ def has_own_state_dict(module: nn.Module) -> bool:
     return any(
         submodule._state_dict_hooks  # noqa: SLF001
         or submodule._state_dict_pre_hooks  # noqa: SLF001
-        or type(submodule).state_dict is not nn.Module.state_dict
-        or type(submodule)._save_to_state_dict is not nn.Module._save_to_state_dict  # noqa: SLF001
+        or getattr(submodule.state_dict, "__func__", None) is not nn.Module.state_dict
+        or getattr(submodule._save_to_state_dict, "__func__", None) is not nn.Module._save_to_state_dict  # noqa: SLF001
         for submodule in module.modules()
     )
 
