@@ -317,7 +317,9 @@ class History:
         by_number = {self._state.run_of[found.content]: found.sequence for found in site.known}
         world = tuple(sorted(heads, key=lambda head: -by_number.get(head.run, 0)))
         self._state.note(f"{site.place.name} is copied to {place.name} without its history")
-        self._add_copy(site, Site(place, {world}, had_tiers=site.had_tiers, lacks_history=True))
+        self._add_copy(
+            site, Site(place, {world}, had_tiers=site.had_tiers, lacks_history=True, is_merged=site.is_merged)
+        )
 
     def copy_while_saving(self) -> None:
         """Copy a run directory while a job is in the middle of a save."""
@@ -343,6 +345,7 @@ class History:
         source.place.copy(target.place.name)
         target.worlds, target.is_removed, target.went_back = None, target.had_tiers, {}
         target.lacks_history |= source.lacks_history
+        target.is_merged = True
         # The pointer of an overwrite in the one has a higher number than that of the same tag in the other.
         self._state.look(target, target.contents if isinstance(target.place, BucketPlace) else set())
         self._state.note(f"{source.place.name} is merged into {target.place.name}")

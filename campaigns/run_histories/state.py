@@ -41,6 +41,8 @@ class Site:
     had_tiers: bool = False
     #: It is a copy without history, or a copy of one.
     lacks_history: bool = False
+    #: Jobs of both copies may have had the same number, so a checkpoint of the one can count as one of the other.
+    is_merged: bool = False
     #: The contents that jobs have named last to go on from, by their runs, as far as that is certain.
     went_back: dict[int, Content] = field(default_factory=dict)
 
