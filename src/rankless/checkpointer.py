@@ -476,6 +476,8 @@ class Checkpointer:
 
 
 def _as_names(names: Collection[str]) -> Collection[str]:
+    if not isinstance(names, Collection):
+        raise InvalidArgumentError(f"a list of names, such as ['scheduler'], was expected; got {names!r:.80}")
     return {names} if isinstance(names, str) else names
 
 

@@ -30,7 +30,7 @@ from rankless.observe.reporter import with_progress_bar
 from rankless.observe.spans import span, traced
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
-from rankless.ondisk.validation import check_timeout
+from rankless.ondisk.validation import check_flag, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import claim_incarnation, list_checkpoints
 from rankless.run.claims import JobHistory, read_history
@@ -105,7 +105,7 @@ class RunDirectory:
         #: The options of a save that passes none.
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
-        self._keep, self._async_save = as_policy(keep), async_save
+        self._keep, self._async_save = as_policy(keep), check_flag("async_save", async_save)
         #: What is kept after the newest save, which may be drained later.
         self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
@@ -233,9 +233,9 @@ class RunDirectory:
                 options=chosen,
                 step=step,
                 metrics=copy_metrics({} if metrics is None else metrics),
-                overwrite=overwrite,
+                overwrite=check_flag("overwrite", overwrite),
                 keep=self._keep if keep is None else as_policy(keep),
-                async_save=self._async_save if async_save is None else async_save,
+                async_save=self._async_save if async_save is None else check_flag("async_save", async_save),
                 forced=forced,
                 began=began,
             )
@@ -243,7 +243,7 @@ class RunDirectory:
             turn = background_saves.path_turn(self.path, self._process_group, raises_failures=not forced)
             with span("save", "call", str(tag)), turn:
                 request = replace(request, job=self.history, corrupt=frozenset(self.memory.corrupt))
-                self._measures_newest, self._newest_keep = chosen.stats is True, request.keep
+                self._measures_newest, self._newest_keep = bool(chosen.stats), request.keep
                 request = replace(
                     request, on_event=self._with_statistics(chosen.on_event or ignore_event, chosen.stats)
                 )
@@ -254,7 +254,7 @@ class RunDirectory:
 
     def _with_statistics(self, on_event: OnEvent, stats: object) -> OnEvent:
         """Return a listener that, on the coordinator, lets statistics be computed if they are requested."""
-        if stats is not True or self._current_ranks().rank != COORDINATOR_RANK:
+        if not stats or self._current_ranks().rank != COORDINATOR_RANK:
             return on_event
         from rankless.inspection.background_statistics import keep_statistics  # noqa: PLC0415 - other saves need none
 

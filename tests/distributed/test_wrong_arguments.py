@@ -110,6 +110,7 @@ CALLS = [
     (_export, {"max_shard_size": "x"}),
     (_resume, {"unknown": 1}),
     (_resume, {"new_ok": ["x"]}),
+    (_resume, {"new_ok": 5}),
     (_save_as_nxd, {"tag": None}),
     (_save_as_colossalai, {"size_per_shard": 0, "shard": True}),
 ]

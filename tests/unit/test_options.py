@@ -12,6 +12,7 @@ from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,3 +129,18 @@ def test_a_mistyped_argument_of_a_load_names_the_nearest_one(tmp_path: Path, cal
 def test_options_of_loads_are_refused_by_saves(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="options must be SaveOptions"):
         rankless.save_checkpoint(tmp_path, "a", state(), options=LoadOptions())  # type: ignore[arg-type]
+
+
+def test_flags_may_be_those_of_numpy(tmp_path: Path) -> None:
+    is_best = np.float64(0.5) < np.float64(1.0)
+    rankless.save_checkpoint(tmp_path, "best", state(), overwrite=is_best, async_save=is_best, stats=is_best).wait()
+    rankless.finalize()
+    assert rankless.read_statistics(tmp_path / "best")
+    restored = rankless.restore(tmp_path, "best", state(), cast_dtype=is_best, verify=is_best)
+    assert restored.verified
+
+
+@pytest.mark.parametrize("flag", ["overwrite", "async_save", "rng", "stats", "adapter_only", "state_dict_hooks"])
+def test_what_is_no_flag_is_refused(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{flag} must be True or False; got 'no'"):
+        rankless.save_checkpoint(tmp_path, "s", state(), **{flag: "no"})

@@ -12,6 +12,9 @@ from rankless.errors import InvalidArgumentError, UnsafeNameError
 #: Integers of the manifest are below this in magnitude.
 _INT_LIMIT = 2**63
 
+#: NumPy's type of ``True`` and ``False``, in versions 2 and 1: what its comparisons return.
+_NUMPY_FLAGS = {("numpy", "bool"), ("numpy", "bool_")}
+
 #: The most bytes of a tag.
 _TAG_BYTES = 200
 
@@ -106,10 +109,11 @@ def check_timeout(timeout: object) -> float:
     return float(timeout)
 
 
-def check_flag(argument: str, value: object) -> None:
-    """Raise ``InvalidArgumentError`` naming the argument unless its value is ``True`` or ``False``."""
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{argument} must be True or False; got {value!r:.80}")
+def check_flag(argument: str, value: object) -> bool:
+    """Return a flag, NumPy's too, as a plain one. Raises ``InvalidArgumentError`` naming it for any other value."""
+    if isinstance(value, bool) or (type(value).__module__, type(value).__name__) in _NUMPY_FLAGS:
+        return bool(value)
+    raise InvalidArgumentError(f"{argument} must be True or False; got {value!r:.80}")
 
 
 def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from rankless.formats.native import is_native
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk import manifest
 from rankless.ondisk.data_files import parse_size
-from rankless.ondisk.validation import check_flag, check_number, check_tag
+from rankless.ondisk.validation import check_number, check_tag
 from rankless.ondisk.values import RANKS_FILE, SHARED_FILE
 from rankless.options import SaveOptions
 from rankless.run.catalog import cached_checkpoints
@@ -89,8 +89,6 @@ class SaveRequest(msgspec.Struct, frozen=True):
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` if an argument is invalid."""
         check_tag(self.tag)
-        check_flag("overwrite", self.overwrite)
-        check_flag("async_save", self.async_save)
         self.options.check()
         self.manifest_numbers()
         _check_files(self.training.files)

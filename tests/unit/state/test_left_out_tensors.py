@@ -119,3 +119,18 @@ def test_another_name_of_what_is_saved_may_be_left_out(tmp_path: Path) -> None:
     restored = rankless.restore(tmp_path, "s", model=make())
     assert "model" in restored.exact
     assert not restored.missing
+
+
+def test_what_another_part_of_the_model_has_is_not_missing(make_model: Any, tmp_path: Path) -> None:
+    def parts() -> list[nn.Module]:
+        model, other = make_model(), nn.ModuleDict({"0": nn.Linear(3, 3)})
+        other["0"].weight = model[0].weight
+        other["0"].bias = model[0].bias
+        return [model, other]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rankless.save_checkpoint(tmp_path, "s", model=parts())
+    restored = rankless.restore(tmp_path, "s", model=parts())
+    assert "model" in restored.exact
+    assert not restored.missing

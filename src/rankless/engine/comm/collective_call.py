@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument, check_process_group
 from rankless.engine.comm.session import RankGroup, this_thread
-from rankless.errors import InvalidArgumentError, RanklessError
+from rankless.errors import InvalidArgumentError
 from rankless.ondisk.validation import check_timeout
 
 _PHASE = "checking the arguments"
@@ -30,7 +30,7 @@ def collective_call(process_group: ProcessGroupArgument, timeout: float = _SECON
     except Exception as error:
         if this_thread.opened_sessions == before:
             trace = error.__traceback__
-            with suppress(RanklessError):  # also if this rank cannot meet the others: its own error says what is wrong
+            with suppress(Exception):  # also if this rank cannot meet the others: its own error says what is wrong
                 _fail_on_all(error, process_group, timeout)
             error.__traceback__ = trace
         raise

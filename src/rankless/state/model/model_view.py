@@ -127,7 +127,8 @@ def merge_views(merged: ModelView, view: ModelView) -> None:
     merged.overwritten |= view.overwritten
     merged.frozen |= view.frozen
     merged.refs = view.refs | merged.refs
-    merged.left_out |= view.left_out
+    left_out = merged.left_out | view.left_out
+    merged.left_out = {name: tensor for name, tensor in left_out.items() if name not in merged.tensors}
 
 
 def _find_ties(merged: ModelView, view: ModelView) -> dict[str, str]:
