@@ -477,3 +477,19 @@ def test_no_data_is_copied_to_learn_what_hooks_say(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path, "s", Hooked(look))
     assert seen
     assert all(devices == {"a": "meta", "b": "meta"} for devices in seen)
+
+
+def save_after_an_evaluation(path: str) -> list[str]:
+    """Save a model under FSDP2 whose root still has its whole parameters, as after a forward without a backward."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedQKV())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        model(torch.zeros(2, WIDTH))
+    rankless.save_checkpoint(path, "s", model, rng=False)
+    return sorted(rankless.open(f"{path}/s"))
+
+
+def test_a_model_whose_parameters_are_whole_after_an_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    names = [f"model/{part}.{kind}" for part in ("0", "1.wk", "1.wq", "1.wv") for kind in ("bias", "weight")]
+    assert ranks(2, save_after_an_evaluation, str(tmp_path)) == [names] * 2

@@ -62,8 +62,13 @@ def state_dict_names(module: nn.Module) -> dict[str, torch.Tensor]:
 def hooked_state_dict(module: nn.Module) -> HookedStateDict:
     """Return a model's ``state_dict`` without a copy, with its hooks run on tensors without data if possible."""
     if has_hooks(module):
-        from rankless.state.model.stand_ins import StandIns  # noqa: PLC0415 - few models have hooks
+        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - few models have hooks
 
+        from rankless.state.model.stand_ins import StandIns  # noqa: PLC0415 - as above
+
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()  # as state_dict does, but before the tensors get their stand-ins
         stand_ins = StandIns(state_dict_names(module))
         with suppress(Exception), torch.no_grad(), stand_ins.origins:  # a hook that needs data gets it below
             return stand_ins.to_result(module.state_dict(destination=stand_ins, keep_vars=True))
