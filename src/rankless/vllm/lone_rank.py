@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rankless.errors import InvalidArgumentError
 from rankless.inference.engine_layout import EngineLayout
+from rankless.observe.units import format_count
 
 #: The name and the version of the engine.
 ENGINE = f"vLLM {vllm.__version__}"
@@ -59,8 +60,8 @@ def _check_complete(model: torch.nn.Module, loaded: set[str], rank: int) -> None
     lacking = [name for name, _ in model.named_parameters() if name not in loaded]
     if lacking:
         raise InvalidArgumentError(
-            f"the model here lacks {len(lacking)} parameters of rank {rank} of {ENGINE}, such as {lacking[0]}: vLLM "
-            "would not start with it"
+            f"the model here lacks {format_count(len(lacking), 'parameter')} of rank {rank} of {ENGINE}, such as "
+            f"{lacking[0]}: vLLM would not start with it"
         )
 
 
