@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument, check_process_group
 from rankless.engine.comm.session import RankGroup, this_thread
-from rankless.errors import InvalidArgumentError
+from rankless.errors import InvalidArgumentError, RankFailedError, RankTimeoutError
 from rankless.ondisk.validation import check_timeout
 
 _PHASE = "checking the arguments"
@@ -27,6 +27,8 @@ def collective_call(process_group: ProcessGroupArgument, timeout: float = _SECON
     before = this_thread.opened_sessions
     try:
         yield
+    except (RankFailedError, RankTimeoutError):  # of an earlier call: all ranks have it, and one may be dead
+        raise
     except Exception as error:
         if this_thread.opened_sessions == before:
             trace = error.__traceback__
