@@ -39,9 +39,9 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_raw_header(path: Path, record: FileRecord | None = None) -> tuple[bytes, int, str]:
-    """Return the bytes of a file before its data, its size, and its version, if there is no ``record`` to check it by.
+    """Return the bytes of a file before its data, its size, and without a ``record`` its version.
 
-    The size is that of the ``record``.
+    The size of a ``record`` is checked.
     """
     with store_of(path).open_reader(path) as reader:
         size = reader.size

@@ -348,8 +348,9 @@ class LoadTargets:
                 self._add_target((slot, source), target)
                 self.filled.add((slot, name))
                 loaded.add(source)
-        for name in view.left_out.keys() - stored:  # those that are stored are unexpected
-            self.report.add_missing(_component_of(slot), name, is_optional=True)
+        for name in view.left_out:
+            if name not in stored:  # else it is unexpected
+                self.report.add_missing(_component_of(slot), name, is_optional=True)
         self._note_merged(slot, view)
         self._check_wrappers(slot, view)
         known_names = {tied.get(name, name) for name in (*view.tensors, *view.tied)}
