@@ -16,7 +16,7 @@ _RAREST = 5
 
 
 def draw_at_random(seed: int, rare: Mapping[str, Sequence[str]]) -> Draw:
-    """Return what draws at random; every other time one of the first ``rare`` events that can happen."""
+    """Return a function that draws at random; every other time one of the first ``rare`` events that can happen."""
     numbers = random.Random(f"the events of {seed}")
 
     def draw(before: str, applicable: Sequence[str]) -> str:
@@ -27,7 +27,7 @@ def draw_at_random(seed: int, rare: Mapping[str, Sequence[str]]) -> Draw:
 
 
 def draw_from(script: Iterable[str]) -> Draw:
-    """Return what draws the events of a list, one after the other."""
+    """Return a function that draws the events of a list, one after the other."""
     events = iter(script)
 
     def draw(_before: str, applicable: Sequence[str]) -> str:

@@ -202,7 +202,8 @@ class Judge:
     def _judge_failed_save(self, site: Site, job: Job, content: Content, reply: Reply) -> None:
         is_superseded = (job.is_challenged or job.is_doubtful) and reply.error in _SUPERSEDED
         is_tier = job.tier is not None and reply.error in {"StateError", "StorageError", "SupersededError"}
-        if site.is_merged and reply.error == "TagExistsError":  # loud, and nothing has changed
+        is_taken = any(f"/{found.tag} exists" in reply.message for found in site.known)
+        if site.is_merged and is_taken and reply.error == "TagExistsError":  # perhaps by the other copy
             return
         if not is_superseded and not (is_tier and (job.is_doubtful or job.run == 0 or site.is_removed)):
             raise ViolationError(f"a save of job {job.number} failed: {reply.error}: {reply.message}")

@@ -233,7 +233,7 @@ class Checkpointer:
         """
         with collective_call(self._process_group, self._timeout):
             chosen = with_keywords(LoadOptions(), options, more, Checkpointer.resume)
-            missing = {*_as_names(chosen.allow_missing), *self._find_components(new_ok)}
+            missing = {*_as_names("allow_missing", chosen.allow_missing), *self._find_components(new_ok)}
             self._begin(resumes=True)
             try:
                 restored = self._directory.restore(
@@ -457,7 +457,7 @@ class Checkpointer:
 
     def _find_components(self, new_ok: Collection[str]) -> Iterable[str]:
         """Yield the components that ``new_ok`` names. Raises ``InvalidArgumentError``."""
-        for name in _as_names(new_ok):
+        for name in _as_names("new_ok", new_ok):
             if name in self._registered:
                 yield f"stateful/{name}"
             elif name.partition("/")[0] in self._components:
@@ -475,9 +475,10 @@ class Checkpointer:
                 yield slot
 
 
-def _as_names(names: Collection[str]) -> Collection[str]:
+def _as_names(argument: str, names: Collection[str]) -> Collection[str]:
+    """Return the names that an argument has. Raises ``InvalidArgumentError`` if they are neither a list nor a text."""
     if not isinstance(names, Collection):
-        raise InvalidArgumentError(f"a list of names, such as ['scheduler'], was expected; got {names!r:.80}")
+        raise InvalidArgumentError(f"{argument} must be a list of names, such as ['scheduler']; got {names!r:.80}")
     return {names} if isinstance(names, str) else names
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 from rankless.errors import InvalidArgumentError
 from rankless.observe.events import OnEvent
 from rankless.ondisk.data_files import SHARD_SIZE, parse_size
-from rankless.ondisk.validation import check_choice, check_flag, check_keys
+from rankless.ondisk.validation import check_choice, check_keys
 
 #: When the state is copied: before the call returns, or, if only optimizer steps change it, before the next step.
 STAGING = ("eager", "overlapped")
@@ -107,9 +107,7 @@ class SaveOptions:
         check_choice("staging_check", self.staging_check, STAGING_CHECK)
         check_choice("replica_check", self.replica_check, REPLICA_CHECK)
         check_choice("frozen", self.frozen, FROZEN)
-        for name in ("incremental", "rng", "state_dict_hooks", "adapter_only", "stats"):
-            check_flag(name, getattr(self, name))
-        _check_listener(self.on_event)
+        _check_types(self, "incremental", "rng", "state_dict_hooks", "adapter_only", "stats")
         number: object = self.keep_full_every
         if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
             raise InvalidArgumentError(f"keep_full_every must be a whole number above 0; got {number!r:.80}")
@@ -171,13 +169,8 @@ class LoadOptions:
 
     def check(self) -> None:
         """Raise ``InvalidArgumentError`` if a flag, the keys or the listener are invalid by themselves."""
-        for name in ("verify", "cast_dtype"):
-            check_flag(name, getattr(self, name))
-        for name in ("rng", "resume", "again"):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
+        _check_types(self, "verify", "cast_dtype", "rng", "resume", "again")
         check_keys(self.keys)
-        _check_listener(self.on_event)
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -217,9 +210,17 @@ class LoadKeywords(TypedDict, total=False):
 _Options = TypeVar("_Options", SaveOptions, LoadOptions)
 
 
-def _check_listener(on_event: object) -> None:
-    if on_event is not None and not callable(on_event):
-        raise InvalidArgumentError(f"on_event must be a function that takes an event; got {on_event!r:.80}")
+def _check_types(options: SaveOptions | LoadOptions, *flags: str) -> None:
+    """Raise ``InvalidArgumentError`` unless the flags are Python's, or ``None`` as by default, and ``on_event`` can be called.
+
+    A flag of NumPy is refused: it is not the ``True`` or ``False`` that some options are compared with.
+    """
+    for name in flags:
+        value = getattr(options, name)
+        if not isinstance(value, bool) and (value is not None or getattr(type(options), name) is not None):
+            raise InvalidArgumentError(f"{name} must be True or False; got {value!r:.80}: pass bool({name})")
+    if options.on_event is not None and not callable(options.on_event):
+        raise InvalidArgumentError(f"on_event must be a function that takes an event; got {options.on_event!r:.80}")
 
 
 def with_keywords(

@@ -50,7 +50,6 @@ def write_in_place(path: Path, value: float) -> None:
     os.utime(path / "model.safetensors", (value, value))  # as if a second had passed
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def write_dcp(path: Path, value: float) -> None:
     shutil.rmtree(path, ignore_errors=True)
     dcp.save({"model": make_model(value).state_dict()}, checkpoint_id=path, no_dist=True)

@@ -131,13 +131,21 @@ def test_options_of_loads_are_refused_by_saves(tmp_path: Path) -> None:
         rankless.save_checkpoint(tmp_path, "a", state(), options=LoadOptions())  # type: ignore[arg-type]
 
 
-def test_flags_may_be_those_of_numpy(tmp_path: Path) -> None:
+def test_a_flag_of_a_save_may_come_from_a_comparison_of_numpy(tmp_path: Path) -> None:
     is_best = np.float64(0.5) < np.float64(1.0)
-    rankless.save_checkpoint(tmp_path, "best", state(), overwrite=is_best, async_save=is_best, stats=is_best).wait()
-    rankless.finalize()
-    assert rankless.read_statistics(tmp_path / "best")
-    restored = rankless.restore(tmp_path, "best", state(), cast_dtype=is_best, verify=is_best)
-    assert restored.verified
+    for value in (0.0, 1.0):
+        saved = {"w": torch.full((4,), value)}
+        rankless.save_checkpoint(tmp_path, "best", saved, overwrite=is_best, async_save=is_best).wait()
+    loaded = {"w": torch.zeros(4)}
+    rankless.restore(tmp_path, "best", loaded)
+    assert torch.equal(loaded["w"], torch.ones(4))
+
+
+@pytest.mark.parametrize("flag", ["resume", "again", "cast_dtype", "verify", "rng"])
+def test_an_option_must_be_a_flag_of_python(flag: str, tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path, "s", state())
+    with pytest.raises(InvalidArgumentError, match=rf"pass bool\({flag}\)"):
+        rankless.restore(tmp_path, "s", state(), **{flag: np.bool_(False)})
 
 
 @pytest.mark.parametrize("flag", ["overwrite", "async_save", "rng", "stats", "adapter_only", "state_dict_hooks"])

@@ -156,7 +156,7 @@ def check_current(reader: Reader) -> None:
     Called when all bytes were read that have no CRCs: only this detects that some are of another checkpoint.
     """
     if not reader.is_current():
-        raise CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read; open it again")
+        raise _replaced_error(reader)
 
 
 @contextmanager
@@ -165,8 +165,10 @@ def detect_replacement(reader: Reader) -> Iterator[None]:
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:
-        if not reader.is_current():
-            raise CheckpointReplacedError(
-                f"{reader.path} was replaced or removed while it was read; open it again"
-            ) from error
-        raise
+        if reader.is_current():
+            raise
+        raise _replaced_error(reader) from error
+
+
+def _replaced_error(reader: Reader) -> CheckpointReplacedError:
+    return CheckpointReplacedError(f"{reader.path} was replaced or removed while it was read; open it again")

@@ -61,8 +61,8 @@ class SafetensorsFile(msgspec.Struct, frozen=True, dict=True):
 
     path: Path
     header: SafetensorsHeader
-    #: That of the file whose header was read: see :meth:`rankless.storage.store.Store.file_version`. A file of a
-    #: checkpoint with a manifest has none: the manifest says whether it is current.
+    #: The version of the file whose header was read: see :meth:`rankless.storage.store.Store.file_version`. It is empty
+    #: for a file of a checkpoint with a manifest: the manifest says whether that is current.
     version: str = ""
 
     def is_current(self) -> bool:

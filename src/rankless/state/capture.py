@@ -16,6 +16,7 @@ from rankless.engine.plan.split_tensors import Splits
 from rankless.engine.plan.tensor_specs import OWN, PER_RANK, STATE, LayoutSpec, Meshes, NamedPieces, Spec, TensorSpec
 from rankless.errors import InvalidArgumentError, StateError, UnsupportedValueError
 from rankless.observe.spans import traced
+from rankless.observe.units import format_count
 from rankless.ondisk import values
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, adapter_group
 from rankless.ondisk.validation import check_utf8
@@ -225,8 +226,8 @@ def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: b
     trained = [name for name, tensor in view.left_out.items() if tensor.requires_grad]
     if trained:
         captured.warnings.append(
-            f"the state_dict() of {slot} leaves out {len(trained)} trained parameters, such as {trained[0]!r}: the "
-            "checkpoint lacks them. Pass state_dict_hooks=False to save all parameters and buffers"
+            f"the state_dict() of {slot} leaves out {format_count(len(trained), 'trained parameter')}, such as "
+            f"{trained[0]!r}: not in the checkpoint. Pass state_dict_hooks=False to save all parameters and buffers"
         )
 
 

@@ -304,8 +304,11 @@ def file_version(path: Path) -> str:
 
 
 def describe_version(stat: os.stat_result) -> str:
-    """Return the inode, the size and the time of the last change. A device has other numbers on other hosts."""
-    return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+    """Return the size and the time of the last change.
+
+    Not the inode: a bucket that is mounted as a folder may give a file another one at each look.
+    """
+    return f"{stat.st_size}-{stat.st_mtime_ns}"
 
 
 def list_regular_files(path: Path) -> set[str]:

@@ -57,6 +57,7 @@ def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable
 
 
 def _check_complete(model: torch.nn.Module, loaded: set[str], rank: int) -> None:
+    """Raise ``InvalidArgumentError`` if the weights lacked a parameter of the model."""
     lacking = [name for name, _ in model.named_parameters() if name not in loaded]
     if lacking:
         raise InvalidArgumentError(

@@ -61,7 +61,7 @@ def make_model(request: pytest.FixtureRequest) -> Any:
 def test_a_trained_parameter_that_is_left_out_is_named_and_the_model_is_not_exact(
     make_model: Any, tmp_path: Path
 ) -> None:
-    with pytest.warns(UserWarning, match=f"leaves out 1 trained parameters, such as '{LEFT_OUT}'"):
+    with pytest.warns(UserWarning, match=f"leaves out 1 trained parameter, such as '{LEFT_OUT}'"):
         rankless.save_checkpoint(tmp_path, "s", model=make_model())
     restored = rankless.restore(tmp_path, "s", model=make_model())
     assert "model" not in restored.exact
@@ -101,7 +101,7 @@ def test_an_optimizer_of_a_parameter_that_is_left_out_is_refused_with_the_way_ou
 
 
 def test_a_component_alone_tells_it_too(make_model: Any, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="leaves out 1 trained parameters"):
+    with pytest.warns(UserWarning, match="leaves out 1 trained parameter"):
         rankless.save_model(make_model(), tmp_path / "m")
 
 

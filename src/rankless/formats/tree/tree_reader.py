@@ -28,7 +28,7 @@ class TreeReader:
         _check_total_size(path, files, contents)
         self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
         self._contents = contents
-        #: An object's version would take a request of each rank.
+        # The version of an object would take a request of each rank.
         noted = [file for file in files if not isinstance(file, ObjectPath)][:_NOTED]
         self._versions = {file: store_of(file).file_version(file) for file in noted}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {

@@ -94,7 +94,8 @@ def _view_module(model: nn.Module, *, hooks: bool) -> ModelView:
     for name, parameter in module.named_parameters():
         if not is_wrapper(parameter):
             check_kind(parameter, f"model tensor {clean_name(name)!r}")
-    if hooks and has_own_state_dict(module):
+    runs_before = any(submodule._state_dict_pre_hooks for submodule in module.modules())  # noqa: SLF001
+    if hooks and (runs_before or has_own_state_dict(module)):
         result = hooked(module)
         left_out = _find_left_out(module, result.values)
     else:

@@ -38,11 +38,11 @@ def has_hooks(module: nn.Module) -> bool:
 def has_own_state_dict(module: nn.Module) -> bool:
     """Return whether any submodule of a model has a hook on ``state_dict``, or a ``state_dict`` of its own.
 
-    If not, ``state_dict`` returns what :func:`state_dict_names` and ``get_extra_state`` return.
+    If not, and without hooks that run before ``state_dict``, it returns the results of :func:`state_dict_names` and
+    ``get_extra_state``.
     """
     return any(
         submodule._state_dict_hooks  # noqa: SLF001
-        or submodule._state_dict_pre_hooks  # noqa: SLF001
         or getattr(submodule.state_dict, "__func__", None) is not nn.Module.state_dict
         or getattr(submodule._save_to_state_dict, "__func__", None) is not nn.Module._save_to_state_dict  # noqa: SLF001
         for submodule in module.modules()
