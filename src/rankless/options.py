@@ -211,7 +211,7 @@ _Options = TypeVar("_Options", SaveOptions, LoadOptions)
 
 
 def _check_types(options: SaveOptions | LoadOptions, *flags: str) -> None:
-    """Raise ``InvalidArgumentError`` unless the flags are Python's, or ``None`` as by default, and ``on_event`` can be called.
+    """Raise ``InvalidArgumentError`` for a flag that is neither Python's nor ``None`` by default, or a wrong listener.
 
     A flag of NumPy is refused: it is not the ``True`` or ``False`` that some options are compared with.
     """
