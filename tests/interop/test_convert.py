@@ -217,6 +217,14 @@ def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(("to", "file"), [("lightning", "a.ckpt"), ("lightning-folder", "a.ckpt/meta.pt")])
+def test_lightning_gets_the_training_step(saved: Path, tmp_path: Path, to: str, file: str) -> None:
+    rankless.convert(saved, tmp_path / "a.ckpt", to=to)
+    assert torch.load(tmp_path / file, weights_only=False)["global_step"] == 3
+    rankless.convert(tmp_path / "a.ckpt", tmp_path / "back/t", to="native")
+    assert rankless.list_checkpoints(tmp_path / "back")[0].step == 3
+
+
 @pytest.mark.parametrize("to", ["native", "hf", "torch", "lightning", "colossalai"])
 def test_damage_in_the_source_is_found_and_nothing_is_left(saved: Path, tmp_path: Path, to: str) -> None:
     file = saved / "model/model.safetensors"

@@ -118,7 +118,7 @@ class NativeTarget:
             identity=identity,
             time=round(time.time(), 6),
             ranks=len(self._source.carried.ranks),
-            step=source_manifest.step if source_manifest else self._source.carried.step,
+            step=self._source.step,
             metrics=source_manifest.metrics if source_manifest else {},
         )
         return build_manifest(label, files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,17 @@ from rankless.storage.posix import file_size, host_id, sync_tree
 
 def _torch_file(schema: str) -> Callable[[ConversionSource, Path, Path], ConversionTarget]:
     """Return what makes the target that is one file of ``torch.save``. Only such targets import torch."""
-    target = "rankless.conversion.torch_target:TorchTarget"
-    return lambda source, pending, _: load_attribute(target)(source, pending, load_attribute(_SCHEMAS + schema))
+    return lambda source, pending, _: load_attribute(_TORCH_TARGET)(source, pending, load_attribute(_SCHEMAS + schema))
+
+
+def _lightning_file(source: ConversionSource, pending: Path, _: Path) -> ConversionTarget:
+    """Return the target that is one file of Lightning's ``Trainer``, with the training step of the source."""
+    schema = partial(load_attribute(_SCHEMAS + "lightning_schema"), step=source.step)
+    return load_attribute(_TORCH_TARGET)(source, pending, schema)  # type: ignore[no-any-return]
+
+
+#: The target that is one file of ``torch.save``.
+_TORCH_TARGET = "rankless.conversion.torch_target:TorchTarget"
 
 
 #: Functions that lay out the trees of torch's files.
@@ -82,7 +92,7 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     "hf": HuggingFaceTarget,
     "safetensors": SafetensorsTarget,
     "torch": _torch_file("state_dict_schema"),
-    "lightning": _torch_file("lightning_schema"),
+    "lightning": _lightning_file,
     LIGHTNING_FOLDER: lambda source, pending, _: load_target(LIGHTNING_FOLDER)(source, pending),
     "peft": PeftTarget,
     DEEPSPEED_UNIVERSAL: lambda source, pending, _: load_target(DEEPSPEED_UNIVERSAL)(source, pending),

@@ -16,8 +16,8 @@ from rankless.ondisk.value_files import BY_NUMBER, ORDERED, OWN_STATE
 from rankless.state.optimizer.left_out_values import warn_left_out
 from rankless.state.optimizer.whole_states import whole_states
 
-#: The entries that Lightning requires in every checkpoint.
-_LIGHTNING = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
+#: The entries that Lightning requires in every checkpoint, besides the step.
+_LIGHTNING = {"epoch": 0, "pytorch-lightning_version": "2.0.0", "loops": None}
 
 
 def state_dict_schema(groups: Groups, values: Mapping[str, Any]) -> Any:
@@ -35,10 +35,13 @@ def state_dict_schema(groups: Groups, values: Mapping[str, Any]) -> Any:
     return tree
 
 
-def lightning_schema(groups: Groups, values: Mapping[str, Any]) -> Any:
-    """Return a checkpoint of Lightning's ``Trainer``: ``state_dict``, ``optimizer_states`` and its metadata."""
+def lightning_schema(groups: Groups, values: Mapping[str, Any], *, step: float | None = None) -> Any:
+    """Return a checkpoint of Lightning's ``Trainer``: ``state_dict``, ``optimizer_states`` and its metadata.
+
+    ``step`` is the training step, unless the user's content has another one.
+    """
     _check_for_lightning(groups, values)
-    tree = lightning_metadata(groups, values)
+    tree = lightning_metadata(groups, values, step=step)
     _add_entry(tree, "state_dict", _model_state_dict("model", groups, values))
     if "optimizer" in values:
         states = _optimizer_state_dicts("optimizer", groups, values)
@@ -83,10 +86,10 @@ def lightning_tensor_names(groups: Groups, values: Mapping[str, Any]) -> dict[st
     return tree
 
 
-def lightning_metadata(groups: Groups, values: Mapping[str, Any]) -> dict[str, Any]:
+def lightning_metadata(groups: Groups, values: Mapping[str, Any], *, step: float | None = None) -> dict[str, Any]:
     """Return the content of ``meta.pt`` in a Lightning folder."""
     del groups
-    tree = {**_LIGHTNING, **_user_content(values)}
+    tree = {**_LIGHTNING, "global_step": int(step or 0), **_user_content(values)}
     if "scheduler" in values:
         states = scheduler_state_dict(values["scheduler"])
         _add_entry(tree, "lr_schedulers", states if isinstance(states, list) else [states])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from rankless.conversion.carried_values import CarriedValues
 from rankless.conversion.tensor_filter import Key, SelectedTensors
 from rankless.engine.io.requests import Fragments
+from rankless.formats.native import NativeReader
 from rankless.formats.reader import Reader
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.weight_names import TRANSFORMERS
@@ -33,6 +34,11 @@ class ConversionSource:
     dtype: str | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     stem: str = TRANSFORMERS[0]
+
+    @property
+    def step(self) -> int | float | None:
+        """The training step that the source names; ``None`` if it names none."""
+        return self.reader.manifest.step if isinstance(self.reader, NativeReader) else self.carried.step
 
     @property
     def tensor_infos(self) -> dict[Key, TensorInfo]:

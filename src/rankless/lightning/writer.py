@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rankless.conversion.state_dict_schemas import lightning_metadata, lightning_tensor_names
@@ -22,7 +23,7 @@ class LightningTarget:
     def __init__(self, source: ConversionSource, pending: Path) -> None:
         self._pending = pending
         self._tensors = DcpTarget(source, pending, lightning_tensor_names)
-        self._meta = TorchTarget(source, pending, lightning_metadata, META)
+        self._meta = TorchTarget(source, pending, partial(lightning_metadata, step=source.step), META)
 
     def create_files(self) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

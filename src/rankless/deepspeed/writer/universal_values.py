@@ -9,7 +9,6 @@ from typing import Any
 from rankless.conversion.state_dict_schemas import scheduler_state_dict
 from rankless.conversion.target import ConversionSource
 from rankless.errors import InvalidArgumentError
-from rankless.formats.native import NativeReader
 from rankless.formats.torchfile.pickler import PickledGlobal, PickledObject
 
 #: The end of the tag of a universal checkpoint.
@@ -105,8 +104,7 @@ class EngineValues:
 
 def _find_step(source: ConversionSource, steps: int | None) -> int:
     """Return the training step: the one that the checkpoint names, else the steps of the optimizer."""
-    named = source.reader.manifest.step if isinstance(source.reader, NativeReader) else source.carried.step
-    return int(named if named is not None else steps or 0)
+    return int(source.step if source.step is not None else steps or 0)
 
 
 def _is_scaler(value: Any) -> bool:

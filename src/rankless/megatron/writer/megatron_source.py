@@ -14,7 +14,6 @@ from rankless.conversion.native_target import companion_files
 from rankless.conversion.target import ConversionSource
 from rankless.conversion.tensor_filter import Key
 from rankless.errors import FormatError, InvalidArgumentError
-from rankless.formats.native import NativeReader
 from rankless.megatron.reader.hf_families import Family, choose_family
 from rankless.megatron.reader.model_args import ModelArgs
 from rankless.megatron.writer.args_from_config import ADVICE, missing_config, read_config
@@ -76,7 +75,7 @@ def adapt_source(source: ConversionSource) -> MegatronSource:
 
 
 def _find_iteration(source: ConversionSource) -> int | None:
-    step = source.reader.manifest.step if isinstance(source.reader, NativeReader) else source.carried.step
+    step = source.step
     return None if step is None else int(step)
 
 
