@@ -38,8 +38,7 @@ from rankless.run.retention import Retention, as_policy
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.save.background import background_saves
-from rankless.save.base_checkpoint import Base, BaseCheckpoint, loaded_base
-from rankless.save.checkpoint_save import CheckpointSave
+from rankless.save.base_checkpoint import BaseCheckpoint, KnownRun, loaded_base
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
@@ -120,9 +119,9 @@ class RunDirectory:
         return self.memory.of(self.path).history
 
     @property
-    def _base(self) -> Base:
-        """The checkpoint with which the next save may share files."""
-        return self.memory.of(self.path).base
+    def _known(self) -> KnownRun:
+        """The knowledge of this job about the run directory, for its saves."""
+        return self.memory.of(self.path).known
 
     @property
     def _on_event(self) -> OnEvent:
@@ -272,20 +271,12 @@ class RunDirectory:
     def _make_save(self, request: SaveRequest) -> TrainingSave:
         if self._tier is not None and self._local is not None:
             return self._make_tier_save(request, self._tier, self._local)
-        if isinstance(self.path, ObjectPath):
-            from rankless.save.object_save import ObjectSave  # noqa: PLC0415 - other saves do not need its modules
-
-            return ObjectSave(request, self.path, self._current_ranks(), self._plans, self._timeout)
-        return CheckpointSave(request, self._current_ranks(), self._plans, self._base, self._timeout)
+        return TrainingSave(request, self._current_ranks(), self._plans, self._known, self._timeout)
 
     def _make_tier_save(self, request: SaveRequest, tier: TierJob, local: LocalTier) -> TrainingSave:
-        if isinstance(self.path, ObjectPath):
-            from rankless.save.object_tier_save import ObjectTierSave  # noqa: PLC0415 - as above
+        from rankless.save.tier_save import TierSave  # noqa: PLC0415 - other saves do not need its modules
 
-            return ObjectTierSave(request, self.path, self._current_ranks(), self._plans, self._timeout, tier, local)
-        from rankless.save.folder_tier_save import FolderTierSave  # noqa: PLC0415 - as above
-
-        return FolderTierSave(request, self._current_ranks(), self._plans, self._base, self._timeout, tier, local)
+        return TierSave(request, self._current_ranks(), self._plans, self._known, self._timeout, tier, local)
 
     def _with_progress_bar(self, label: str, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
         """Return the event listener, on the coordinator combined with a progress bar."""
@@ -422,12 +413,12 @@ class RunDirectory:
         checkpoint the training may go on in any directory, so the first save claims.
         """
         if restored.base is None or restored.path is None:  # it is in another format
-            self._base.checkpoint = None
+            self._known.checkpoint = None
             return
         is_of_run = restored.path.parent == self.path
-        known = self.memory.of(self.path if is_of_run else restored.path.resolve().parent)
-        known.history.note_loaded(restored.base, resumes=resumes)
-        known.base.checkpoint = self._find_base(restored)
+        memory = self.memory.of(self.path if is_of_run else restored.path.resolve().parent)
+        memory.history.note_loaded(restored.base, resumes=resumes)
+        memory.known.checkpoint = self._find_base(restored)
         if claims and is_of_run and self._tier is None and self._current_ranks().rank == COORDINATOR_RANK:
             claim_incarnation(self.path, self.history)
 
@@ -440,13 +431,12 @@ class RunDirectory:
 
     def _drain_assembled(self, tier: TierLoad, on_event: OnEvent, keep: Retention | None) -> None:
         """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
-        from rankless.save.drain_choice import make_drain  # noqa: PLC0415 - as above
-        from rankless.save.generation_drain import DrainOptions  # noqa: PLC0415 - as above
+        from rankless.save.generation_drain import DrainOptions, GenerationDrain  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
         options = DrainOptions(self._local.on_failure, keep, on_event)
-        drain = make_drain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
+        drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import rankless
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.save import drain_attempts
-from rankless.save.checkpoint_save import CheckpointSave
-from rankless.save.folder_tier_save import FolderTierSave
+from rankless.save.folder_output import RunFolderOutput
+from rankless.save.tier_save import TierSave
 from rankless.storage import mapped_file
 from rankless.tier import job
 from rankless.tier.host_folder import TierFolder
@@ -326,14 +326,14 @@ def test_a_drain_for_which_a_rank_does_not_come_is_not_tried_again(ranks: Ranks,
 def _save_with_stuck_rank(base: str, stuck: int) -> int:
     """Return how often a drain has failed."""
     events: list[rankless.Event] = []
-    drain_once = FolderTierSave._drain_once
+    drain_once = TierSave._drain_once
 
     def come_too_late(*arguments: Any) -> Any:
         if dist.get_rank() == stuck:
             time.sleep(4)
         return drain_once(*arguments)
 
-    with mock.patch.object(FolderTierSave, "_drain_once", come_too_late):
+    with mock.patch.object(TierSave, "_drain_once", come_too_late):
         directory = rankless.RunDirectory(
             f"{base}/run", local=tier_of(base), async_save=True, on_event=events.append, timeout=2
         )
@@ -502,7 +502,7 @@ def test_a_drain_that_was_committed_and_seemed_to_fail_succeeds(ranks: Ranks, tm
 
 
 def _save_with_lost_commit(base: str) -> None:
-    publish, counter = CheckpointSave._publish_checkpoint, itertools.count()
+    publish, counter = RunFolderOutput._publish, itertools.count()
 
     def publish_and_fail(*arguments: Any) -> Any:
         publish(*arguments)
@@ -511,7 +511,7 @@ def _save_with_lost_commit(base: str) -> None:
 
     with (
         mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.01),
-        mock.patch.object(CheckpointSave, "_publish_checkpoint", publish_and_fail),
+        mock.patch.object(RunFolderOutput, "_publish", publish_and_fail),
     ):
         directory = rankless.RunDirectory(f"{base}/run", local=tier_of(base, 2), async_save=True)
         assert directory.save("a", {"w": torch.ones(3)}).wait().tag == "a"

@@ -86,7 +86,7 @@ def test_a_fallback_and_an_old_one_that_stays_are_warned_of_at_the_callers_line(
     (tmp_path / "s1/manifest.json").write_text("{}")
     with pytest.warns(UserWarning, match="s1") as caught:
         rankless.load_checkpoint(tmp_path, model={"w": torch.ones(1)})
-    monkeypatch.setattr("rankless.save.checkpoint_save.expired_checkpoints", lambda *_: 1 / 0)
+    monkeypatch.setattr("rankless.save.folder_output.expired_checkpoints", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="could not be removed") as more:
         rankless.save_checkpoint(tmp_path, "s2", {"w": torch.ones(1)}, keep=1)
     assert {warning.filename for warning in [*caught, *more]} == {__file__}

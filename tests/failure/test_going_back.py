@@ -307,7 +307,7 @@ class TestPaths:
 
     def test_a_save_shares_unchanged_files_with_it(self, tmp_path: Path) -> None:
         model = torch.nn.Linear(100, 2).requires_grad_(requires_grad=False)
-        with mock.patch("rankless.save.incremental._MIN_BYTES", 0):
+        with mock.patch("rankless.save.folder_output._MIN_SHARED", 0):
             rankless.save_checkpoint(tmp_path, "first", model)
             with mock.patch.object(api, "_defaults", api._DefaultDirectories()):  # as another process
                 rankless.restore(tmp_path / "first", None, model)
@@ -417,8 +417,7 @@ class TestOtherJobs:
 
             ahead = SimpleNamespace(time=lambda: time.time() + seconds_ahead[0])
             with (
-                mock.patch("rankless.save.checkpoint_save.time", ahead),
-                mock.patch("rankless.save.object_save.time", ahead),
+                mock.patch("rankless.save.training_save.time", ahead),
                 mock.patch.object(owner, name, publish_late),
                 pytest.raises(rankless.TagExistsError, match="is newer, and left as it is"),
             ):

@@ -20,7 +20,7 @@ import rankless
 from rankless.errors import RankFailedError, SpaceShortageError
 from rankless.load import tier_generations
 from rankless.run.pending_dir import PendingDirectory
-from rankless.save.folder_tier_save import FolderTierSave
+from rankless.save.folder_output import RunFolderOutput
 from rankless.save.generation_drain import GenerationDrain
 from rankless.tier.copies_on_hosts import PartCopies
 from rankless.tier.job import TierJob
@@ -125,7 +125,7 @@ def test_from_the_beginning_of_a_load_an_earlier_job_drains_nothing(tmp_path: Pa
     older = rankless.RunDirectory(tmp_path / "run", local=tmp_path / "tier", async_save=True)
     older.save("step_1", state_of(1), step=1)
     older.wait()
-    with stopped_before(FolderTierSave, "_publish_checkpoint", lambda: run_killed_job(_fail_to_load, tmp_path)):
+    with stopped_before(RunFolderOutput, "_publish", lambda: run_killed_job(_fail_to_load, tmp_path)):
         older.save("step_2", state_of(2), step=2)
         with pytest.raises(rankless.StateError, match="another job has continued the run"):
             older.wait()

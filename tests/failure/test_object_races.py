@@ -101,7 +101,7 @@ def test_a_pointer_whose_answer_was_lost_before_a_conflict_is_found(fake: FakeSt
 def test_a_failure_after_the_commit_leaves_the_checkpoint(fake: FakeStore) -> None:
     """Also if the pointer was only found to be that of the save, because the store had said that it exists."""
     with (
-        mock.patch("rankless.save.object_save.CheckpointInfo") as late,
+        mock.patch("rankless.save.object_output.CheckpointInfo") as late,
         mock.patch.object(type(fake.store_at("http://fake")), "create_object", _create_and_deny),
     ):
         late.of.side_effect = StorageError(5, "late")

@@ -290,7 +290,7 @@ def descriptors() -> int:
 def test_a_save_that_fails_early_leaves_no_folder_and_no_open_file(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
     before = descriptors()
-    write_files = "rankless.save.checkpoint_save.CheckpointSave._write_files"
+    write_files = "rankless.save.folder_output.RunFolderOutput.write"
     for where in ("rankless.engine.io.checkpoint_files.posix.allocate_space", write_files):
         with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             save_step(tmp_path, 2)

@@ -12,7 +12,8 @@ _STATE = "rankless.tier.job"
 _HOSTS = "rankless.load.tier_generations"
 _FETCH = "rankless.load.part_fetch"
 _ASSEMBLER = "rankless.load.part_assembler"
-_DRAIN = "rankless.save.folder_drain"
+_DRAIN = "rankless.save.generation_drain"
+_OUTPUT = "rankless.save.folder_output.RunFolderOutput"
 _STAGING = "rankless.run.pending_dir.PendingDirectory"
 _P2P = "rankless.engine.io.p2p.P2PExchange"
 _RENAME = "rankless.storage.atomic_rename._renameat2"
@@ -87,12 +88,12 @@ MOMENTS = (
     *_of(
         "loaded drain",
         Point("mapping the parts", "rankless.save.generation_drain.GenerationDrain._map_parts"),
-        Point("opening the pending directory", f"{_DRAIN}.FolderDrain._open_pending", rank_0_only=True),
+        Point("opening the pending directory", f"{_OUTPUT}.begin", rank_0_only=True),
         Point("writing a part", f"{_DRAIN}.write_file_ranges"),
-        Point("writing shared pages", f"{_DRAIN}.FolderDrain._write_edges", rank_0_only=True),
-        Point("publishing", f"{_DRAIN}.FolderDrain._publish", rank_0_only=True),
+        Point("writing shared pages", f"{_DRAIN}.GenerationDrain._write_edges", rank_0_only=True),
+        Point("publishing", f"{_OUTPUT}._publish", rank_0_only=True),
         Point("renaming", _RENAME, rank_0_only=True),
-        Point("published", f"{_DRAIN}.FolderDrain._publish", after=True, rank_0_only=True),
+        Point("published", f"{_OUTPUT}._publish", after=True, rank_0_only=True),
         needs="earlier",
     ),
     *_of(

@@ -14,7 +14,8 @@ from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import Fragments, ignore_progress
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.save.shared_upload import RankBytes, SharedUpload, UploadRanks, abort_uploads
+from rankless.save.run_output import RankBytes, WritingRanks
+from rankless.save.shared_upload import SharedUpload, abort_uploads
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import Upload
 
@@ -43,7 +44,7 @@ class ObjectComponentSave(ComponentSave):
 
     def write_and_commit(self) -> Path:
         """Upload the tensors. Rank 0 completes the files when all ranks have uploaded."""
-        opened, ranks = self._layout.opened, UploadRanks(self._ranks, self._session)
+        opened, ranks = self._layout.opened, WritingRanks(self._ranks, self._session)
         paths = component_files(self._final, self._layout.files, folder=self._request.destination.folder)
         upload = SharedUpload(self._plan, ranks, dict(zip(paths, opened.frames, strict=True)), opened.uploads)
         upload.send_parts(self._read_bytes, self._build_headers, ignore_progress)

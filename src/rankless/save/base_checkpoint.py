@@ -13,7 +13,7 @@ from rankless.engine.io.tensor_bytes import TensorVersion
 from rankless.errors import RanklessError
 from rankless.formats.native import read_manifest
 from rankless.ondisk.manifest import FileRecord, Manifest
-from rankless.storage.links_and_clones import FileIdentity, identify_file
+from rankless.storage.links_and_clones import FileIdentity, Sharing, identify_file
 
 #: The versions of tensors by group and name.
 TensorVersions = Mapping[tuple[str, str], TensorVersion]
@@ -47,10 +47,16 @@ class BaseCheckpoint(msgspec.Struct, frozen=True):
         return sequence // keep_full_every != self.sequence // keep_full_every
 
 
-class Base(msgspec.Struct):
-    """The base of the next save to a run directory, if there is one."""
+class KnownRun(msgspec.Struct):
+    """The knowledge of this process about a run that it writes into.
+
+    ``checkpoint`` is the base of the next save, if there is one. ``sharing`` is what is known about the file system,
+    and ``has_checked_store`` whether an object store was asked if it honours conditions.
+    """
 
     checkpoint: BaseCheckpoint | None = None
+    sharing: Sharing = msgspec.field(default_factory=Sharing)
+    has_checked_store: bool = False
 
 
 def identify_files(folder: Path, manifest: Manifest) -> dict[str, BaseFile]:

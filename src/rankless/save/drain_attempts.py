@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from rankless.engine.comm.session import Session
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StateError, TagExistsError
+from rankless.run.history import KnownCheckpoint
+from rankless.save.run_output import RunOutput
 
 #: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
 ATTEMPTS, _FIRST_SECONDS = 5, 1.0
@@ -15,6 +18,21 @@ ATTEMPTS, _FIRST_SECONDS = 5, 1.0
 _FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
 
 T = TypeVar("T")
+
+
+def begin_attempt(session: Session, output: RunOutput, saved: KnownCheckpoint) -> bool:
+    """Open the output of one attempt on all ranks, in a vote. Return false if the run has the checkpoint already.
+
+    Then an attempt that seemed to fail has committed it.
+    """
+
+    def begin(_: list[bytes]) -> bytes:
+        return b"" if output.is_committed(saved.id) else output.begin(saved, ())
+
+    _, begun = session.vote("preparing the drain", lambda: None, lambda _: b"", begin)
+    if begun:
+        output.join(begun)
+    return bool(begun)
 
 
 def retry_drain(drain_once: Callable[[int], T], note_failure: Callable[[RanklessError, int], None]) -> T:

@@ -1,35 +1,59 @@
 """The drain of a generation that an earlier job has left in the local tier, after this one has loaded it.
 
 The ranks of this job may be others, in another number. So each part is written by a rank of a host that holds it, as
-the table of the part says.
+the table of the part says. Pages of files that lie in parts of several hosts are sent to rank 0, which writes them: two
+hosts must not write one page.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
 
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity.crc_gather import HashedResult
+from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.staging_memory import Arena
-from rankless.errors import RanklessError, StorageError
+from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.io.write import write_file_ranges
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.writer_cells import CellGrain
+from rankless.engine.plan.writer_cells_of_parts import CellLayout, HeldBytes, plan_transfers
+from rankless.errors import CorruptCheckpointError, RanklessError, StorageError
 from rankless.observe.events import Event, OnEvent
 from rankless.observe.reporter import EventReporter
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.run.journal import append_entry, describe_event
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
-from rankless.save.drain_attempts import retry_drain
+from rankless.save.base_checkpoint import KnownRun
+from rankless.save.drain_attempts import begin_attempt, retry_drain
+from rankless.save.run_output import NewTag, RankBytes, RunOutput, WritingRanks, open_output
 from rankless.save.save_operation import SaveOperation
 from rankless.storage.aligned_memory import Bytes
+from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
 from rankless.storage.mapped_file import map_to_read
+from rankless.storage.writer_pool import WriterPool
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.job import TierJob
 from rankless.tier.slots import Slot
+from rankless.tier.upload_source import HeldParts
+
+#: Bytes of a file: its number, the offset, the bytes.
+_Edge = tuple[int, int, bytes]
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -59,10 +83,18 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         )
         #: The slots of this process with parts of the generation.
         self._slots: list[Slot] = []
+        self._output = self._open_output(0)
         #: The bytes of the parts that this rank writes: they stay mapped if a newer generation replaces this one.
         self._memory: dict[int, Bytes] = {}
         self._is_draining = False
         self.copied.set()
+
+    def _open_output(self, attempt: int) -> RunOutput:
+        label, tier = self._label, self._tier
+        new = NewTag(tier.run, label.manifest.tag, label.replaces, keep=self._options.keep, tier=tier)
+        # Whether the store honours conditions was asked by the job that has saved.
+        ranks, known = WritingRanks(self._ranks, self._session, attempt), KnownRun(has_checked_store=True)
+        return open_output(new, ranks, known)
 
     @property
     def path(self) -> Path:
@@ -119,6 +151,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         return self._reporter.mark_returned()
 
     def _roll_back(self, error: BaseException) -> None:
+        self._output.discard()
         if self._is_draining:
             self._end_drain(None)
         self._reporter.report_failed(error)
@@ -148,13 +181,145 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._tier.end_drain(None if drained is None else self._label.key, drained)
 
     def _note_failure(self, error: RanklessError, attempt: int) -> None:
-        self._discard_attempt()
+        self._output.discard()
         self._reporter.report_drain_failed(error, attempt, self._tier.undrained_seconds)
 
-    @abstractmethod
     def _drain_once(self, attempt: int) -> CheckpointInfo:
         """Write all parts into an output that no other attempt has, and commit it, unless the checkpoint is there."""
+        label, output = self._label.manifest, self._open_output(attempt)
+        self._output = output
+        output.prepare(self._plan_parts(output.grain), witness=self._find_witness())
+        if not begin_attempt(self._session, output, label):
+            return CheckpointInfo.of(self.path, label)
+        self._reporter.begin_phase("write")
+        nbytes = sum(self._generation.tables[part].nbytes for part in self._memory)
+        info = output.write(self, self._reporter.progress_counter("save", nbytes).add)
+        self._reporter.report_saved(self.path, info.step, info.nbytes, 0)
+        if output.removes_old:
+            self._session.run_on_all("removing old checkpoints", output.remove_old)
+        return info
 
-    @abstractmethod
-    def _discard_attempt(self) -> None:
-        """Remove what a failed attempt has written, unless it is committed."""
+    def _find_witness(self) -> int | None:
+        """Return the first rank on another host than rank 0, if there is one."""
+        host_of = self._assembly.host_of
+        return next((rank for rank, host in enumerate(host_of) if host != host_of[0]), None)
+
+    def _plan_parts(self, grain: CellGrain | None) -> SavePlan:
+        """Return the plan of this rank: the files and, for pieces with one writer, the bytes that ranks pass on."""
+        plan, session = self._generation.plan, self._session
+        if grain is None:
+            return replace(plan, rank_order=range(session.size))
+        moved = plan_transfers(self._list_held(), CellLayout(plan.files, grain, session.size), session.rank)
+        return replace(
+            plan,
+            sent=moved.sent,
+            received=moved.received,
+            needs_exchange=moved.needs_exchange,
+            rank_order=range(session.size),
+        )
+
+    def _list_held(self) -> HeldBytes:
+        """Return which rank holds which bytes of files."""
+        rows = [table.rows for table in self._generation.tables.values()]
+        holders = [self._assembly.rank_that_drains(part) for part in self._generation.tables]
+        files, starts, sizes = (
+            np.concatenate([column.astype(np.int64) for column in columns])
+            for columns in (
+                [row.file for row in rows],
+                [row.offset for row in rows],
+                [row.stop - row.start for row in rows],
+            )
+        )
+        return HeldBytes(files, starts, sizes, np.repeat(np.array(holders, np.int64), [len(row.file) for row in rows]))
+
+    def write_files(self, folder: Path, on_moved: OnBytesMoved) -> HashedResult:
+        """See :class:`SavedContent`. The payload has the bytes in pages that other hosts write, too."""
+        fragments: Fragments = {}
+        edges: list[_Edge] = []
+        for part, memory in self._memory.items():
+            edges += self._write_part(folder, part, memory, on_moved)
+            for tensor, of_tensor in self._generation.tables[part].rows.to_fragments().items():
+                fragments.setdefault(tensor, []).extend(of_tensor)
+        return HashedResult(fragments, _encode(edges))
+
+    def _write_part(self, folder: Path, part: int, memory: Bytes, on_moved: OnBytesMoved) -> list[_Edge]:
+        """Write the bytes of a part, and return those in pages that other hosts may write, too."""
+        ranges = [file_range for file_range, _ in self._generation.tables[part].rows.iter_ranges()]
+        edges: list[FileRange] = []
+        if self._assembly.is_spread:
+            ranges, edges = split_at_pages(ranges)
+        provider = TensorBytes(torch.from_numpy(memory))
+        write_file_ranges(self._list_files(folder), ranges, lambda _: provider, on_moved)
+        return [
+            (edge.file, edge.offset, memory[edge.local : edge.local + edge.stop - edge.start].tobytes())
+            for edge in edges
+        ]
+
+    def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
+        """See :class:`SavedContent`."""
+        self._reporter.begin_phase("commit")
+        if folder is not None:
+            of_ranks = [msgspec.msgpack.decode(raw, type=list[_Edge]) for raw in payloads]
+            self._write_edges(folder, list(itertools.chain(*of_ranks)))
+
+    def _write_edges(self, folder: Path, edges: Sequence[_Edge]) -> None:
+        with WriterPool(self._list_files(folder), BufferedWriter) as writers:
+            for number, offset, data in edges:
+                writers.write(number, offset, memoryview(data))
+            writers.sync()
+
+    def _list_files(self, folder: Path) -> list[Path]:
+        return [folder / file.path for file in self._generation.plan.files]
+
+    def read_bytes(self) -> RankBytes:
+        """See :class:`SavedContent`."""
+        held = HeldParts(self._generation.tables, self._memory)
+        return RankBytes(held.file_ranges, lambda _: held)
+
+    def build_small_files(self, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
+        """See :class:`SavedContent`."""
+        del payloads
+        return self._generation.common.small_files
+
+    def make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        """See :class:`SavedContent`. Raises ``CorruptCheckpointError`` if the bytes are not those of the tables."""
+        if self._output.grain is None:  # the records are made from the tables
+            return msgspec.structs.replace(self._label.manifest, files=files)
+        expected = self._generation.manifest
+        wrong = [name for name, record in files.items() if expected.files.get(name) != record]
+        if wrong:
+            raise CorruptCheckpointError(f"{wrong[0]} of {self.path} has changed in the local tier")
+        return expected
+
+
+def split_at_pages(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[FileRange]]:
+    """Return the parts of ranges in pages of files that they fill, and the other parts."""
+    whole: list[FileRange] = []
+    edges: list[FileRange] = []
+    for run in _contiguous_runs(ranges):
+        first = -(-run[0].offset // SECTOR_BYTES) * SECTOR_BYTES
+        last = (run[-1].offset + run[-1].stop - run[-1].start) // SECTOR_BYTES * SECTOR_BYTES
+        for file_range in run:
+            low, high = file_range.offset, file_range.offset + file_range.stop - file_range.start
+            for start, stop, into in (
+                (low, min(high, first), edges),
+                (max(low, first), min(high, last), whole),
+                (max(low, first, last), high, edges),
+            ):
+                if start < stop:
+                    into.append(file_range.slice_bytes(start - low, stop - start))
+    return whole, edges
+
+
+def _contiguous_runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
+    """Yield ranges that follow each other in a file, in lists."""
+    run: list[FileRange] = []
+    for file_range in sorted(ranges, key=lambda one: (one.file, one.offset)):
+        if run:
+            last = run[-1]
+            if (last.file, last.offset + last.stop - last.start) != (file_range.file, file_range.offset):
+                yield run
+                run = []
+        run.append(file_range)
+    if run:
+        yield run

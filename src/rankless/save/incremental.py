@@ -25,7 +25,7 @@ from rankless.engine.integrity.crc_gather import vote_with_sums
 from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.element_ranges import ElementRange
-from rankless.engine.plan.omitted_ranges import OmittedRanges
+from rankless.engine.plan.omitted_ranges import OmittedRanges, omit_ranges
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import CorruptCheckpointError, TornSnapshotError
 from rankless.process.prepared_types import prepared
@@ -37,10 +37,6 @@ from rankless.storage.posix import check_space
 #: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
 #: trainings never use, are less.
 _MIN_SHARE = 0.001
-
-#: The bytes of a checkpoint from which on anything is shared. Samples, links and hashes take 2 ms, and to write so few
-#: bytes takes less.
-_MIN_BYTES = 64 * 2**10
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -72,9 +68,9 @@ class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IncrementalSave:
-    """The part of a save that finds what it can share with a base, if there is one."""
+    """The part of a save that finds what it can share with a base."""
 
-    def __init__(self, session: Session, base: BaseCheckpoint | None, sharing: Sharing) -> None:
+    def __init__(self, session: Session, base: BaseCheckpoint, sharing: Sharing) -> None:
         self._session, self._base, self._sharing = session, base, sharing
         self._plan: SavePlan = EMPTY_PLAN
         self._tensors: Mapping[tuple[str, str], TensorBytes] = {}
@@ -94,15 +90,13 @@ class IncrementalSave:
         """Set the plan of the save and this rank's tensors. ``number`` counts the saves with this plan."""
         self._plan, self._tensors, self._number = plan, tensors, number
 
-    def sample_files(self, frozen: Collection[tuple[str, str]]) -> tuple[str, list[FileSamples]]:
-        """Compare samples of this rank's tensors with the base. Return the base's id, and the samples of each file.
+    def sample_files(self, frozen: Collection[tuple[str, str]]) -> list[FileSamples]:
+        """Compare samples of this rank's tensors with the base. Return the samples of each file.
 
         ``frozen`` are the parameters without gradients.
         """
-        if self._base is None or sum(file.size for file in self._plan.files) < _MIN_BYTES:
-            return "", []
         numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
-        return self._base.id, self._compare(self._tensors, self._base).sample_files(numbers)
+        return self._compare(self._tensors).sample_files(numbers)
 
     def choose_candidates(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
         """Return the files that may be unchanged, by the samples of all ranks, if sharing them saves much.
@@ -119,19 +113,18 @@ class IncrementalSave:
 
     def link_files(self, files: CheckpointFiles, candidates: Candidates) -> Candidates:
         """Link candidates in the pending directory. Return those that could be linked. Called on rank 0."""
-        if self._base is None or not candidates.numbers():
+        if not candidates.numbers():
             return Candidates()
         self._base_files = BaseFiles(self._base, files, self._sharing)
         return candidates.restrict_to(set(self._base_files.link_files(candidates.numbers())))
 
-    def find_unchanged(self, candidates: Candidates, versions: TensorVersions) -> OmittedRanges:
-        """Hash the candidates, and return the ranges of files that need not be written. All ranks must call this.
+    def omit_unchanged(self, whole: Collection[int], partial: Collection[int], versions: TensorVersions) -> SavePlan:
+        """Hash the candidates, and return the plan without what need not be written. All ranks must call this.
 
-        Frozen parameters that have the same ``versions`` as in the base are trusted for now.
+        ``whole`` files may be unchanged, and parts of ``partial`` ones. Frozen parameters that have the same
+        ``versions`` as in the base are trusted for now.
         """
         base = self._base
-        if base is None:
-            raise AssertionError("only a save with a base has candidates")
         trusted = {
             number
             for number, key in enumerate(self._plan.tensors)
@@ -139,8 +132,7 @@ class IncrementalSave:
         }
 
         def hash_candidates() -> BlockSums:
-            comparison = self._compare(self._tensors, base)
-            return comparison.sum_files({*candidates.whole}, {*candidates.partial}, trusted)
+            return self._compare(self._tensors).sum_files({*whole}, {*partial}, trusted)
 
         raw = vote_with_sums(
             self._session, "finding unchanged bytes", hash_candidates, self._settle, self._plan.rank_order
@@ -155,7 +147,7 @@ class IncrementalSave:
         if decision.has_trusted:
             kept = trusted & self._tensors_in(decision.omitted)
             self._trusted = {number: self._tensors[self._plan.tensors[number]] for number in kept}
-        return decision.omitted
+        return omit_ranges(self._plan, decision.omitted)
 
     def _settle(self, sums: BlockSums) -> bytes:
         """Decide what is shared, and create the other files. Called on rank 0."""
@@ -174,7 +166,7 @@ class IncrementalSave:
 
         Raises ``CorruptCheckpointError``.
         """
-        if self._base is None or self._base_files is None:
+        if self._base_files is None:
             return files
         for number in self._base_files.linked:
             path = self._plan.files[number].path
@@ -190,13 +182,12 @@ class IncrementalSave:
 
         Raises ``TornSnapshotError`` if one has changed.
         """
-        base = self._base
-        if not self._has_trusted or base is None:
+        if not self._has_trusted:
             return
 
         def hash_trusted() -> BlockSums:
             tensors = {self._plan.tensors[number]: tensor for number, tensor in self._trusted.items()}
-            return self._compare(tensors, base).sum_tensors(self._trusted)
+            return self._compare(tensors).sum_tensors(self._trusted)
 
         try:
             vote_with_sums(
@@ -227,6 +218,6 @@ class IncrementalSave:
         files = itertools.chain(*([number] * len(file.entries) for number, file in enumerate(self._plan.files)))
         return {tensor for tensor, number in enumerate(files) if number in omitted}
 
-    def _compare(self, tensors: Mapping[tuple[str, str], TensorBytes], base: BaseCheckpoint) -> BaseComparison:
+    def _compare(self, tensors: Mapping[tuple[str, str], TensorBytes]) -> BaseComparison:
         plan = self._plan
-        return BaseComparison(plan, lambda tensor: tensors[plan.tensors[tensor]], base.path, self._number)
+        return BaseComparison(plan, lambda tensor: tensors[plan.tensors[tensor]], self._base.path, self._number)

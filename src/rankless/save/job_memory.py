@@ -8,14 +8,14 @@ import msgspec
 
 from rankless.run.claims import JobHistory, numbering_of
 from rankless.run.corruption import CorruptRecord
-from rankless.save.base_checkpoint import Base
+from rankless.save.base_checkpoint import KnownRun
 
 
 class DirectoryMemory(msgspec.Struct, frozen=True):
-    """The history of a job in one run directory, and the checkpoint with which its next save may share files."""
+    """The history of a job in one run directory, and what its saves know of that."""
 
     history: JobHistory
-    base: Base
+    known: KnownRun
 
 
 class JobMemory:
@@ -35,6 +35,6 @@ class JobMemory:
         """Return what is known of a run directory. Links to it lead to the same."""
         if run not in self._directories:
             real = run.resolve()
-            new = DirectoryMemory(JobHistory(runs=self.runs, numbering=numbering_of(real)), Base())
+            new = DirectoryMemory(JobHistory(runs=self.runs, numbering=numbering_of(real)), KnownRun())
             self._directories[run] = self._directories.setdefault(real, new)
         return self._directories[run]

@@ -42,19 +42,19 @@ from rankless.storage.object_path import ObjectPath
 _PUBLISH_ATTEMPTS, _PUBLISH_SECONDS = 100, 0.1
 
 
-def _allow() -> None:
+def _allow(*_: Manifest) -> None:
     """Raise nothing: nothing forbids the publication."""
 
 
 @dataclass(frozen=True)
 class PublicationChecks:
-    """The checks right before a pointer is created, and right after it. Each raises an error if it fails.
+    """The checks right before a pointer is created, and right after it, of its checkpoint. Each raises an error.
 
     A request may hang for minutes, in which another job may continue the run.
     """
 
     before: Callable[[], None] = _allow
-    after: Callable[[], None] = _allow
+    after: Callable[[Manifest], None] = _allow
 
 
 #: Nothing forbids the publication.
@@ -129,7 +129,7 @@ class ObjectPublication:
             self._possible_numbers.discard(number)
             return False
         self._check_intact(path, finished)
-        self._check_still_allowed(path, number)
+        self._check_still_allowed(path, number, finished)
         return True
 
     def _check_intact(self, pointer: ObjectPath, finished: Manifest) -> None:
@@ -140,10 +140,10 @@ class ObjectPublication:
             self._run.store.remove_file(pointer)
             raise StorageError(errno.ENOENT, damage)
 
-    def _check_still_allowed(self, pointer: ObjectPath, number: int) -> None:
+    def _check_still_allowed(self, pointer: ObjectPath, number: int, finished: Manifest) -> None:
         """Withdraw the pointer if it was forbidden while the request for it was under way."""
         try:
-            self._checks.after()
+            self._checks.after(finished)
         except RanklessError:
             self._run.store.remove_file(pointer)
             self._possible_numbers.discard(number)

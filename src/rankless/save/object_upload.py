@@ -14,7 +14,8 @@ from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import StateError
 from rankless.ondisk import block_crcs, manifest
 from rankless.ondisk.manifest import FileRecord, Manifest
-from rankless.save.shared_upload import RankBytes, SharedUpload, UploadRanks, begin_uploads
+from rankless.save.run_output import RankBytes, WritingRanks
+from rankless.save.shared_upload import SharedUpload, begin_uploads
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
 
@@ -22,7 +23,7 @@ from rankless.storage.store import map_requests
 class ObjectUpload:
     """One attempt to upload a checkpoint into ``folder``."""
 
-    def __init__(self, folder: ObjectPath, plan: SavePlan, ranks: UploadRanks) -> None:
+    def __init__(self, folder: ObjectPath, plan: SavePlan, ranks: WritingRanks) -> None:
         self.folder, self._plan, self._ranks = folder, plan, ranks
         self._shared: SharedUpload | None = None
         #: On rank 0, the records of the files, and the files without tensor data.

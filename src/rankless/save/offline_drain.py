@@ -21,8 +21,7 @@ from rankless.observe.events import OnEvent, ignore_event
 from rankless.run.catalog import list_checkpoints
 from rankless.run.scan import CheckpointInfo
 from rankless.save.background import background_saves
-from rankless.save.drain_choice import make_drain
-from rankless.save.generation_drain import DrainOptions
+from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.file_lock import FileLock
 from rankless.storage.mapped_file import map_to_read
 from rankless.storage.object_path import ObjectPath, parse_location
@@ -270,7 +269,7 @@ class _HostDrain:
         places = {rank: {0: str(path_of[rank])} for rank in tables}
         assembly = Assembly(Generation(generation.common, tables), places, [0], 0)
         options = DrainOptions("raise", None, self._on_event)
-        operation = make_drain(RankGroup(SELF), _TIMEOUT, self._state, assembly, options)
+        operation = GenerationDrain(RankGroup(SELF), _TIMEOUT, self._state, assembly, options)
         with background_saves.path_turn(self._run, None):
             return background_saves.run_save(operation, self._run, None, asynchronous=False).wait()
 

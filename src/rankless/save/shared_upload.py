@@ -9,24 +9,22 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
-from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io import upload_parts
 from rankless.engine.io.p2p import P2PExchange
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
+from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.upload_parts import PartUploader, SentPart, UploadedParts
 from rankless.engine.io.upload_target import FileFrame, UploadTarget, check_file_size
-from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import RanklessError, RankMismatchError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk import block_crcs
 from rankless.process.prepared_types import prepared
+from rankless.save.run_output import RankBytes, WritingRanks
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import Upload, map_requests
 
@@ -45,24 +43,6 @@ class _UploadReport(msgspec.Struct, frozen=True, array_like=True):
 
     rank_values: bytes
     sent: list[SentPart]
-
-
-@dataclass(frozen=True)
-class RankBytes:
-    """The bytes that a rank has: ranges of files, the sources of their bytes by tensor, and its values."""
-
-    file_ranges: Sequence[FileRange]
-    bytes_of: ProviderOf
-    rank_values: bytes = b""
-
-
-@dataclass(frozen=True)
-class UploadRanks:
-    """The ranks that upload together. ``attempt`` counts the attempts in their session, from 0 on."""
-
-    group: RankGroup
-    session: Session
-    attempt: int = 0
 
 
 def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str]) -> list[str]:
@@ -102,7 +82,7 @@ class SharedUpload:
     """The upload of files whose bytes a plan divides. ``uploads`` are what :func:`begin_uploads` has returned."""
 
     def __init__(
-        self, plan: SavePlan, ranks: UploadRanks, files: Mapping[ObjectPath, FileFrame], uploads: Sequence[str]
+        self, plan: SavePlan, ranks: WritingRanks, files: Mapping[ObjectPath, FileFrame], uploads: Sequence[str]
     ) -> None:
         self._plan, self._ranks = plan, ranks
         self._targets = [

@@ -6,12 +6,12 @@ an ordinary write of the staged bytes into the run directory. It is tried again 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from concurrent.futures import Future
 from dataclasses import replace
 
 import msgspec
 
+from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.errors import RanklessError, StorageError
@@ -19,59 +19,41 @@ from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
-from rankless.save.drain_attempts import retry_drain
+from rankless.save.base_checkpoint import KnownRun
+from rankless.save.drain_attempts import begin_attempt, retry_drain
+from rankless.save.run_output import WritingRanks, open_output
 from rankless.save.save_negotiation import SaveAgreement
 from rankless.save.save_request import SaveRequest
 from rankless.save.tier_stage import TierStage
-from rankless.save.training_save import TrainingSave
+from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.tier.generation import Common, GenerationLabel
 from rankless.tier.job import NextSave, TierJob
 from rankless.tier.tier_options import LocalTier
 
 
-def describe_tier_save(request: SaveRequest, tier: TierJob, options: LocalTier) -> SaveRequest:
-    """Return a request that says which local tier is used, and which tags are taken."""
-    return msgspec.structs.replace(request, known_tags=tier.known_tags, local=options.describe())
-
-
 class TierSave(TrainingSave):
-    """A save into the local tier. If a host lacks memory for it, it is an ordinary save.
+    """A save into the local tier. If a host lacks memory for it, it is an ordinary save."""
 
-    A subclass derives from the ordinary save of a kind of run directory, too, and says what that does.
-    """
-
-    _stage: TierStage
-    #: The description of the checkpoint in the tier.
-    _info: CheckpointInfo
-
-    def _use_tier(self, tier: TierJob, options: LocalTier) -> None:
-        """Take the tier. The constructor of a subclass calls it."""
-        self._stage, self._info = TierStage(self._ranks, self._session, tier, options), CheckpointInfo("", self.path)
+    def __init__(  # noqa: PLR0917 - as an ordinary save, and the tier
+        self,
+        request: SaveRequest,
+        ranks: RankGroup,
+        cache: SavePlanCache,
+        known: KnownRun,
+        timeout: float,
+        tier: TierJob,
+        options: LocalTier,
+    ) -> None:
+        described = msgspec.structs.replace(request, known_tags=tier.known_tags, local=options.describe())
+        super().__init__(described, ranks, cache, known, timeout)
+        self._stage = TierStage(ranks, self._session, tier, options)
+        #: The description of the checkpoint in the tier.
+        self._info = CheckpointInfo("", self.path)
         self.completed_locally = Future()
-
-    @abstractmethod
-    def _open_run(self, agreement: SaveAgreement) -> None:
-        """Open the output of an ordinary save."""
-
-    @abstractmethod
-    def _write_run(self) -> CheckpointInfo:
-        """Write the run directory, and commit, as an ordinary save."""
-
-    @abstractmethod
-    def _drain_once(self, attempt: int) -> CheckpointInfo:
-        """Write the staged bytes into an output that no other attempt has, and commit it."""
-
-    @abstractmethod
-    def _discard_attempt(self) -> None:
-        """Remove what a failed attempt has written, unless it is committed."""
-
-    @abstractmethod
-    def _roll_back_run(self, error: BaseException) -> None:
-        """Undo an ordinary save, and report the error."""
 
     def _plan_and_open(self, agreement: SaveAgreement) -> None:
         """Plan, check that replicas are equal, and reserve memory. Open nothing in the run directory."""
-        cache, stage = self._cache, self._stage
+        stage = self._stage
 
         def plan_and_reserve() -> bytes:
             self._update_plan(agreement)
@@ -84,11 +66,7 @@ class TierSave(TrainingSave):
         if begun.problem:
             self._save_without_tier(agreement, begun.problem)
             return
-        if begun.identity is None:
-            cache.key = b""
-            raise self._writer.describe_replica_mismatch()
-        cache.saves += 1
-        self._set_identity(begun.identity)
+        self._accept_identity(begun.identity)
         self._started_at = begun.started_at
         if begun.drains:
             self.has_follow_up = True
@@ -110,7 +88,7 @@ class TierSave(TrainingSave):
         self._warn_of_tier(problem)
         self._stage.release()
         self.completed_locally = None
-        self._open_run(agreement)
+        super()._plan_and_open(agreement)
 
     def _warn_of_tier(self, problem: object) -> None:
         if self._session.rank == COORDINATOR_RANK:
@@ -120,7 +98,7 @@ class TierSave(TrainingSave):
         return self._stage.tier.choose_identity(self._request.job)
 
     def _commit_without_tier(self) -> CheckpointInfo:
-        info = self._write_run()
+        info = super().write_and_commit()
         self._stage.tier.forget_newest()
         self._stage.tier.note_durable(info)
         return info
@@ -172,8 +150,8 @@ class TierSave(TrainingSave):
 
     def _describe(self, rank_values: list[bytes]) -> Common:
         """Return what the generation has in addition to parts and files, on rank 0."""
-        label = GenerationLabel(self._build_manifest({}), self._request.replaces)
-        return Common(label, {}, self._build_small_files(rank_values))
+        label = GenerationLabel(self.make_manifest({}), self._request.replaces)
+        return Common(label, {}, self.build_small_files(rank_values))
 
     def _keep_newest(self) -> None:
         """Make copies or parity. Then the generations before are not needed any more.
@@ -213,10 +191,20 @@ class TierSave(TrainingSave):
             self._stage.end_drain(drained)
             self._stage.release()
 
+    def _drain_once(self, attempt: int) -> CheckpointInfo:
+        """Write the staged bytes into an output that no other attempt has, and commit it."""
+        ranks = WritingRanks(self._ranks, self._session, attempt)
+        new = msgspec.structs.replace(self._new_tag, tier=self._stage.tier, incremental=False)
+        self._output = open_output(new, ranks, self._known)
+        self._output.prepare(self._plan, witness=self._cache.witness)
+        if not begin_attempt(self._session, self._output, self._identity):
+            return self._info
+        return super().write_and_commit()
+
     def _note_failure(self, error: RanklessError, attempt: int) -> None:
-        self._discard_attempt()
+        self._output.discard()
         self._reporter.report_drain_failed(error, attempt, self._stage.tier.undrained_seconds)
 
     def _roll_back(self, error: BaseException) -> None:
         self._stage.abandon(self._request.tag)
-        self._roll_back_run(error)
+        super()._roll_back(error)

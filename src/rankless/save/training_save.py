@@ -1,9 +1,8 @@
-"""The common part of saves of a whole training state, wherever the checkpoint is stored."""
+"""A save of a training state as one checkpoint of a run, wherever the run is."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,29 +12,35 @@ import torch
 
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity import replica_comparison
 from rankless.engine.integrity.compare_values_by_digest import join_differing
+from rankless.engine.integrity.crc_gather import HashedResult
+from rankless.engine.io.requests import OnBytesMoved
 from rankless.engine.io.staging import DeferredCopies
 from rankless.engine.io.staging_memory import Arena
 from rankless.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS
-from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan, plan_save
 from rankless.formats.native import RANKS
 from rankless.formats.native import STATE as STATE_FILE
 from rankless.observe.events import Event
 from rankless.observe.reporter import EventReporter
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.data_files import parse_size
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
+from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity, next_identity
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
 from rankless.run.scan import CheckpointInfo
+from rankless.save.base_checkpoint import KnownRun
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
+from rankless.save.run_output import LiveTensors, NewTag, RankBytes, WritingRanks, open_output
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.save.save_request import SaveRequest
 from rankless.state.model.hf_config import pretrained_files
 from rankless.state.model.model_traversal import model_components
 from rankless.state.step_only_tensors import step_only_tensors
-from rankless.storage.links_and_clones import Sharing
 
 #: What becomes of values that differ between ranks, in a warning.
 _STORED_BY_RANK = (
@@ -51,8 +56,6 @@ class SavePlanCache(msgspec.Struct):
     is not on rank 0's host, if there is one. ``differing`` are the encoded names of values that differ between ranks.
     ``host_names`` are, on rank 0, the names of hosts by number, and ``hub_layouts`` the files with the layouts of
     models of transformers, for ``hub_plan``.
-    ``sharing`` is what is known about the file system, and ``has_checked_store`` whether an object store was asked if
-    it honours conditions.
     """
 
     key: bytes = b""
@@ -63,23 +66,55 @@ class SavePlanCache(msgspec.Struct):
     host_names: Mapping[int, str] = msgspec.field(default_factory=dict)
     hub_layouts: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     hub_plan: SavePlan = EMPTY_PLAN
-    sharing: Sharing = msgspec.field(default_factory=Sharing)
-    has_checked_store: bool = False
+
+
+@prepared
+class _PreparedSave(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a rank's preparation: the digests of its replicas, and what its output has returned."""
+
+    digests: bytes
+    prepared: bytes
+
+
+@prepared
+class _OpenedSave(msgspec.Struct, frozen=True):
+    """The decision of rank 0: the identity of the checkpoint, and what has begun; ``None`` if replicas differ."""
+
+    identity: CheckpointIdentity | None = None
+    begun: bytes = b""
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class TrainingSave(SaveOperation[CheckpointInfo]):
-    """A save of a training state as one checkpoint of a run."""
+    """A save of a training state as one checkpoint of a run: the content of a :class:`RunOutput`."""
 
-    def __init__(self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, timeout: float) -> None:
+    def __init__(
+        self, request: SaveRequest, ranks: RankGroup, cache: SavePlanCache, known: KnownRun, timeout: float
+    ) -> None:
         super().__init__(ranks, timeout)
-        self._request, self._cache = request, cache
+        self._request, self._cache, self._known = request, cache, known
         self._merged_values: Mapping[str, Any] = {}
         self._identity, self._started_at, self._hosts = CheckpointIdentity(0, "", ""), 0.0, 0
         self._placement: Placement = ()
-        #: Whether old checkpoints may be removed or hidden after the commit.
-        self._removes_old = False
+        self._output = open_output(self._new_tag, WritingRanks(ranks, self._session), known)
         self._reporter = EventReporter(
             self.path, self._forward_event, is_coordinator=self._session.rank == COORDINATOR_RANK, began=request.began
+        )
+
+    @property
+    def _new_tag(self) -> NewTag:
+        request, options = self._request, self._request.options
+        return NewTag(
+            request.path,
+            request.tag,
+            request.overwrite,
+            request.corrupt,
+            request.keep,
+            request.job,
+            incremental=options.incremental is True,  # other values are refused in the vote
+            keep_full_every=options.keep_full_every,
         )
 
     def prepare_save(self) -> None:
@@ -115,26 +150,62 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
             has_metrics=bool(self._request.metrics),
         )
 
-    @abstractmethod
     def _plan_and_open(self, agreement: SaveAgreement) -> None:
-        """Plan, check that replicas are equal, and open the output. It ends in a vote."""
+        """Plan, check that replicas are equal, and open the output. It ends in votes."""
+        cache, output = self._cache, self._output
 
-    @abstractmethod
+        def plan_and_compare() -> _PreparedSave:
+            self._update_plan(agreement)
+            tensors, frozen = self._captured.tensors, self._captured.frozen
+            versions = {key: tensors[key].version for key in sorted(frozen)}
+            live = LiveTensors(tensors, frozen, versions, cache.saves)
+            return _PreparedSave(self._hash_replicas(), output.prepare(self._plan, live, cache.witness))
+
+        def open_pending(posted: list[bytes]) -> bytes:
+            prepared = [msgspec.msgpack.decode(raw, type=_PreparedSave) for raw in posted]
+            if not replica_comparison.have_equal_replicas([rank.digests for rank in prepared]):
+                return _encode(_OpenedSave())
+            self._identity, self._started_at = self._choose_identity(), round(time.time(), 6)
+            begun = output.begin(self._identity, [rank.prepared for rank in prepared])
+            return _encode(_OpenedSave(self._identity, begun))
+
+        _, raw = self._session.vote("preparing the save", plan_and_compare, _encode, open_pending)
+        opened = msgspec.msgpack.decode(raw, type=_OpenedSave)
+        self._accept_identity(opened.identity)
+        output.join(opened.begun)
+        trusts_versions = self._is_overlapped and self._request.options.staging_check != "full"
+        self._plan = output.omit_unchanged(trusts_versions=trusts_versions)
+
+    def _accept_identity(self, identity: CheckpointIdentity | None) -> None:
+        """Note the identity of the new checkpoint. Raise ``ReplicaMismatchError`` without one. All ranks call it."""
+        if identity is None:
+            self._cache.key = b""
+            raise self._writer.describe_replica_mismatch()
+        self._cache.saves += 1
+        self._identity = identity
+
     def _update_plan(self, agreement: SaveAgreement) -> None:
         """Plan the save, unless the plan of an earlier one is still right."""
+        cache, session, grain = self._cache, self._session, self._output.grain
+        if agreement.global_spec is not None:
+            cache.key = b""
+            limit = parse_size(self._request.options.max_shard_size)
+            # With a grain, each rank is a host of its own: a piece has one writer.
+            host_of = agreement.host_of if grain is None else range(session.size)
+            cache.plan = plan_save(agreement.global_spec, session.rank, limit, host_of, grain)
+            cache.key, cache.saves = agreement.key, 0
+            hosts = list(enumerate(agreement.host_of))
+            cache.witness = next((rank for rank, host in hosts if host != agreement.host_of[0]), None)
+        self._plan = cache.plan
 
     def _choose_identity(self) -> CheckpointIdentity:
         """Return the identity of the new checkpoint, on rank 0."""
         return next_identity(self._request.path, self._request.job)
 
-    def _set_identity(self, identity: CheckpointIdentity) -> None:
-        """Note the identity of the new checkpoint."""
-        self._identity = identity
-
     @property
     def path(self) -> Path:
         """The path of the new checkpoint."""
-        return self._request.path / str(self._request.tag)  # the tag is checked later, on all ranks together
+        return self._new_tag.path
 
     @property
     def identity(self) -> CheckpointIdentity:
@@ -157,6 +228,26 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         """See :class:`SaveOperation`."""
         self._reporter.begin_phase("copy")
         super().stage_tensors(arena)
+
+    def complete_copies(self) -> None:
+        """See :class:`SaveOperation`. Then check that tensors that were trusted to be unchanged are."""
+        super().complete_copies()
+        self._output.verify_trusted()
+
+    def write_and_commit(self) -> CheckpointInfo:
+        """Write the files, commit the checkpoint, and remove the checkpoints that are no longer kept."""
+        self._reporter.begin_phase("write")
+        output = self._output
+        info = output.write(self, self._reporter.progress_counter("save", self._plan.nbytes).add)
+        self._release_tensors()
+        self._reporter.report_saved(self.path, info.step, info.nbytes, output.shared_nbytes)
+        if output.removes_old:
+            self._session.run_on_all("removing old checkpoints", output.remove_old)
+        return info
+
+    def _roll_back(self, error: BaseException) -> None:
+        self._output.discard()
+        self._reporter.report_failed(error)
 
     def mark_returned(self) -> float:
         """Record that the call returns to the caller, and return for how many seconds it blocked."""
@@ -193,7 +284,22 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
             self._reporter.record_replica_check(seconds)
         return digests
 
-    def _build_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+    def write_files(self, folder: Path, on_moved: OnBytesMoved) -> HashedResult:
+        """See :class:`SavedContent`."""
+        paths = [file.path for file in self._plan.files]
+        return HashedResult(self._writer.write(folder, paths, self._staged, on_moved), self._captured.rank_values)
+
+    def read_bytes(self) -> RankBytes:
+        """See :class:`SavedContent`."""
+        return RankBytes(*self._writer.ranges_to_upload(self._staged), self._captured.rank_values)
+
+    def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
+        """See :class:`SavedContent`."""
+        del folder, payloads  # no rank leaves anything to rank 0
+        self._reporter.begin_phase("commit")
+
+    def make_manifest(self, files: dict[str, FileRecord]) -> Manifest:
+        """See :class:`SavedContent`."""
         step, metrics = self._request.manifest_numbers()
         return build_manifest(
             CheckpointLabel(self._request.tag, self._identity, self._started_at, self._session.size, step, metrics),
@@ -201,9 +307,9 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
             str(torch.__version__),
         )
 
-    def _build_small_files(self, rank_values: Sequence[bytes]) -> dict[str, bytes]:
-        """Return the files without tensor data, by name. ``rank_values`` are those of all ranks."""
-        ranks_file = build_ranks_file(list(rank_values), self._merged_values)
+    def build_small_files(self, payloads: Sequence[bytes]) -> dict[str, bytes]:
+        """See :class:`SavedContent`. ``payloads`` are the values of all ranks."""
+        ranks_file = build_ranks_file(list(payloads), self._merged_values)
         state_file = build_state_file(self._merged_values, self._captured.shared_values)
         return {**self._captured.small_files, **self._hub_layouts(), STATE_FILE: state_file, RANKS: ranks_file}
 

@@ -113,7 +113,7 @@ class Freeze(Callback):
 
 def fit_frozen(folder: str) -> None:
     callback = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    with set_environment(), mock.patch("rankless.save.incremental._MIN_BYTES", 0):
+    with set_environment(), mock.patch("rankless.save.folder_output._MIN_SHARED", 0):
         make_trainer(folder, "ddp", 2, [callback, Freeze()], frozen="apart").fit(Module(), make_data())
 
 

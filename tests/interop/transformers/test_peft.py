@@ -230,7 +230,7 @@ def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> 
 
 
 def trained_sharing(*arguments: Any) -> dict[str, Any]:
-    with mock.patch("rankless.save.incremental._MIN_BYTES", 0):
+    with mock.patch("rankless.save.folder_output._MIN_SHARED", 0):
         return trained(*arguments)
 
 

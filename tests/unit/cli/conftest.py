@@ -18,7 +18,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three checkpoints, which share what is unchanged; tests that change it take a copy."""
     path = tmp_path_factory.mktemp("cli") / "run"
     run = train_run("plain")
-    with mock.patch("rankless.save.incremental._MIN_BYTES", 0):
+    with mock.patch("rankless.save.folder_output._MIN_SHARED", 0):
         for step in (1, 2, 3):
             rankless.save_checkpoint(
                 path,

@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step == 2:
             with pytest.raises(rankless.TagExistsError):
                 rankless.save_checkpoint(path, "step_1", model, optimizer, step=step)
-        with mock.patch("rankless.save.incremental._MIN_BYTES", 0):  # small states are written anew
+        with mock.patch("rankless.save.folder_output._MIN_SHARED", 0):  # small states are written anew
             rankless.save_checkpoint(
                 path, f"step_{step}", model, optimizer, step=step, keep=2, frozen="apart", metrics={"loss": 1 / step}
             )
