@@ -132,7 +132,8 @@ class DcpFolder:
         if isinstance(tree.root, OpaqueObject) and tree.root.name == BYTES_IO:
             content: Any = io.BytesIO(read_bytes_io(tree.root))
         else:
-            reader = TreeReader(window.path, "dcp", [window.path], "", as_user_content(tree.root, budget, window.label))
+            contents = as_user_content(tree.root, budget, window.label)
+            reader = TreeReader(window.path, "dcp", [window.path], "", contents, notes_versions=False)
             content = Checkpoint(reader).values["user_content"]
         stream = io.BytesIO()
         torch.save(content, stream)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankless.errors import FormatError, NoCheckpointError
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    FormatError,
+    NoCheckpointError,
+    StorageError,
+)
 from rankless.formats.composite_reader import CompositeReader
 from rankless.formats.huggingface import INDEX, SINGLE, HuggingFaceReader, is_huggingface, kinds_in
 from rankless.formats.native import is_native
@@ -15,7 +21,10 @@ from rankless.formats.registry import ACCELERATE, DEEPSPEED, READABLE
 from rankless.formats.sharded.model_files import list_components
 from rankless.formats.sharded.sharded_reader import ShardedReader, is_sharded_checkpoint
 from rankless.ondisk import manifest
-from rankless.storage.store import store_of
+from rankless.storage.store import list_versions, store_of
+
+#: How often files that change meanwhile are opened, and of how many the versions are compared.
+_ATTEMPTS, _NOTED = 5, 4096
 
 #: In how many folders in a folder a checkpoint is looked for, to name it in a message.
 _MOST_CHILDREN = 10
@@ -49,7 +58,30 @@ def describe_contents(folder: Path) -> str:
 
 
 def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
-    """Return the reader for a checkpoint of another system. ``keys`` and the errors are as in ``open_reader``."""
+    """Return the reader for a checkpoint of another system. ``keys`` and the errors are as in ``open_reader``.
+
+    What was read of its files is of the versions that the reader knows: else they are read again. A link is followed
+    now, so that it may lead to another checkpoint later. Raises ``CheckpointReplacedError`` if the files change all the
+    time.
+    """
+    real = path.resolve()
+    for _ in range(_ATTEMPTS):
+        before = list_versions(real, _NOTED)
+        try:
+            reader = _open_once(real, keys)
+        except (CorruptCheckpointError, FormatError, StorageError):
+            if list_versions(real, _NOTED) == before:
+                raise
+            continue
+        after = list_versions(real, _NOTED)
+        if all(before.get(file) == after.get(file) for file in reader.files):
+            return reader
+    raise CheckpointReplacedError(
+        f"{path} is written all the time while it is opened: wait until the job that writes it has ended"
+    )
+
+
+def _open_once(path: Path, keys: Mapping[str, str]) -> Reader:
     for readable in (READABLE[ACCELERATE], READABLE[DEEPSPEED]):
         if readable.is_at(path):
             return readable.open(path, keys)

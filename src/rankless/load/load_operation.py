@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,14 @@ from rankless.formats.adapter_configs import read_adapter_configs
 from rankless.formats.detect import open_reader
 from rankless.formats.find_training_step import find_step
 from rankless.formats.native import NativeReader
-from rankless.formats.reader import CheckpointValues, Reader, check_current, check_read, describe_doubts
+from rankless.formats.reader import (
+    CheckpointValues,
+    Reader,
+    check_current,
+    check_read,
+    describe_doubts,
+    detect_replacement,
+)
 from rankless.formats.remapped_reader import underlying_reader
 from rankless.load.fused_experts import renamed_tensors, with_fused_experts
 from rankless.load.load_request import LoadRequest
@@ -367,17 +374,19 @@ class LoadOperation:
             lacks_crcs = verifier is not None and not verifier.has_every_crc
             crcs = find_read_crcs(plan) if lacks_crcs else ReadCrcs([])
             make_readers = partial(HashingReaderPool, crcs=crcs) if crcs.checksums else ReaderPool
-            fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
-            if lacks_crcs:
-                check_current(reader)
-            partly_read = verifier.verify_local(fragments) if verifier else {}
+            with self._detect_replacement(reader):
+                fragments = plan.run(targets, self._ranks, self._session, on_moved, make_readers=make_readers)
+                if lacks_crcs:
+                    check_current(reader)
+                partly_read = verifier.verify_local(fragments) if verifier else {}
             return RankCrcs(encode_fragments(partly_read), encode_read_crcs(crcs))
 
         def verify_crcs(posted: list[bytes]) -> bytes:
             if verifier:
                 reports = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in posted]
-                verifier.verify_across_ranks(decode_fragments(report.fragments for report in reports))
-                check_read_crcs(report.pieces for report in reports)
+                with self._detect_replacement(reader):
+                    verifier.verify_across_ranks(decode_fragments(report.fragments for report in reports))
+                    check_read_crcs(report.pieces for report in reports)
             else:
                 check_current(reader)
             return b""
@@ -390,6 +399,10 @@ class LoadOperation:
             advice = _partly_filled_advice(self._request.training)
             raise type(error)(*other_args, f"{message}. {advice}") from error
         return verifier is not None and verifier.has_all_crcs(plan.iter_stored(targets))
+
+    def _detect_replacement(self, reader: Reader) -> AbstractContextManager[None]:
+        """Tell an error of a checkpoint of another system that was replaced. The selector does so for one of a run."""
+        return nullcontext() if self.selected.id else detect_replacement(reader)
 
     def _build_result(self, targets: LoadTargets, *, verified: bool) -> RestoreResult:
         manifest = self._manifest

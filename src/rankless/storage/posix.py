@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import stat
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -304,11 +305,12 @@ def file_version(path: Path) -> str:
 
 
 def describe_version(stat: os.stat_result) -> str:
-    """Return the size and the time of the last change.
+    """Return the size and the times of the last change of the bytes, and of the file.
 
-    Not the inode: a bucket that is mounted as a folder may give a file another one at each look.
+    The first time can be set by anybody, and is by ``rsync -t``, the second is the kernel's. Not the inode: a bucket
+    that is mounted as a folder may give a file another one at each look.
     """
-    return f"{stat.st_size}-{stat.st_mtime_ns}"
+    return f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ctime_ns}"
 
 
 def list_regular_files(path: Path) -> set[str]:
@@ -502,6 +504,17 @@ def walk_files(path: Path) -> list[Path]:
     """Return the path itself if it is a file, or all files in a directory and below it."""
     with wrap_os_errors("list", path):
         return sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
+
+
+def iterate_files(folder: Path) -> Iterator[Path]:
+    """Yield what is no directory in a directory and below it, those near the top first. Links are not followed."""
+    folders = deque([folder])
+    while folders:
+        folder, found = folders.popleft(), []
+        with wrap_os_errors("list", folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
+            found = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
+        folders += [path for path, is_folder in found if is_folder]
+        yield from (path for path, is_folder in found if not is_folder)
 
 
 def list_subdirectories(path: Path) -> list[Path]:

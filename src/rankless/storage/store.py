@@ -6,6 +6,7 @@ endpoint of an object store is another. ``tests/unit/storage/test_store_conforma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -216,6 +217,24 @@ def count_stored_bytes(path: Path) -> int:
         return sum(map(posix.file_size, posix.walk_files(path)))
     infos = path.store.list_objects(path)
     return sum(info.size for info in infos) if infos else path.store.file_size(path)
+
+
+def list_versions(path: Path, most: int) -> dict[Path, str]:
+    """Return the versions of a file, or of the files in a directory and below it, those near the top first.
+
+    See :meth:`Store.file_version`. Of a directory on a file system, at most that many are returned.
+    """
+    if isinstance(path, ObjectPath):
+        found: dict[Path, str] = {info.path: info.etag.strip('"') for info in path.store.list_objects(path)}
+        return found or _version_of(path)
+    if not posix.is_directory(path):
+        return _version_of(path)
+    return {file: posix.file_version(file) for file in itertools.islice(posix.iterate_files(path), most)}
+
+
+def _version_of(path: Path) -> dict[Path, str]:
+    version = store_of(path).file_version(path)
+    return {path: version} if version else {}
 
 
 def store_of(path: Path) -> Store:

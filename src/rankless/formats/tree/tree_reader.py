@@ -11,26 +11,36 @@ from rankless.formats.tree.tree_contents import TreeContents
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
 from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import store_of
+from rankless.storage.store import list_versions, store_of
 
 #: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
 _SHARED, _LEAST = 4, 2**20
 
-#: Of how many files the versions are noted: what replaces a checkpoint replaces all of its files.
+#: Of how many files of a file system the versions are noted: what replaces a checkpoint replaces all of its files.
 _NOTED = 64
 
 
 class TreeReader:
     """A reader of a checkpoint that is a tree of tensors and values. See :class:`rankless.formats.reader.Reader`."""
 
-    def __init__(self, path: Path, kind: str, files: Sequence[Path], fingerprint: str, contents: TreeContents) -> None:
-        """Take over the contents. Raises ``FormatError`` if the tensors have many more bytes than the files."""
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        files: Sequence[Path],
+        fingerprint: str,
+        contents: TreeContents,
+        *,
+        notes_versions: bool = True,
+    ) -> None:
+        """Take over the contents. Raises ``FormatError`` if the tensors have many more bytes than the files.
+
+        ``notes_versions``: tensors will be read, so it must be known whether the files are still these.
+        """
         _check_total_size(path, files, contents)
         self.path, self.format, self.files, self.fingerprint = path, kind, files, fingerprint
         self._contents = contents
-        # The version of an object would take a request of each rank.
-        noted = [file for file in files if not isinstance(file, ObjectPath)][:_NOTED]
-        self._versions = {file: store_of(file).file_version(file) for file in noted}
+        self._versions = self._look_at_versions() if notes_versions else {}
         self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
             group: {name: stored.info for name, stored in tensors.items()} for group, tensors in contents.groups.items()
         }
@@ -54,7 +64,14 @@ class TreeReader:
 
     def is_current(self) -> bool:
         """Return whether the noted files are still those that were opened, with the same bytes."""
-        return all(store_of(file).file_version(file) == version for file, version in self._versions.items())
+        return not self._versions or self._look_at_versions() == self._versions
+
+    def _look_at_versions(self) -> dict[Path, str]:
+        """Return the versions of the noted files. In an object store a list is one request."""
+        if isinstance(self.path, ObjectPath):
+            listed = list_versions(self.path, _NOTED)
+            return {file: listed.get(file, "") for file in self.files}
+        return {file: store_of(file).file_version(file) for file in self.files[:_NOTED]}
 
     def check_files(self) -> None:
         """Do nothing: there are no checksums of the files, and everything else was checked when they were opened."""
