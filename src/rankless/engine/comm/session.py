@@ -57,6 +57,9 @@ _HOST_BYTES = 8
 #: Seconds between two checks whether the process group has been made.
 _POLL_SECONDS = 0.25
 
+#: The seconds that rank 0 waits for the ranks that got the error of a vote to which another rank did not come.
+_LAST_SECONDS = 1.5
+
 T = TypeVar("T")
 
 
@@ -190,6 +193,8 @@ class Session:
         self.store, self._votes = store, 0
         self._agreement = agreement or HostAgreement()
         self._channel: VoteChannel | None = None
+        #: Whether a rank did not come to a vote: it will not leave either.
+        self._lacks_ranks = False
 
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
         """Do ``work`` on this rank, and ``decide`` on rank 0 over the results of all ranks. Return result and decision.
@@ -232,7 +237,9 @@ class Session:
         collect = vote_round.collect_and_decide if self.rank == COORDINATOR_RANK else vote_round.await_decision
         with span("vote", "vote", vote_round.phase), translate_store_errors(vote_round.phase):
             # A rank that already timed out waits only for the grace period.
+            self._lacks_ranks = True  # until the decision is there
             decision = collect(GRACE_SECONDS if isinstance(error, RankTimeoutError) else self.timeout, decide)
+            self._lacks_ranks = decision.failure is not None and decision.failure.kind == RankTimeoutError.__name__
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if decision.failure is not None:
@@ -258,7 +265,8 @@ class Session:
     def leave(self) -> None:
         """Leave the session.
 
-        Rank 0 waits for all other ranks first, because its process may host the key-value store.
+        Rank 0 waits for all other ranks first, because its process may host the key-value store. If a rank did not come
+        to the last vote, it waits only for those that get the error of that.
         """
         if self.store is None:
             return
@@ -267,7 +275,8 @@ class Session:
             channel.depart(self.rank)
             if self.rank == COORDINATOR_RANK:
                 have_departed = partial(self.store.check, channel.outcome_keys)
-                if poll_until(have_departed, self.timeout, partial(_describe_staying_ranks, channel)):
+                seconds = min(_LAST_SECONDS, self.timeout) if self._lacks_ranks else self.timeout
+                if poll_until(have_departed, seconds, partial(_describe_staying_ranks, channel)):
                     last_vote = self._channel.published_keys if self._channel is not None else ()
                     self.store.delete_keys(*channel.departure_keys, *last_vote)  # nobody reads them any more
 
