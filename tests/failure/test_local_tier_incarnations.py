@@ -303,3 +303,45 @@ def test_a_step_is_saved_again_after_what_was_abandoned_has_been_removed(tmp_pat
     save_steps(directory, 2)
     directory.wait()
     assert load_step(tmp_path) == 2
+
+
+def open_drained(base: Path, **options: Any) -> rankless.RunDirectory:
+    return rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / "tier"), **options)
+
+
+def list_tags(base: Path) -> list[str]:
+    return [info.tag for info in rankless.list_checkpoints(base / "run")]
+
+
+def test_an_object_whose_state_another_one_of_its_process_has_abandoned_saves_nothing(tmp_path: Path) -> None:
+    """As without a tier: else the abandoned branch would be the latest again."""
+    older, newer = open_drained(tmp_path), open_drained(tmp_path)
+    save_steps(older, 1, 2, 3)
+    with pytest.warns(UserWarning, match="goes back to 'step_1'"):
+        newer.restore("step_1", state_of(-1), resume=True)
+    save_steps(newer, 2)
+    with pytest.raises(rankless.SupersededError, match="went back to an earlier checkpoint"):
+        save_steps(older, 4)
+    save_steps(newer, 3)
+    assert load_newest_step(open_drained(tmp_path)) == 3
+    assert "step_4" not in list_tags(tmp_path)
+
+
+def test_an_object_of_the_process_whose_state_the_other_one_goes_on_from_may_save(tmp_path: Path) -> None:
+    older, newer = open_drained(tmp_path), open_drained(tmp_path)
+    save_steps(older, 1)
+    newer.restore(None, state_of(-1), resume=True)
+    save_steps(newer, 2)
+    save_steps(older, 3)
+    assert load_newest_step(open_drained(tmp_path)) == 3
+
+
+def test_objects_of_a_process_that_have_loaded_nothing_begin_runs_of_their_own(tmp_path: Path) -> None:
+    """Retention of the one removes nothing of the other. The tier holds one run, so the first object is refused."""
+    first, second = open_drained(tmp_path, keep=2), open_drained(tmp_path, keep=2)
+    save_steps(first, 1, 2, 3)
+    save_steps(second, 11, 12, 13)
+    assert sorted(list_tags(tmp_path)) == ["step_12", "step_13", "step_2", "step_3"]
+    with pytest.raises(rankless.StateError, match="another object of this process has begun another run"):
+        save_steps(first, 4)
+    assert load_newest_step(open_drained(tmp_path)) == 13

@@ -22,7 +22,16 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.catalog import CheckpointIdentity, list_checkpoints, list_checkpoints_strictly
-from rankless.run.claims import JobHistory, announce, claim, numbering_of, read_history, read_token
+from rankless.run.claims import (
+    Claim,
+    JobHistory,
+    announce,
+    check_not_superseded,
+    claim,
+    numbering_of,
+    read_history,
+    read_token,
+)
 from rankless.run.cleanup import delete_checkpoints
 from rankless.run.history import Entry, KnownCheckpoint
 from rankless.run.scan import CheckpointInfo
@@ -58,6 +67,8 @@ class TierJob:
     def _reset(self) -> None:
         #: On rank 0: the incarnation that this job has claimed, and its run.
         self._incarnation, self._run_id = 0, ""
+        #: On rank 0, the token of the object of this process that has claimed it.
+        self._owner = ""
         #: On rank 0, the number of the newest announcement of this job.
         self._announced = 0
         #: The history when this process began to drain what others have saved; ``None`` if it saves itself.
@@ -158,7 +169,7 @@ class TierJob:
         if not self._announced:  # nothing was loaded
             self.job = self.announce(self.folder.find_newest_job())
         claimed, history = claim(self.run, job, complete, check)
-        self._incarnation, self._run_id = claimed.incarnation, claimed.run
+        self._incarnation, self._run_id, self._owner = claimed.incarnation, claimed.run, job.token
         highest = history.next_sequence(complete, claimed.run) - 1
         self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
         # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.
@@ -213,9 +224,28 @@ class TierJob:
             base, loaded = job.base, self._loaded
             is_loaded = base is not None and loaded is not None and loaded.id == base.id
             self.begin_incarnation(job, loaded if is_loaded else None)
+        elif job.token != self._owner:
+            self._admit(job)
         sequence = min(max(self._numbering.highest, job.sequence) + 1, LARGEST)
         self._numbering.note(sequence)
         return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation)
+
+    def _admit(self, job: JobHistory) -> None:
+        """Let another object of this process save, on rank 0, as it may without a tier.
+
+        If it has saved nothing since it was made or has loaded something, it claims an incarnation. Raises
+        ``SupersededError`` if the run went back without what it has saved, and ``StateError`` if the tier has another
+        run by now: it holds one.
+        """
+        if job.claim is None:
+            self.begin_incarnation(job)
+            return
+        check_not_superseded(self.run, read_history(self.run), job)
+        if job.claim != Claim(self._run_id, self._incarnation):
+            raise StateError(
+                f"another object of this process has begun another run in the local tier {self.path} of {self.run}: "
+                "use one object for both, or pass a folder of its own to each"
+            )
 
     def note_loaded(self, info: CheckpointInfo) -> None:
         """Note that a checkpoint of the tier was loaded, and that the folder was not taken over: a save may do that."""
