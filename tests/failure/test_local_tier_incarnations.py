@@ -345,3 +345,26 @@ def test_objects_of_a_process_that_have_loaded_nothing_begin_runs_of_their_own(t
     with pytest.raises(rankless.StateError, match="another object of this process has begun another run"):
         save_steps(first, 4)
     assert load_newest_step(open_drained(tmp_path)) == 13
+
+
+def _save_on_two_hosts(base: str) -> None:
+    rank = dist.get_rank()
+    local = rankless.LocalTier(f"{base}/host_{rank}", copies=0, drain_every=NEVER)
+    rankless.RunDirectory(f"{base}/run", local=local).save("step_1", state_of(1), step=1)
+
+
+def test_a_job_that_finds_only_parts_of_a_generation_may_begin_anew(ranks: Ranks, tmp_path: Path) -> None:
+    """It has looked, and nothing can bring the lost parts back. A job that has not looked is refused."""
+    ranks(2, _save_on_two_hosts, str(tmp_path))
+    shutil.rmtree(tmp_path / "host_1")
+
+    def open_again() -> rankless.RunDirectory:
+        return rankless.RunDirectory(tmp_path / "run", local=rankless.LocalTier(tmp_path / "host_0"))
+
+    with pytest.raises(rankless.StateError, match="was not loaded: load it first"):
+        save_steps(open_again(), 2)
+    directory = open_again()
+    with pytest.raises(rankless.NoCheckpointError):
+        directory.restore(None, state_of(-1), resume=True)
+    save_steps(directory, 2)
+    assert load_newest_step(open_again()) == 2

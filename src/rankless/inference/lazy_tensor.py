@@ -132,6 +132,8 @@ class LazyTensor(torch.Tensor):
                 result = _follow(func, args[0], args[1:], kwargs)
             if result is not None:
                 return result
+            if is_view(func):  # that no strides describe, such as conj(): what changes it must change the tensor
+                args[0].content.make_real(str(func))
         # A view has the mode of its base, and lazy tensors are never made in inference mode.
         with torch.inference_mode(mode=False) if is_view(func) else nullcontext():
             return func(*realize(args, func), **realize(kwargs, func))
@@ -177,8 +179,13 @@ class LazyTensor(torch.Tensor):
         del tensor_contents
         return f"LazyTensor({self.content.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __format__(self, spec: str) -> str:
+        return format(realize(self, "format"), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __reduce_ex__(self, _: object) -> Any:
         raise StateError(f"{self.content.name!r} was not read yet: it can be neither copied by Python nor pickled")
+
+    __deepcopy__ = __reduce_ex__
 
 
 @cache

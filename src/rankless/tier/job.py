@@ -69,8 +69,9 @@ class TierJob:
         self._incarnation, self._run_id = 0, ""
         #: On rank 0, the token of the object of this process that has claimed it.
         self._owner = ""
-        #: On rank 0, the number of the newest announcement of this job.
-        self._announced = 0
+        #: On rank 0, the number of the newest announcement of this job, and whether it has looked since its last claim
+        #: for what it can continue.
+        self._announced, self._has_looked = 0, False
         #: The history when this process began to drain what others have saved; ``None`` if it saves itself.
         self._followed: Entry | None = None
         #: A checkpoint of the tier that was loaded without taking over the folder.
@@ -145,7 +146,7 @@ class TierJob:
         From now on, older jobs drain nothing and take over no folder.
         """
         self._forget_in_fork()
-        self._announced = announce(self.run, above)
+        self._announced, self._has_looked = announce(self.run, above), True
         return name_job(self._announced, read_token(self.run), secrets.token_hex(8))
 
     def begin_incarnation(self, job: JobHistory, loaded: CheckpointInfo | None = None) -> None:
@@ -155,14 +156,14 @@ class TierJob:
 
         Raises ``SupersededError`` if a later job has announced itself, ``StateError`` if a checkpoint would be lost.
         """
-        self.durable = list_checkpoints_strictly(self.run)
+        self.durable, has_looked = list_checkpoints_strictly(self.run), self._has_looked
         infos = [*self.durable, *([] if loaded is None else [loaded])]
         complete = [info for info in infos if info.status == "complete"]
 
         def check(newest: Entry) -> None:
             if self._announced and newest.announced > self._announced:
                 raise SupersededError(f"another job has continued the run {self.run}")
-            if job.base is None:
+            if job.base is None and not has_looked:  # else no rank has found anything whole
                 self._check_nothing_is_lost(newest, complete)
 
         check(read_history(self.run))  # before the announcement: a job that is refused stops no other one
@@ -170,6 +171,7 @@ class TierJob:
             self.job = self.announce(self.folder.find_newest_job())
         claimed, history = claim(self.run, job, complete, check)
         self._incarnation, self._run_id, self._owner = claimed.incarnation, claimed.run, job.token
+        self._has_looked = False
         highest = history.next_sequence(complete, claimed.run) - 1
         self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
         # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.

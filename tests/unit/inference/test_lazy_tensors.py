@@ -176,6 +176,12 @@ LOADERS_OF_SEVERAL: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "moved, then changed": lambda w: torch.zeros(16, 16).copy_(w["a"].to("cpu:0").mul_(2)),
     "conjugate": lambda w: torch.zeros(8, 4, dtype=torch.complex64).copy_(w["z"].conj()),
     "conjugate, transposed": lambda w: torch.zeros(4, 8, dtype=torch.complex64).copy_(w["z"].H),
+    "changed through its conjugate": lambda w: _change_and_copy(w["z"], lambda z: z.conj().mul_(2j)),
+    "a part, changed through its conjugate": lambda w: _change_and_copy(w["z"], lambda z: z[2:5].conj().fill_(1j)),
+    "changed through its negative": lambda w: _change_and_copy(w["a"], lambda a: torch._neg_view(a).add_(1)),
+    "changed through the imaginary part of its conjugate": lambda w: _change_and_copy(
+        w["z"], lambda z: z.conj().imag.add_(1)
+    ),
     "imaginary part of a conjugate": lambda w: torch.zeros(8, 4).copy_(w["z"].conj().imag),
     "real part": lambda w: torch.zeros(8, 4).copy_(w["z"].real),
     "array of a parameter": lambda w: torch.from_numpy(torch.zeros(16, 16).copy_(w["a"]).numpy().copy()),
@@ -220,6 +226,11 @@ LOADERS_OF_SEVERAL: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 }
 
 
+def _change_and_copy(weight: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    change(weight)
+    return torch.zeros(weight.shape, dtype=weight.dtype).copy_(weight)
+
+
 def _load_twice(weight: Tensor) -> Tensor:
     return torch.zeros(16, 16).copy_(weight).mul_(2)
 
@@ -256,6 +267,17 @@ def test_in_inference_mode_a_loader_gets_the_same(name: str, stored: Tensor, fol
     with torch.inference_mode():
         loaded, _ = load(folder, LOADERS[name])
         assert torch.equal(loaded, LOADERS[name](stored.clone()))
+
+
+def test_a_stored_number_is_formatted_as_one(folder: Path) -> None:
+    with rankless.open_weights(folder) as weights:
+        assert f"{dict(weights)['z']:.2f}" == "3.50"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_what_was_not_read_is_not_copied_by_python(duplicate: Callable[[Tensor], object], folder: Path) -> None:
+    with rankless.open_weights(folder) as weights, pytest.raises(StateError, match="was not read yet"):
+        duplicate(dict(weights)["w"])
 
 
 @pytest.mark.parametrize(
