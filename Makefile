@@ -57,9 +57,12 @@ durations: .venv/installed
 	$(BIN)/python $(PYTEST) --write-durations --left-out $(CORE)
 	$(BIN)/python $(PYTEST) --write-durations --full tests/interop
 
+#: With all cases; INTEROP= leaves out the further ones.
+INTEROP ?= --full
+
 ## interop: the tests with other systems and their files
 interop: .venv/installed
-	$(BIN)/python $(PYTEST) --full tests/interop
+	$(BIN)/python $(PYTEST) $(INTEROP) tests/interop
 
 ## dist: build the sdist and the wheel, check them, and try each in an empty environment; DIST=--torch tries saves, too
 dist: .dist/installed
