@@ -336,15 +336,27 @@ def test_an_object_of_the_process_whose_state_the_other_one_goes_on_from_may_sav
     assert load_newest_step(open_drained(tmp_path)) == 3
 
 
-def test_objects_of_a_process_that_have_loaded_nothing_begin_runs_of_their_own(tmp_path: Path) -> None:
-    """Retention of the one removes nothing of the other. The tier holds one run, so the first object is refused."""
+def test_objects_of_a_process_that_have_loaded_nothing_share_its_run(tmp_path: Path) -> None:
+    """A tier holds one run. Without a tier each would begin its own."""
     first, second = open_drained(tmp_path, keep=2), open_drained(tmp_path, keep=2)
-    save_steps(first, 1, 2, 3)
-    save_steps(second, 11, 12, 13)
-    assert sorted(list_tags(tmp_path)) == ["step_12", "step_13", "step_2", "step_3"]
-    with pytest.raises(rankless.StateError, match="another object of this process has begun another run"):
-        save_steps(first, 4)
-    assert load_newest_step(open_drained(tmp_path)) == 13
+    save_steps(first, 1, 2)
+    save_steps(second, 3)
+    save_steps(first, 4)
+    assert list_tags(tmp_path) == ["step_3", "step_4"]
+    assert load_newest_step(open_drained(tmp_path)) == 4
+
+
+def test_an_object_is_refused_while_another_one_goes_on_with_another_run_in_the_tier(tmp_path: Path) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "other", state_of(7), step=7)
+    first, second = open_drained(tmp_path), open_drained(tmp_path)
+    save_steps(first, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        second.restore("other", state_of(-1), resume=True)
+    save_steps(second, 9)
+    with pytest.raises(rankless.StateError, match="goes on with another run in the local tier"):
+        save_steps(first, 10)
+    assert load_newest_step(open_drained(tmp_path)) == 9
 
 
 def _save_on_two_hosts(base: str) -> None:

@@ -21,7 +21,7 @@ from rankless.formats.registry import ACCELERATE, DEEPSPEED, READABLE
 from rankless.formats.sharded.model_files import list_components
 from rankless.formats.sharded.sharded_reader import ShardedReader, is_sharded_checkpoint
 from rankless.ondisk import manifest
-from rankless.storage.store import list_versions, store_of
+from rankless.storage.store import follow_folder_links, list_versions, store_of
 
 #: How often files that change meanwhile are opened, and of how many the versions are compared.
 _ATTEMPTS, _NOTED = 5, 4096
@@ -64,7 +64,7 @@ def open_foreign(path: Path, keys: Mapping[str, str]) -> Reader:
     now, so that it may lead to another checkpoint later. Raises ``CheckpointReplacedError`` if the files change all the
     time.
     """
-    real = path.resolve()
+    real = follow_folder_links(path)
     for _ in range(_ATTEMPTS):
         before = list_versions(real, _NOTED)
         try:

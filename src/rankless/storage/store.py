@@ -219,6 +219,15 @@ def count_stored_bytes(path: Path) -> int:
     return sum(info.size for info in infos) if infos else path.store.file_size(path)
 
 
+def follow_folder_links(path: Path) -> Path:
+    """Return a path in which no folder is a link, so that none can lead elsewhere later.
+
+    A file keeps its name, which says its format: in a download of the Hub it is a link to a file without one.
+    """
+    is_folder = not isinstance(path, ObjectPath) and posix.is_directory(path)
+    return path.resolve() if is_folder else path.parent.resolve() / path.name
+
+
 def list_versions(path: Path, most: int) -> dict[Path, str]:
     """Return the versions of a file, or of the files in a directory and below it, those near the top first.
 

@@ -233,19 +233,20 @@ class TierJob:
         return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation)
 
     def _admit(self, job: JobHistory) -> None:
-        """Let another object of this process save, on rank 0, as it may without a tier.
+        """Let another object of this process save, on rank 0.
 
-        If it has saved nothing since it was made or has loaded something, it claims an incarnation. Raises
-        ``SupersededError`` if the run went back without what it has saved, and ``StateError`` if the tier has another
-        run by now: it holds one.
+        If it has loaded something since its last save, it claims an incarnation. If it has neither loaded nor saved
+        anything, it goes on with the run of the others: a tier holds one. Raises ``SupersededError`` if the run went
+        back without what it has saved, and ``StateError`` if the tier has another run by now.
         """
         if job.claim is None:
-            self.begin_incarnation(job)
+            if job.base is not None:
+                self.begin_incarnation(job)
             return
         check_not_superseded(self.run, read_history(self.run), job)
         if job.claim != Claim(self._run_id, self._incarnation):
             raise StateError(
-                f"another object of this process has begun another run in the local tier {self.path} of {self.run}: "
+                f"another object of this process goes on with another run in the local tier {self.path} of {self.run}: "
                 "use one object for both, or pass a folder of its own to each"
             )
 
