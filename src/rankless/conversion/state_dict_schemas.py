@@ -87,7 +87,7 @@ def lightning_tensor_names(groups: Groups, values: Mapping[str, Any]) -> dict[st
 
 
 def lightning_metadata(groups: Groups, values: Mapping[str, Any], *, step: float | None = None) -> dict[str, Any]:
-    """Return the content of ``meta.pt`` in a Lightning folder."""
+    """Return the content of ``meta.pt`` in a Lightning folder. ``step`` is as in :func:`lightning_schema`."""
     del groups
     tree = {**_LIGHTNING, "global_step": int(step or 0), **_user_content(values)}
     if "scheduler" in values:

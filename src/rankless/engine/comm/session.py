@@ -193,7 +193,7 @@ class Session:
         self.store, self._votes = store, 0
         self._agreement = agreement or HostAgreement()
         self._channel: VoteChannel | None = None
-        #: Whether a rank did not come to a vote: it will not leave either.
+        #: Whether the last vote ended because ranks waited in vain: who did not come will not leave either.
         self._lacks_ranks = False
 
     def vote(self, phase: str, work: Callable[[], T], encode: Callable[[T], bytes], decide: Decide) -> tuple[T, bytes]:
@@ -237,7 +237,6 @@ class Session:
         collect = vote_round.collect_and_decide if self.rank == COORDINATOR_RANK else vote_round.await_decision
         with span("vote", "vote", vote_round.phase), translate_store_errors(vote_round.phase):
             # A rank that already timed out waits only for the grace period.
-            self._lacks_ranks = True  # until the decision is there
             decision = collect(GRACE_SECONDS if isinstance(error, RankTimeoutError) else self.timeout, decide)
             self._lacks_ranks = decision.failure is not None and decision.failure.kind == RankTimeoutError.__name__
         if isinstance(error, KeyboardInterrupt | SystemExit):
