@@ -18,6 +18,7 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import OnBytesMoved
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
+from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import StateError, StorageError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
@@ -56,9 +57,6 @@ _encode = msgspec.msgpack.Encoder().encode
 class RunObjectOutput:
     """A :class:`rankless.save.run_output.RunOutput` in an object store."""
 
-    #: Each part of an upload has one sender.
-    grain = upload_parts.GRAIN
-
     #: Objects cannot be linked.
     shared_nbytes = 0
 
@@ -68,6 +66,11 @@ class RunObjectOutput:
         self._parts: _OpenUpload | None = None
         #: On rank 0, the checkpoint that is written.
         self._saved: KnownCheckpoint | None = None
+
+    @property
+    def grain(self) -> CellGrain:
+        """See :class:`RunOutput`. Each part of an upload has one sender."""
+        return upload_parts.GRAIN  # as it is at each save: tests upload small parts
 
     @property
     def removes_old(self) -> bool:
