@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rankless
-from rankless.components.folder_save import FolderComponentSave
+from rankless.components.component_save import ComponentSave
 from rankless.errors import InvalidArgumentError, MismatchError, RankTimeoutError, StorageError
 from rankless.save.save_operation import SaveOperation
 from rankless.save.tier_save import TierSave
@@ -134,7 +134,7 @@ def save_one_file(folder: Path, name: str) -> None:
     [
         (save_checkpoint, TrainingSave),
         (save_by_checkpointer, TrainingSave),
-        (save_one_file, FolderComponentSave),
+        (save_one_file, ComponentSave),
     ],
 )
 def test_a_save_is_made_before_it_raises_the_error_of_an_earlier_one(

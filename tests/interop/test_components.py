@@ -23,7 +23,7 @@ from torch import nn
 
 import rankless
 from rankless.colossalai import Booster
-from rankless.components.component_output import ComponentOutput
+from rankless.components.pending_files import PendingFiles
 from rankless.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -438,13 +438,13 @@ def test_a_load_waits_for_the_save_that_is_under_way(
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     rankless.save_model(old, tmp_path / "link", shard=True)
-    publish = ComponentOutput.publish
+    publish = PendingFiles.publish
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.3)
         publish(*arguments)
 
-    monkeypatch.setattr(ComponentOutput, "publish", slow)
+    monkeypatch.setattr(PendingFiles, "publish", slow)
     rankless.save_model(new, tmp_path / "link", shard=True, async_save=True)
     actual = nn.Linear(2, 2)
     if booster:
@@ -481,11 +481,11 @@ def test_garbage_is_collected_afterwards(tmp_path: Path) -> None:
 
     def shown(*given: Any) -> Any:
         seen.append(gc.isenabled())
-        return ComponentOutput(*given)
+        return PendingFiles(*given)
 
     with (
         mock.patch("rankless.load.load_operation.open_reader", watched),
-        mock.patch("rankless.components.folder_save.ComponentOutput", shown),
+        mock.patch("rankless.components.folder_output.PendingFiles", shown),
     ):
         rankless.save_model(model, tmp_path / "m.pt")
         assert gc.isenabled()

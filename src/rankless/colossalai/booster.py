@@ -21,10 +21,10 @@ from torch import nn
 from rankless.colossalai.booster_layouts import file_variant, model_folder, optimizer_file, optimizer_folder
 from rankless.components import component_calls
 from rankless.components.component_files import FileSet
-from rankless.components.component_output import Destination
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
 from rankless.components.content import ComponentContent
+from rankless.components.destination import Destination
 from rankless.components.file_or_folder import Layout, safetensors_file, torch_file
 from rankless.engine.comm.collective_call import collective_call
 from rankless.errors import InvalidArgumentError, NoCheckpointError

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rankless.components import scheduler_file as schedulers
-from rankless.components.component_output import Destination
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_view import ComponentView
+from rankless.components.destination import Destination
 from rankless.components.file_format import TORCH, adapter_file_format, model_file_format, optimizer_file_format
 from rankless.components.pending_saves import PendingSaves
 from rankless.engine.comm.collective_call import collective_call

@@ -1,138 +1,77 @@
-"""The destination of a component, and its files in a pending directory, which get the final name in one step."""
+"""The interface between a save of one component and the place that it writes into.
+
+The save says what is written (:class:`SavedComponent`). An output says where, and how it appears:
+:class:`rankless.components.folder_output.FolderComponentOutput` by one rename,
+:class:`rankless.components.object_output.ObjectComponentOutput` file by file, the index last.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from rankless.components.component_files import FileSet, FragmentsOf
+from rankless.components.component_files import FileSet
+from rankless.components.destination import Destination
+from rankless.engine.integrity.crc_gather import HashedResult
+from rankless.engine.io.requests import Fragments
 from rankless.engine.io.upload_target import FileFrame
-from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
-from rankless.formats.sharded.index import files_named_by
-from rankless.run.cleanup import clean_up
-from rankless.run.object_run import check_output_name
-from rankless.run.ownership import COMPONENT_FILE, replaced_by_export
-from rankless.run.pending_dir import PendingDirectory
-from rankless.storage import directory_trees, posix
-from rankless.storage.direct_io import BufferedWriter
-from rankless.storage.object_path import ObjectPath, is_bucket
-from rankless.storage.store import store_of
+from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.writer_cells import CellGrain
+from rankless.save.run_output import RankBytes, WritingRanks
+from rankless.storage.object_path import ObjectPath
 
 
-@dataclass(frozen=True)
-class Destination:
-    """The final path of a component. If ``folder`` is true, it is a directory, otherwise a file.
-
-    ``keeps_others``: files in the directory that do not belong to the component are kept.
-    """
-
-    path: Path
-    folder: bool
-    keeps_others: bool = True
-
-    @classmethod
-    def for_path(cls, path: Path, *, folder: bool) -> Destination:
-        """Return the destination for a path. Of a symbolic link to a folder, the folder is replaced, not the link."""
-        try:
-            return cls(path.resolve() if folder else path, folder)
-        except RuntimeError as error:  # Python 3.13 raises nothing, and the path cannot be inspected then
-            raise InvalidArgumentError(f"{path} is in a loop of links: choose another path") from error
-
-    def check_replaceable(self) -> None:
-        """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
-        if isinstance(self.path, ObjectPath):
-            check_output_name(self.path)
-        store = store_of(self.path)
-        if self.folder and store.is_file(self.path):
-            raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
-        if not self.folder and (is_bucket(self.path) or store.is_directory(self.path)):
-            raise InvalidArgumentError(
-                f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
-            )
-        if self.folder and not isinstance(self.path, ObjectPath) and Path.cwd().is_relative_to(self.path.resolve()):
-            raise InvalidArgumentError(
-                f"{self.path} is, or contains, the working directory of this process, which cannot be replaced in one "
-                "step: choose another folder"
-            )
-
-
-class ComponentOutput:
-    """The files of a component in a pending directory, which rank 0 creates and publishes."""
-
-    def __init__(self, destination: Destination, files: FileSet, frames: Sequence[FileFrame]) -> None:
-        """Create the files. Raises ``StorageError``, and leaves nothing behind then."""
-        self._destination, self._files, self._frames = destination, files, frames
-        clean_up(destination.path.parent, tag=destination.path.name)
-        self._pending = PendingDirectory(destination.path)
-        self._pending.create(files.nbytes)
-        try:
-            for file, frame in zip(files.files, frames, strict=True):
-                posix.make_parents(self.folder, file.name)
-                posix.allocate_space(self.folder / file.name, frame.size)
-        except BaseException:
-            self.discard()
-            raise
+class SavedComponent(Protocol):
+    """The part of a save of a component that an output asks for bytes and headers."""
 
     @property
-    def folder(self) -> Path:
-        """The pending directory."""
-        return self._pending.path
+    def plan(self) -> SavePlan:
+        """The plan of this rank."""
 
-    def publish(self, fragments_of: FragmentsOf) -> None:
-        """Finish the files, and give them their final names."""
-        for file, frame in zip(self._files.files, self._frames, strict=True):
-            header = file.build_header(fragments_of)
-            with BufferedWriter(self.folder / file.name) as writer:
-                for offset, data in ((0, header), *frame.known):
-                    writer.write(offset, memoryview(data))
-                writer.sync()
-        for name, data in self._files.small_files.items():
-            posix.write_small(self.folder / name, data)
-        if self._destination.folder:
-            self._publish_folder()
-        else:
-            (name,) = self._files.file_names()
-            posix.fsync_directory(self.folder)
-            self._pending.replace(COMPONENT_FILE.check, name)
-            with suppress(StorageError):  # the save is complete; what is left is hidden, and the next save removes it
-                self._pending.remove_displaced()
+    def write_files(self, folder: Path) -> HashedResult:
+        """Write this rank's bytes into the files in a folder, inside the vote on the writing."""
 
-    def _publish_folder(self) -> None:
-        """Replace the folder in one step."""
-        final = self._destination.path
-        if not posix.path_exists(final):
-            posix.sync_tree(self.folder)
-            self._pending.publish()
-            return
-        posix.sync_tree(self.folder)
-        self._pending.replace(
-            self._keep_others if self._destination.keeps_others else replaced_by_export(final.name).check
-        )
-        with suppress(StorageError):  # the save is complete; the old folder is hidden, and the next save removes it
-            self._pending.remove_displaced()
+    def read_bytes(self) -> RankBytes:
+        """Return the bytes that this rank uploads or passes on, inside the vote on the writing."""
 
-    def _keep_others(self, folder: Path) -> None:
-        """Add the files that are not the component's to the new folder, before it replaces the old one.
+    def build_headers(self, fragments: Fragments) -> list[bytes]:
+        """Return the headers of the files, on rank 0, from the fragments of all ranks."""
 
-        After that, ``folder`` is where the old one is. Raises ``TagExistsError`` if it has got files meanwhile, or has
-        a folder where a file of the component goes: the folder is somebody's.
+
+class ComponentOutput(Protocol):
+    """The place of one save of a component. All ranks have one, and call :meth:`write` together.
+
+    In the vote that prepares the save, rank 0 calls :meth:`begin`. After the vote all ranks call :meth:`join` with what
+    that returned.
+    """
+
+    @property
+    def grain(self) -> CellGrain | None:
+        """The pieces of files that one rank must write; ``None`` if any ranks of a host may write side by side."""
+
+    def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
+        """Create what is to be written, on rank 0. Return what all ranks must know of it.
+
+        ``frames`` are those of the files, in order.
         """
-        final = self._destination.path
-        if folder == final and not posix.path_exists(final):
-            return
-        if (obstacle := directory_trees.find_obstacle(folder, self._files.file_names())) is not None:
-            raise TagExistsError(
-                f"{final / obstacle} is in the way of the files of this save: choose another folder, or move it away"
-            )
-        replaced = files_named_by(folder, self._files.stale_names) | self._files.file_names()
-        if folder == final:
-            directory_trees.link_remaining(final, self.folder, replaced)
-            posix.sync_tree(self.folder)
-        elif missing := directory_trees.find_missing(folder, final, replaced):
-            raise TagExistsError(f"{final / missing} appeared while the folder was being saved")
+
+    def join(self, begun: bytes) -> None:
+        """Take part in what rank 0 has begun."""
+
+    def write(self, component: SavedComponent) -> None:
+        """Write all files, and let them appear at their final paths. It ends in votes."""
 
     def discard(self) -> None:
-        """Remove the pending directory, unless the folder that it was to replace has already lost its name."""
-        self._pending.discard()
+        """Remove what was written, after a failure, unless it has its final name."""
+
+
+def open_component_output(destination: Destination, ranks: WritingRanks) -> ComponentOutput:
+    """Return the output for a destination. Nothing is created. The modules of each kind are imported if it is used."""
+    if isinstance(destination.path, ObjectPath):
+        from rankless.components.object_output import ObjectComponentOutput  # noqa: PLC0415
+
+        return ObjectComponentOutput(destination.path, destination, ranks)
+    from rankless.components.folder_output import FolderComponentOutput  # noqa: PLC0415
+
+    return FolderComponentOutput(destination, ranks.session)

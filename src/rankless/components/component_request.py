@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rankless.components.component_output import Destination
 from rankless.components.content import MODEL, OPTIMIZER
+from rankless.components.destination import Destination
 from rankless.components.file_or_folder import Layout
 from rankless.engine.comm.call_check import CallDescription
 from rankless.errors import InvalidArgumentError

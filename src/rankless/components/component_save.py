@@ -1,54 +1,45 @@
-"""A save of one component on all ranks. Each step ends in a vote.
-
-Subclasses write the files on a disk, or into an object store.
-"""
+"""A save of one component on all ranks, wherever it is written to. Each step ends in a vote."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from rankless.components.component_files import ComponentFile, FileSet, FragmentsOf
+from rankless.components.component_files import ComponentFile
+from rankless.components.component_output import open_component_output
 from rankless.components.component_request import ComponentRequest
 from rankless.components.content import ComponentContent, component_content, name_in_component
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.integrity import replica_comparison
+from rankless.engine.integrity.crc_gather import HashedResult
 from rankless.engine.io.requests import Fragments
-from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
-from rankless.engine.plan.save_plan import TensorSpan, plan_into_files
+from rankless.engine.plan.save_plan import SavePlan, TensorSpan, plan_into_files
 from rankless.engine.plan.split_tensors import split_ranges
 from rankless.engine.plan.tensor_specs import STATE
-from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RankMismatchError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
+from rankless.ondisk.block_crcs import Fragment
 from rankless.process.prepared_types import prepared
+from rankless.save.run_output import RankBytes, WritingRanks
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 
 
-class OpenedOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The output that rank 0 has opened: a pending directory with the files, or their uploads, by their ids.
-
-    ``frames`` are the files as all ranks must know them.
-    """
-
-    frames: list[FileFrame] = []
-    folder: str = ""
-    uploads: list[str] = []
-
-
 @prepared
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The layout of a component: the names of its files, what rank 0 has opened, and the spans of each tensor."""
+    """The layout of a component: the names and sizes of its files, and the spans of each tensor.
+
+    ``begun`` is what the output has returned on rank 0.
+    """
 
     files: list[str] = []
-    opened: OpenedOutput = OpenedOutput()
+    sizes: list[int] = []
+    begun: bytes = b""
     spans: dict[str, list[TensorSpan]] = {}
 
 
@@ -61,6 +52,7 @@ class ComponentSave(SaveOperation[Path]):
     def __init__(self, request: ComponentRequest, ranks: RankGroup, timeout: float) -> None:
         super().__init__(ranks, timeout)
         self._request, self._layout = request, _ComponentLayout()
+        self._output = open_component_output(request.destination, WritingRanks(ranks, self._session))
         #: On rank 0, the files, and by number the stored tensor of each pair of a stored tensor and one that it is of.
         self._files, self._names = list[ComponentFile](), list[str]()
         self._started_at = time.perf_counter()
@@ -87,21 +79,6 @@ class ComponentSave(SaveOperation[Path]):
         """Note that the caller continues. Returns for how many seconds it was blocked."""
         return time.perf_counter() - self._started_at
 
-    @abstractmethod
-    def _open_files(self, files: FileSet, frames: Sequence[FileFrame]) -> OpenedOutput:
-        """Open the output, on rank 0."""
-
-    @abstractmethod
-    def _choose_cells(self, host_of: Sequence[int]) -> tuple[Sequence[int], CellGrain | None]:
-        """Return the host of each rank, and the cells of which each has one writer, for the plan."""
-
-    def _fragments_by_name(self, fragments: Fragments) -> FragmentsOf:
-        """Return a function that returns the fragments of a stored tensor, on rank 0."""
-        numbers: dict[str, list[int]] = {}
-        for number, name in enumerate(self._names):
-            numbers.setdefault(name, []).append(number)
-        return lambda name: [fragment for number in numbers[name] for fragment in fragments.get(number, [])]
-
     def _lay_out_files(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> None:
         def lay_out_files(_: list[bytes]) -> bytes:
             file_set = self._request.layout(self._content_to_save(agreement, global_spec))
@@ -109,11 +86,13 @@ class ComponentSave(SaveOperation[Path]):
             starts = [file.starts for file in laid_out]
             spans, self._names = _tensor_spans(file_set.content, starts, self._tensors_to_save(global_spec))
             self._files = list(file_set.files)
-            opened = self._open_files(file_set, [file.frame for file in laid_out])
-            return _encode(_ComponentLayout(file_set.names, opened, spans))
+            frames = [file.frame for file in laid_out]
+            begun = self._output.begin(file_set, frames)
+            return _encode(_ComponentLayout(file_set.names, [frame.size for frame in frames], begun, spans))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
         self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
+        self._output.join(self._layout.begun)
 
     def _content_to_save(self, agreement: SaveAgreement, global_spec: GlobalSpec) -> ComponentContent:
         kind, captured = self._request.kind, agreement.captured
@@ -134,7 +113,9 @@ class ComponentSave(SaveOperation[Path]):
     def _check_replicas(self, global_spec: GlobalSpec, host_of: Sequence[int]) -> None:
         """Plan the save, and compare replicas."""
         tensors = self._tensors_to_save(global_spec)
-        hosts, grain = self._choose_cells(host_of)
+        grain = self._output.grain
+        # With a grain, each rank is a host of its own: a piece has one writer.
+        hosts = host_of if grain is None else range(len(host_of))
 
         def plan_and_hash() -> bytes:
             keys = {name: (tensor.group, tensor.name) for name, tensor in tensors.items()}
@@ -145,7 +126,7 @@ class ComponentSave(SaveOperation[Path]):
                 self._session.rank,
                 list(dict(numbered).values()),
                 spans,
-                file_sizes=[frame.size for frame in self._layout.opened.frames],
+                file_sizes=self._layout.sizes,
                 host_of=hosts,
                 grain=grain,
             )
@@ -157,6 +138,39 @@ class ComponentSave(SaveOperation[Path]):
         _, decision = self._session.vote("comparing replicas", plan_and_hash, lambda hashes: hashes, compare_hashes)
         if decision == b"!":
             raise self._writer.describe_replica_mismatch()
+
+    def write_and_commit(self) -> Path:
+        """Write the files. They get their final names when all ranks have written."""
+        self._output.write(self)
+        return self.path
+
+    def _roll_back(self, error: BaseException) -> None:
+        del error  # the caller raises it
+        self._output.discard()
+
+    @property
+    def plan(self) -> SavePlan:
+        """See :class:`SavedComponent`."""
+        return self._plan
+
+    def write_files(self, folder: Path) -> HashedResult:
+        """See :class:`SavedComponent`."""
+        return HashedResult(self._writer.write(folder, self._layout.files, self._staged))
+
+    def read_bytes(self) -> RankBytes:
+        """See :class:`SavedComponent`."""
+        return RankBytes(*self._writer.ranges_to_upload(self._staged))
+
+    def build_headers(self, fragments: Fragments) -> list[bytes]:
+        """See :class:`SavedComponent`."""
+        numbers: dict[str, list[int]] = {}
+        for number, name in enumerate(self._names):
+            numbers.setdefault(name, []).append(number)
+
+        def fragments_of(name: str) -> list[Fragment]:
+            return [fragment for number in numbers[name] for fragment in fragments.get(number, [])]
+
+        return [file.build_header(fragments_of) for file in self._files]
 
 
 def _tensor_spans(

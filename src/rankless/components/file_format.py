@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from rankless.components.component_files import FileSet
-from rankless.components.component_output import Destination
 from rankless.components.content import ComponentContent
+from rankless.components.destination import Destination
 from rankless.components.file_or_folder import (
     Layout,
     adapter_folder,

@@ -1,4 +1,4 @@
-"""The files of a component in an object store, which all ranks upload, and rank 0 completes.
+"""The output of a component in an object store: files that all ranks upload, and rank 0 completes.
 
 A store cannot rename, so the files of a folder appear there one after another. An index that names files of the model
 that is replaced is removed first, and the new one is written last: without it no reader takes files of both for one.
@@ -8,39 +8,69 @@ Of two jobs that write one folder at the same time at least one fails if they le
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
+import msgspec
+
 from rankless.components.component_files import FileSet
-from rankless.components.component_output import Destination
+from rankless.components.component_output import SavedComponent
+from rankless.components.destination import Destination
+from rankless.engine.io import upload_parts
+from rankless.engine.io.requests import Fragments, ignore_progress
 from rankless.engine.io.upload_target import FileFrame
+from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RanklessError, RankMismatchError
 from rankless.formats.sharded.index import files_named_by
+from rankless.process.prepared_types import prepared
 from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.run.unpublished_output import upload_order
-from rankless.save.shared_upload import abort_uploads, begin_uploads
+from rankless.save.run_output import WritingRanks
+from rankless.save.shared_upload import SharedUpload, abort_uploads, begin_uploads
 from rankless.storage.body import Body
 from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import Upload
 
 
-def component_files(path: ObjectPath, names: Sequence[str], *, folder: bool) -> list[ObjectPath]:
-    """Return the final paths of the files of a component."""
-    return [path / name if folder else path for name in names]
+@prepared
+class _BegunFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The files whose uploads rank 0 has begun: their names, their frames, and the id of each upload."""
+
+    names: list[str] = []
+    frames: list[FileFrame] = []
+    uploads: list[str] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class ObjectComponentOutput:
-    """The files of a component at a path in an object store, on rank 0."""
+    """A :class:`rankless.components.component_output.ComponentOutput` at ``path`` in an object store."""
 
-    def __init__(self, path: ObjectPath, destination: Destination, files: FileSet) -> None:
-        self._path, self._destination, self._files = path, destination, files
+    def __init__(self, path: ObjectPath, destination: Destination, ranks: WritingRanks) -> None:
+        self._path, self._destination, self._ranks = path, destination, ranks
+        self._begun = _BegunFiles()
+        #: On rank 0, the files, their uploads, and the names of the files that are replaced.
+        self._files: FileSet | None = None
+        self._uploads: list[Upload] = []
         self._stale: set[str] = set()
 
-    def begin(self, frames: Sequence[FileFrame]) -> list[str]:
-        """Begin the uploads, and return their ids. What dead saves of the same files have left is removed first."""
-        files = component_files(self._path, self._files.names, folder=self._destination.folder)
+    @property
+    def grain(self) -> CellGrain:
+        """See :class:`ComponentOutput`. Each part of an upload has one sender."""
+        return upload_parts.GRAIN
+
+    def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
+        """See :class:`ComponentOutput`. What dead saves of the same files have left is removed first."""
+        self._files, paths = files, self._final_paths(files.names)
         with suppress(RanklessError):  # a save does not fail because of what another one has left
-            self._abort_dead(files)
-        return begin_uploads({path: frame.size for path, frame in zip(files, frames, strict=True)}, {})
+            self._abort_dead(paths)
+        ids = begin_uploads({path: frame.size for path, frame in zip(paths, frames, strict=True)}, {})
+        self._uploads = [Upload(path, upload) for path, upload in zip(paths, ids, strict=True) if upload]
+        return _encode(_BegunFiles(files.names, list(frames), ids))
+
+    def _final_paths(self, names: Sequence[str]) -> list[ObjectPath]:
+        return [self._path / name if self._destination.folder else self._path for name in names]
 
     def _abort_dead(self, files: Sequence[ObjectPath]) -> None:
         prefix = self._path if self._destination.folder else self._path.parent
@@ -49,9 +79,31 @@ class ObjectComponentOutput:
             [upload for upload, began in found if upload.path in files and time.time() - began > ABANDONED_SECONDS]
         )
 
-    def remove_indexes(self) -> None:
+    def join(self, begun: bytes) -> None:
+        """See :class:`ComponentOutput`."""
+        self._begun = msgspec.msgpack.decode(begun, type=_BegunFiles)
+
+    def write(self, component: SavedComponent) -> None:
+        """See :class:`ComponentOutput`. Rank 0 completes the files when all ranks have uploaded."""
+        frames = dict(zip(self._final_paths(self._begun.names), self._begun.frames, strict=True))
+        upload = SharedUpload(component.plan, self._ranks, frames, self._begun.uploads)
+
+        def build_headers(fragments: Fragments, _: Sequence[bytes]) -> list[bytes]:
+            headers = component.build_headers(fragments)
+            self._remove_indexes()  # from now on files may become visible
+            return headers
+
+        def complete() -> bytes:
+            upload.complete_uploads()
+            self._finish(upload)
+            return b""
+
+        upload.send_parts(component.read_bytes, build_headers, ignore_progress)
+        upload.finish(complete)
+
+    def _remove_indexes(self) -> None:
         """Remove the indexes of the component that is replaced. The first new file may appear after that."""
-        if not self._destination.folder:
+        if not self._destination.folder or self._files is None:
             return
         known = {str(info.path.relative_to(self._path)) for info in self._path.store.list_objects(self._path)}
         keeps_others = self._destination.keeps_others
@@ -60,13 +112,14 @@ class ObjectComponentOutput:
             if name.endswith(".json"):
                 self._path.store.remove_file(self._path / name)
 
-    def finish(self, check_files: Callable[[], None]) -> None:
+    def _finish(self, upload: SharedUpload) -> None:
         """Write the small files, those that name others last, and remove what readers would also take for this one.
 
-        ``check_files`` raises ``RankMismatchError`` if a file was replaced. It is called when the indexes are there: of
-        two jobs that have written a mixture, at least the one that has written the last index finds it, and removes
-        that index.
+        When the indexes are there, check that no file was replaced: of two jobs that have written a mixture, at least
+        the one that has written the last index finds it, and removes that index.
         """
+        if self._files is None:
+            return
         store, small_files = self._path.store, self._files.small_files
         etags = {
             name: store.put_object(self._path / name, Body.of(small_files[name]))
@@ -75,9 +128,13 @@ class ObjectComponentOutput:
         for name in sorted(self._stale - self._files.file_names()):
             store.remove_file(self._path / name)
         try:
-            check_files()
+            upload.check_files()
         except RankMismatchError:
             for name, etag in etags.items():
                 if name.endswith(".index.json"):
                     store.remove_version(self._path / name, etag)
             raise
+
+    def discard(self) -> None:
+        """See :class:`ComponentOutput`. What is complete stays."""
+        abort_uploads(self._uploads)

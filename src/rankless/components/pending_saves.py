@@ -6,8 +6,6 @@ from pathlib import Path
 
 from rankless.components.component_request import ComponentRequest
 from rankless.components.component_save import ComponentSave
-from rankless.components.folder_save import FolderComponentSave
-from rankless.components.object_save import ObjectComponentSave
 from rankless.engine.comm.process_group_argument import (
     ProcessGroupArgument,
     check_ranks_are_joined,
@@ -17,7 +15,6 @@ from rankless.engine.comm.session import RankGroup
 from rankless.observe.spans import span
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
-from rankless.storage.object_path import ObjectPath
 
 
 class PendingSaves:
@@ -31,7 +28,7 @@ class PendingSaves:
         path = request.destination.path
         check_ranks_are_joined(group)
         with span("save", "call", path.name), background_saves.path_turn(path, group):
-            save = _make_save(request, self.rank_group(group), timeout)
+            save = ComponentSave(request, self.rank_group(group), timeout)
             return background_saves.run_save(save, path, group, asynchronous=request.async_save)
 
     def rank_group(self, process_group: ProcessGroupArgument) -> RankGroup:
@@ -39,10 +36,3 @@ class PendingSaves:
         if self._ranks is None or self._ranks.process_group is not current_process_group(process_group):
             self._ranks = RankGroup(process_group)
         return self._ranks
-
-
-def _make_save(request: ComponentRequest, ranks: RankGroup, timeout: float) -> ComponentSave:
-    path = request.destination.path
-    if isinstance(path, ObjectPath):
-        return ObjectComponentSave(request, path, ranks, timeout)
-    return FolderComponentSave(request, ranks, timeout)

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from rankless.components.component_files import FileSet
-from rankless.components.component_output import ComponentOutput, Destination
 from rankless.components.content import SCHEDULER, ComponentContent
+from rankless.components.destination import Destination
+from rankless.components.pending_files import PendingFiles
 from rankless.conversion.torch_target import as_saved_bytes
 from rankless.engine.comm.call_check import CallDescription, vote_same_call
 from rankless.engine.comm.session import Session
@@ -68,9 +69,9 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
         if isinstance(path, ObjectPath):
             path.store.replace_small(path, data)
             return b""
-        files = ComponentOutput(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}), [])
+        files = PendingFiles(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}), [])
         try:
-            files.publish(lambda _: [])
+            files.publish([])
         except BaseException:
             files.discard()
             raise
