@@ -182,7 +182,7 @@ def test_saves_of_other_runs_do_not_look_for_old_checkpoints(tmp_path: Path) -> 
     def removes_old(run: str) -> bool:
         with rankless.trace(tmp_path / "trace.json"):
             rankless.save_checkpoint(tmp_path / run, "step_2", weights(2.0))
-        return "removing old checkpoints" in {each.name for each in ChromeTrace(tmp_path / "trace.json").slices}
+        return "remove old checkpoints" in {each.name for each in ChromeTrace(tmp_path / "trace.json").slices}
 
     with process():
         rankless.load_checkpoint(tmp_path / "run", model=weights(-1.0))

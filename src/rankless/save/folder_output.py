@@ -63,7 +63,6 @@ class _BegunFolder(msgspec.Struct, frozen=True, array_like=True):
 
     run: str = ""
     id: str = ""
-    removes_old: bool = False
     whole: list[int] = []
     partial: list[int] = []
 
@@ -80,7 +79,7 @@ class RunFolderOutput:
     def __init__(self, new: NewTag, ranks: WritingRanks, known: KnownRun) -> None:
         self._new, self._session, self._attempt, self._known = new, ranks.session, ranks.attempt, known
         self._path, self._base, self._plan = new.path, known.checkpoint, EMPTY_PLAN
-        self.removes_old, self.shared_nbytes = False, 0
+        self.shared_nbytes = 0
         #: What finds unchanged bytes, if there is a base.
         self._incremental: IncrementalSave | None = None
         self._pending = PendingDirectory(self._path, HiddenName(str(new.tag), "", "", "partial"))  # not created
@@ -127,7 +126,7 @@ class RunFolderOutput:
         self._pending = self._make_pending(saved.run, name)
         self._clean_up(saved.run)
         whole, some = self._create_files([] if self._incremental is None else self._select_samples(saved, posted))
-        self._begun = _BegunFolder(saved.run, name, self._may_remove_old(), whole, some)
+        self._begun = _BegunFolder(saved.run, name, whole, some)
         return _encode(self._begun)
 
     def _make_pending(self, run: str, name: str) -> PendingDirectory:
@@ -164,17 +163,9 @@ class RunFolderOutput:
         self._files.create_files(existing=set(linked.numbers()))
         return linked.whole, linked.partial
 
-    def _may_remove_old(self) -> bool:
-        """Return whether old checkpoints may be removed or hidden after the commit."""
-        new = self._new
-        if new.keep is not None or new.overwrite:
-            return True
-        return any(record.is_in(new.run / record.tag) for record in new.corrupt)
-
     def join(self, begun: bytes) -> None:
         """See :class:`RunOutput`."""
         self._begun = decoded = msgspec.msgpack.decode(begun, type=_BegunFolder)
-        self.removes_old = decoded.removes_old
         if self._session.rank != COORDINATOR_RANK:
             self._pending = self._make_pending(decoded.run, decoded.id)
 
@@ -278,6 +269,13 @@ class RunFolderOutput:
         new, saved = self._new, self._saved
         if saved is None:  # another rank than rank 0
             return
+        found_corrupt = self._replaces_corrupt or any(record.is_in(new.run / record.tag) for record in new.corrupt)
+        if new.keep is not None or new.overwrite or found_corrupt:
+            self._remove_old(saved)
+
+    @traced("remove old checkpoints", "step")
+    def _remove_old(self, saved: KnownCheckpoint) -> None:
+        new = self._new
         try:
             if self._replaces_corrupt:
                 hidden = self._new.run / self._pending.name.with_state("corrupt").name

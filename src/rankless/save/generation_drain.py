@@ -195,8 +195,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         nbytes = sum(self._generation.tables[part].nbytes for part in self._memory)
         info = output.write(self, self._reporter.progress_counter("save", nbytes).add)
         self._reporter.report_saved(self.path, info.step, info.nbytes, 0)
-        if output.removes_old:
-            self._session.run_on_all("removing old checkpoints", output.remove_old)
+        output.remove_old()
         return info
 
     def _find_witness(self) -> int | None:

@@ -72,11 +72,6 @@ class RunObjectOutput:
         """See :class:`RunOutput`. Each part of an upload has one sender."""
         return upload_parts.GRAIN  # as it is at each save: tests upload small parts
 
-    @property
-    def removes_old(self) -> bool:
-        """See :class:`RunOutput`."""
-        return self._new.keep is not None or self._new.overwrite or bool(self._new.corrupt)
-
     def prepare(self, plan: SavePlan, tensors: LiveTensors | None = None, witness: int | None = None) -> bytes:
         """See :class:`RunOutput`."""
         del tensors, witness
@@ -175,8 +170,9 @@ class RunObjectOutput:
 
     def remove_old(self) -> None:
         """See :class:`RunOutput`."""
-        if self._saved is not None:
-            self._require_parts().publication.remove_old_checkpoints(self._saved, self._new.keep, self._new.corrupt)
+        new = self._new
+        if self._saved is not None and (new.keep is not None or new.overwrite or new.corrupt):
+            self._require_parts().publication.remove_old_checkpoints(self._saved, new.keep, new.corrupt)
 
     def discard(self) -> None:
         """See :class:`RunOutput`."""

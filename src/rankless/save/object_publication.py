@@ -156,6 +156,7 @@ class ObjectPublication:
         if isinstance(entry.pointer, Pointer) and is_newer(entry.pointer, pointer):
             raise TagExistsError(f"another job has saved {path} meanwhile; it is newer, and left as it is")
 
+    @traced("remove old checkpoints", "step")
     def remove_old_checkpoints(
         self, saved: KnownCheckpoint, keep: Retention | None, corrupt: Collection[CorruptRecord]
     ) -> None:

@@ -121,10 +121,6 @@ class RunOutput(Protocol):
         """The pieces of files that one rank must write; ``None`` if any ranks of a host may write side by side."""
 
     @property
-    def removes_old(self) -> bool:
-        """True if :meth:`remove_old` is to be called after the commit. Known after :meth:`join`, on all ranks."""
-
-    @property
     def shared_nbytes(self) -> int:
         """The bytes of tensors that the checkpoint shares with the one before."""
 
@@ -163,7 +159,10 @@ class RunOutput(Protocol):
         """
 
     def remove_old(self) -> None:
-        """Remove what was replaced and what is not kept, on rank 0. Failures only warn: the new one is committed."""
+        """Remove what was replaced and what is not kept: on rank 0, for which no rank waits; on others nothing happens.
+
+        Failures only warn: the new checkpoint is committed.
+        """
 
     def discard(self) -> None:
         """Remove what was written, after a failure, unless it is committed or that is unknown."""

@@ -241,8 +241,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         info = output.write(self, self._reporter.progress_counter("save", self._plan.nbytes).add)
         self._release_tensors()
         self._reporter.report_saved(self.path, info.step, info.nbytes, output.shared_nbytes)
-        if output.removes_old:
-            self._session.run_on_all("removing old checkpoints", output.remove_old)
+        output.remove_old()
         return info
 
     def _roll_back(self, error: BaseException) -> None:
