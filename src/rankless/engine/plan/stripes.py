@@ -20,7 +20,7 @@ from rankless.storage.aligned_memory import Bytes
 #: The most bytes of a stripe.
 STRIPE = 8 * 2**20
 
-#: A shard whose ranges are shorter, in bytes, is moved in stripes (measured: see docs/design.md).
+#: A shard whose ranges are shorter, in bytes, is moved in stripes (measured: see docs/design/decisions.md).
 NARROW = 256 * 2**10
 
 #: One index range of each axis of a box: in the stripe, and in the shard's part of it.
