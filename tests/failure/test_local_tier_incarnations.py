@@ -380,3 +380,25 @@ def test_a_job_that_finds_only_parts_of_a_generation_may_begin_anew(ranks: Ranks
         directory.restore(None, state_of(-1), resume=True)
     save_steps(directory, 2)
     assert load_newest_step(open_again()) == 2
+
+
+def job_with_every_second_drained(base: Path, *steps: int) -> None:
+    save_steps(rankless.RunDirectory(base / "run", local=rankless.LocalTier(base / "tier", drain_every=2)), *steps)
+
+
+def test_a_job_without_the_tier_hears_that_it_may_pass_over_what_the_tier_has(tmp_path: Path) -> None:
+    run_killed_job(job_with_every_second_drained, tmp_path, 1, 2, 3)
+    with pytest.warns(UserWarning, match=f"had a local tier, {tmp_path / 'tier'}. If it was killed"):
+        rankless.RunDirectory(tmp_path / "run").restore(None, state_of(-1), resume=True)
+    directory = rankless.RunDirectory(tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        directory.restore(None, state_of(-1), resume=True)  # the job before had none
+        save_steps(directory, 4)
+
+
+def test_a_job_that_names_a_checkpoint_means_to_pass_over_later_ones(tmp_path: Path) -> None:
+    run_killed_job(job_with_every_second_drained, tmp_path, 1, 2, 3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*had a local tier")
+        rankless.RunDirectory(tmp_path / "run").restore("step_2", state_of(-1), resume=True)

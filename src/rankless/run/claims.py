@@ -132,6 +132,7 @@ class JobHistory(msgspec.Struct):
         point: The incarnation and the sequence number of the checkpoint from which its state goes on.
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
+        tier: The folder of the local tier with which it claims; else empty.
     """
 
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
@@ -142,6 +143,7 @@ class JobHistory(msgspec.Struct):
     point: tuple[int, int] = (0, 0)
     numbering: Numbering = msgspec.field(default_factory=Numbering)
     command: str = ""
+    tier: str = ""
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
         """Note what was loaded. If the training goes on from it, the next save continues it.
@@ -372,9 +374,9 @@ def announce(run: Path, above: int) -> int:
     return add_entry(run, lambda newest, highest: newest.announce(max(highest, above), me)).number
 
 
-def describe_job(token: str, command: str = "") -> Job:
-    """Return this process as a job, or as a ``command`` that claims without one."""
-    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3), command)
+def describe_job(token: str, command: str = "", tier: str = "") -> Job:
+    """Return this process as a job, with a local ``tier`` or without, or as a ``command`` that claims without one."""
+    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3), command, tier)
 
 
 #: The incarnations that this process has claimed, by the real path of the run directory: another object of the process
@@ -424,6 +426,8 @@ def claim(
             abandoned = [one for one in found if before.is_current(one) and not newest.is_current(one)]
             went_back = job.base.run in before.runs and before.runs[job.base.run].rolled_back_to == job.base.id
             _warn_of_rollback(run, job.base.tag, abandoned, again=went_back)
+        elif warns and job.base is not None and not job.tier:
+            _warn_of_unread_tier(run, job.base, before)
     _claimed[run.resolve(), claimed] = job.token
     return claimed, newest
 
@@ -448,9 +452,22 @@ def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint],
         )
 
 
+def _warn_of_unread_tier(run: Path, base: LoadedBase, before: Entry) -> None:
+    """Warn a job without a local tier if the job before it had one: what only that has would be passed over."""
+    branch = before.runs.get(base.run)
+    if branch is None or _has_claimed(run, Claim(base.run, branch.incarnation)):
+        return
+    last = before if before.number == branch.incarnation else _find_entry(run, branch.incarnation)
+    if last is not None and last.job.tier:
+        warn_caller(
+            f"the job before this one had a local tier, {last.job.tier}. If it was killed, the tier may have a later "
+            f"checkpoint than {run / base.tag}, from which this job goes on: to look there, start again with local="
+        )
+
+
 def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint], *, above: int) -> Entry:
     base = _find_base(job, newest, found)
-    me = describe_job(job.token, job.command)
+    me = describe_job(job.token, job.command, job.tier)
     if base is None:
         return newest.begin_run(secrets.token_hex(8), me, found, above=above)
     current = [saved for saved in found if saved.run == base.run and newest.is_current(saved)]

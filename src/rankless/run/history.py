@@ -96,7 +96,8 @@ class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """The job that has claimed an incarnation. Its ranks share the ``token``; the rest is for messages.
 
-    ``command`` is the command that has claimed it without a job, such as ``rankless rollback``; else empty.
+    ``command`` is the command that has claimed it without a job, such as ``rankless rollback``; else empty. ``tier`` is
+    the folder of its local tier on the host of rank 0; empty without one.
     """
 
     token: str
@@ -104,6 +105,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     time: float = 0.0
     command: str = ""
+    tier: str = ""
 
 
 @prepared

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from rankless.errors import NoCheckpointError, RanklessError, StateError, StorageError, SupersededError, TagExistsError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
@@ -169,7 +171,8 @@ class TierJob:
         check(read_history(self.run))  # before the announcement: a job that is refused stops no other one
         if not self._announced:  # nothing was loaded
             self.job = self.announce(self.folder.find_newest_job())
-        claimed, history = claim(self.run, job, complete, check)
+        claimant = msgspec.structs.replace(job, tier=str(self.path))
+        claimed, history = claim(self.run, claimant, complete, check)
         self._incarnation, self._run_id, self._owner = claimed.incarnation, claimed.run, job.token
         self._has_looked = False
         highest = history.next_sequence(complete, claimed.run) - 1
