@@ -107,7 +107,8 @@ SAVE_POINTS = (
     ),
     Point(
         "removing old checkpoints",
-        "rankless.save.folder_output.RunFolderOutput.remove_old",
+        "rankless.save.folder_output.RunFolderOutput._remove_old",
+        rank_0_only=True,
         may_be_committed=True,
         condition="old checkpoints removed",
     ),

@@ -366,3 +366,12 @@ def test_prune_removes_what_a_claim_has_left_that_was_killed(tmp_path: Path) -> 
     invoke("prune", tmp_path, "--leftovers")
     assert (draft.exists(), strange.exists()) == (False, True)
     assert list_tags(tmp_path) == ["step_1"]
+
+
+def test_a_job_whose_run_directory_was_moved_while_it_saved_hears_of_it(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.save("step_1", {"w": torch.ones(2)}, step=1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.warns(UserWarning, match=r"has lost the history .* moved or removed meanwhile"):
+        directory.save("step_2", {"w": torch.ones(2)}, step=2)
+    assert (list_tags(tmp_path / "moved"), list_tags(tmp_path / "run")) == (["step_1"], ["step_2"])

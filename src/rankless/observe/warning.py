@@ -19,6 +19,17 @@ def warn_caller(message: str) -> None:
         _log.warning(message)
 
 
+def warn_or_log(message: str) -> None:
+    """Issue a warning as :func:`warn_caller` does. If warnings are errors, log it instead.
+
+    For what one rank does alone after the last vote: if it raised, the others would wait for it in the next one.
+    """
+    try:
+        warn_caller(message)
+    except Warning:
+        _log.error(message)
+
+
 def _levels_to_caller() -> int:
     """Return the ``stacklevel`` of the nearest frame outside of rankless; in rankless's threads, of the last frame."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001 - like inspect.stack(), without reading source files

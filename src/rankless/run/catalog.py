@@ -13,7 +13,7 @@ from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
-from rankless.run.claims import JobHistory, check_not_superseded, claim
+from rankless.run.claims import JobHistory, check_not_superseded, claim, warn_of_lost_history
 from rankless.run.folder_names import tag_of_folder
 from rankless.run.object_run import list_unpublished
 from rankless.run.pointers import find_tagged_folder, list_tags
@@ -103,6 +103,8 @@ def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
     claimed = job.claim
     if claimed is None:
         claimed, history = claim(path, job, found, seen=(history, scan.highest_entry))
+    elif claimed.run not in history.runs and history.number < claimed.incarnation:
+        warn_of_lost_history(path, claimed)
     sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
     return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)
 

@@ -384,6 +384,15 @@ def describe_job(token: str, command: str = "", tier: str = "") -> Job:
 _claimed: dict[tuple[Path, Claim], str] = {}
 
 
+def warn_of_lost_history(run: Path, claimed: Claim) -> None:
+    """Warn if the entry of a job, which is not listed, is really missing: a list may lag."""
+    if not store_of(run).is_file(_path_of(run, claimed.incarnation)):
+        warn_caller(
+            f"{run} has lost the history that this job has written into it: the directory was moved or removed "
+            "meanwhile. What was saved before is where it was moved to; what is saved now is here"
+        )
+
+
 def _has_claimed(run: Path, claimed: Claim) -> bool:
     """Return whether this process has claimed an incarnation."""
     return (run.resolve(), claimed) in _claimed

@@ -21,7 +21,7 @@ from rankless.errors import CorruptCheckpointError, FormatError, NoCheckpointErr
 from rankless.formats.native import read_manifest
 from rankless.observe.reporter import note_corrupt
 from rankless.observe.spans import traced
-from rankless.observe.warning import warn_caller
+from rankless.observe.warning import warn_or_log
 from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.process.prepared_types import prepared
@@ -86,9 +86,10 @@ class RunFolderOutput:
         self._witness: int | None = None
         self._versions: TensorVersions = {}
         self._begun = _BegunFolder()
-        #: On rank 0, the checkpoint that is written, whether it replaces a corrupt one, and its files.
+        #: On rank 0, the checkpoint that is written, whether old ones may be removed or hidden after it, whether it
+        #: replaces a corrupt one, and its files.
         self._saved: KnownCheckpoint | None = None
-        self._replaces_corrupt = False
+        self._removes_old = self._replaces_corrupt = False
         self._committed_files: Mapping[str, BaseFile] = {}
 
     @property
@@ -119,7 +120,9 @@ class RunFolderOutput:
 
     def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> bytes:
         """See :class:`RunOutput`. Each attempt has a pending directory of its own."""
-        self._saved = saved
+        new = self._new
+        found_corrupt = any(record.is_in(new.run / record.tag) for record in new.corrupt)
+        self._saved, self._removes_old = saved, new.keep is not None or new.overwrite or found_corrupt
         if self._new.tier is not None:
             self._new.tier.check_not_fenced(self._new.tag)
         name = saved.id if self._attempt == 0 else secrets.token_hex(8)
@@ -266,12 +269,8 @@ class RunFolderOutput:
 
     def remove_old(self) -> None:
         """See :class:`RunOutput`."""
-        new, saved = self._new, self._saved
-        if saved is None:  # another rank than rank 0
-            return
-        found_corrupt = self._replaces_corrupt or any(record.is_in(new.run / record.tag) for record in new.corrupt)
-        if new.keep is not None or new.overwrite or found_corrupt:
-            self._remove_old(saved)
+        if self._saved is not None and self._removes_old:
+            self._remove_old(self._saved)
 
     @traced("remove old checkpoints", "step")
     def _remove_old(self, saved: KnownCheckpoint) -> None:
@@ -288,7 +287,7 @@ class RunFolderOutput:
                 expired = expired_checkpoints(new.run, saved.run, new.keep, incarnation=saved.incarnation)
                 list(delete_checkpoints(expired))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the disk raises
-            warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+            warn_or_log(f"the checkpoint is saved, but an old one could not be removed: {error}")
         finally:
             self._pending.release()
 

@@ -16,7 +16,7 @@ import msgspec
 from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.observe.reporter import note_corrupt
 from rankless.observe.spans import traced
-from rankless.observe.warning import warn_caller
+from rankless.observe.warning import warn_or_log
 from rankless.ondisk import manifest
 from rankless.ondisk.manifest import Manifest
 from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
@@ -173,7 +173,7 @@ class ObjectPublication:
                 # One that was copied there has no pointer to lose.
                 list(delete_checkpoints([info for info in expired if CorruptRecord(info.tag, info.id) not in corrupt]))
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, whatever a policy or the store raises
-            warn_caller(f"the checkpoint is saved, but an old one could not be removed: {error}")
+            warn_or_log(f"the checkpoint is saved, but an old one could not be removed: {error}")
 
     def _remove_replaced(self, corrupt: Collection[CorruptRecord]) -> None:
         entry = self._replaced

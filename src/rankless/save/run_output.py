@@ -159,9 +159,9 @@ class RunOutput(Protocol):
         """
 
     def remove_old(self) -> None:
-        """Remove what was replaced and what is not kept: on rank 0, for which no rank waits; on others nothing happens.
+        """Remove what was replaced and what is not kept, after the commit: on rank 0, for which no rank waits.
 
-        Failures only warn: the new checkpoint is committed.
+        It raises nothing, or rank 0 alone would fail: the checkpoint is committed. A failure warns.
         """
 
     def discard(self) -> None:
