@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,17 @@ def test_a_policy_that_fails_does_not_fail_the_save(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="is saved, but"):
         save_step(tmp_path, 1, keep=Odd(1))
     assert list_tags(tmp_path) == ["step_1"]
+
+
+def test_what_cannot_be_removed_after_the_commit_is_logged_if_warnings_are_errors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 removes alone, after the last vote. If it raised, the other ranks would wait for it in their next save."""
+    save_step(tmp_path, 1)
+    (tmp_path / "step_1/notes.txt").write_text("of the user")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_step(tmp_path, 2, keep=1)
+    assert "an old one could not be removed" in caplog.text
+    assert list_tags(tmp_path) == ["step_1", "step_2"]
+    assert (tmp_path / "step_1/notes.txt").exists()

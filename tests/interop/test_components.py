@@ -549,3 +549,11 @@ def test_a_scheduler_is_saved_again(tmp_path: Path, name: str) -> None:
     loaded = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     rankless.load_lr_scheduler(loaded, tmp_path / name)
     assert loaded.last_epoch == 3
+
+
+def test_links_that_lead_nowhere_and_pipes_of_a_user_stay_in_a_folder_that_is_saved_anew(tmp_path: Path) -> None:
+    rankless.save_model(nn.Linear(3, 2), tmp_path / "m", shard=True)
+    (tmp_path / "m/link").symlink_to(tmp_path / "missing")
+    os.mkfifo(tmp_path / "m/pipe")
+    rankless.save_model(nn.Linear(3, 2), tmp_path / "m", shard=True)
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {"model.safetensors", "link", "pipe"}

@@ -208,10 +208,26 @@ def fsync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make a file, or a directory and its contents, durable, except its own name in its parent."""
-    for entry in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
+    """Make a file, or a directory and its contents, durable, except its own name in its parent.
+
+    Links, pipes and sockets have no bytes, so the sync of their directory is enough. To open them may fail, or wait.
+    """
+    with wrap_os_errors("list", path):
+        entries = list(_walk_real(path)) if path.is_dir() else []
+    for entry in reversed(entries):
         fsync_path(entry)
     fsync_path(path)
+
+
+def _walk_real(folder: Path) -> Iterator[Path]:
+    """Yield the regular files and the directories below a directory, each directory before its contents."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if is_directory or entry.is_file(follow_symlinks=False):
+                yield folder / entry.name
+            if is_directory:
+                yield from _walk_real(folder / entry.name)
 
 
 def start_writeback(fd: int) -> None:

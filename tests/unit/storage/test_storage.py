@@ -590,3 +590,21 @@ def test_a_rename_of_something_that_another_process_removed_is_an_error(tmp_path
 
     with mock.patch.object(Path, "rename", remove_and_rename), pytest.raises(StorageError):
         atomic_rename.rename_path(tmp_path / "staging", tmp_path / "final")
+
+
+def test_links_and_pipes_in_a_tree_are_made_durable_with_their_directory(tmp_path: Path) -> None:
+    """An open of a link that leads nowhere fails, and one of a pipe waits for a writer."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/file").write_bytes(b"1")
+    (tmp_path / "sub/nowhere").symlink_to(tmp_path / "missing")
+    os.mkfifo(tmp_path / "pipe")
+    synced = []
+    with mock.patch.object(posix, "fsync_path", synced.append):
+        posix.sync_tree(tmp_path)
+    assert synced == [tmp_path / "sub/file", tmp_path / "sub", tmp_path]
+
+
+def test_a_tree_that_cannot_be_listed_is_an_error_that_names_it(tmp_path: Path) -> None:
+    failing = mock.patch("os.scandir", side_effect=OSError(errno.EIO, "Input/output error"))
+    with failing, pytest.raises(StorageError, match=f"could not list {tmp_path}"):
+        posix.sync_tree(tmp_path)
