@@ -180,7 +180,7 @@ class TestRollback:
         with pytest.warns(UserWarning, match="goes back to 'step_1': 2 later"):
             second.restore("step_1", state_of(-1), resume=True)
         second.save("branch", state_of(20), step=2)
-        with pytest.raises(rankless.SupersededError, match="went back to an earlier checkpoint"):
+        with pytest.raises(rankless.SupersededError, match="was continued from an earlier checkpoint"):
             first.save("step_4", state_of(4), step=4)
         assert rankless.restore(tmp_path, model=state_of(-1)).tag == "branch"
 

@@ -320,7 +320,7 @@ def test_an_object_whose_state_another_one_of_its_process_has_abandoned_saves_no
     with pytest.warns(UserWarning, match="goes back to 'step_1'"):
         newer.restore("step_1", state_of(-1), resume=True)
     save_steps(newer, 2)
-    with pytest.raises(rankless.SupersededError, match="went back to an earlier checkpoint"):
+    with pytest.raises(rankless.SupersededError, match="was continued from an earlier checkpoint"):
         save_steps(older, 4)
     save_steps(newer, 3)
     assert load_newest_step(open_drained(tmp_path)) == 3
@@ -402,3 +402,9 @@ def test_a_job_that_names_a_checkpoint_means_to_pass_over_later_ones(tmp_path: P
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*had a local tier")
         rankless.RunDirectory(tmp_path / "run").restore("step_2", state_of(-1), resume=True)
+
+
+def test_the_error_of_a_missing_tag_names_the_checkpoints_of_the_tier(tmp_path: Path) -> None:
+    run_killed_job(job_that_saves, tmp_path, 3)
+    with pytest.raises(rankless.NoCheckpointError, match=r"'step_2' .*in the local tier there are step_3"):
+        open_run(tmp_path).restore("step_2", state_of(-1), resume=True)

@@ -375,3 +375,10 @@ def test_a_job_whose_run_directory_was_moved_while_it_saved_hears_of_it(tmp_path
     with pytest.warns(UserWarning, match=r"has lost the history .* moved or removed meanwhile"):
         directory.save("step_2", {"w": torch.ones(2)}, step=2)
     assert (list_tags(tmp_path / "moved"), list_tags(tmp_path / "run")) == (["step_1"], ["step_2"])
+
+
+def test_a_run_directory_that_is_removed_during_a_save_of_one_process_is_no_mismatch_of_ranks(tmp_path: Path) -> None:
+    removed = mock.patch("rankless.save.shard_writer.is_directory", return_value=False)
+    with removed, pytest.raises(StorageError, match="was removed while this save wrote into it"):
+        save_step(tmp_path, 1)
+    assert not list_tags(tmp_path)

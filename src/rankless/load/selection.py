@@ -281,7 +281,7 @@ class CheckpointSelector:
         """
         path, tag = self._request.path, self._request.tag
         if tag is not None and (resolved := self._resolve_tag(tag)) is not None:
-            return self._find_local(resolved) or _select_folder(find_checkpoint(path, resolved), resolved)
+            return self._find_local(resolved) or self._find_durable(resolved)
         scan = look_at_run(path, is_strict=True)
         infos = scan.checkpoints
         if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path, scan)) is not None:
@@ -342,6 +342,16 @@ class CheckpointSelector:
         if not tagged or max(durable, default=tagged[-1].age) > tagged[-1].age:
             return None
         return self._select_local(tagged[-1])
+
+    def _find_durable(self, tag: str) -> SelectedCheckpoint:
+        """Return the checkpoint of a tag in the run directory."""
+        try:
+            return _select_folder(find_checkpoint(self._request.path, tag), tag)
+        except NoCheckpointError as error:
+            if not self._local:
+                raise
+            tags = ", ".join(one.manifest.tag for one in self._local[-5:])
+            raise NoCheckpointError(f"{error}; in the local tier there are {tags}") from error
 
     def _select_latest_local(self, scan: RunScan) -> SelectedCheckpoint:
         manifest = self._local[-1].manifest

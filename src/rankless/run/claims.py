@@ -540,7 +540,7 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
         job.claim = latest
         return
     if is_abandoned:
-        what = f"the run in {run} went back to an earlier checkpoint"
+        what = f"the run in {run} was continued from an earlier checkpoint than the last one of this job"
     else:
         what = f"another job has continued the run in {run}"
     raise SupersededError(_describe_superseded(what, newest, claimed))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.store_messages import StoreMessages
+from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.device_streams import begin_copies
@@ -21,7 +23,7 @@ from rankless.engine.io.write_stripes import hash_fragments, write_stripes
 from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.save_plan import SavePlan
-from rankless.errors import RankMismatchError, ReplicaMismatchError
+from rankless.errors import RankMismatchError, ReplicaMismatchError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk.block_crcs import Fragment
 from rankless.storage.posix import is_directory
@@ -84,10 +86,13 @@ class ShardWriter:
     ) -> Fragments:
         """Write this rank's stripes and file ranges, or their staged copies, and return the CRCs of the fragments.
 
-        Raises ``RankMismatchError`` if this rank does not see ``folder``, which rank 0 created with its files.
+        Raises ``RankMismatchError`` if this rank does not see ``folder``, which rank 0 created with its files;
+        ``StorageError`` if rank 0 does not.
         """
         files = [folder / name for name in names]
         if not is_directory(folder):
+            if self._session.rank == COORDINATOR_RANK:
+                raise StorageError(errno.ENOENT, f"{folder} was removed while this save wrote into it: save again")
             raise RankMismatchError(
                 f"{folder}, which rank 0 created, does not exist on this rank: "
                 "all ranks must save to a shared file system"
