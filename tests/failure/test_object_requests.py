@@ -72,6 +72,15 @@ def test_a_restore_reads_small_files_once(run: rankless.RunDirectory, count: Cou
     assert count(lambda: restore(run, resume=False)) == outdated_parts + LOOK + manifest + values + tensors
 
 
+def test_an_open_reads_the_pointers_of_the_tag_the_manifest_and_the_headers(
+    run: rankless.RunDirectory, count: Count
+) -> None:
+    manifest, headers = Counter(get=1), Counter(get=2)
+    assert count(lambda: rankless.open(run.path, "step_1")) <= Counter(list=1, get=1) + manifest + headers
+    own_name = Counter(head=1, list=1)  # the path itself may be a checkpoint, or its tag
+    assert count(lambda: rankless.open(run.path)) <= own_name + LOOK + Counter(get=2) + manifest + headers
+
+
 def test_a_claim_of_a_job_that_resumes_is_one_look_and_one_object(run: rankless.RunDirectory, count: Count) -> None:
     """The look of the load would miss what the job before has saved since."""
     restore(run, resume=False)

@@ -15,7 +15,7 @@ from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_dir
 from rankless.run.folder_names import is_saved_folder
 from rankless.run.object_run import has_lost_manifest, lost_files_error
 from rankless.run.pointers import find_tagged_folder
-from rankless.run.scan import CheckpointInfo, displaced_checkpoints
+from rankless.run.scan import CheckpointInfo, displaced_checkpoints, is_rankless_checkpoint
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.storage import posix
 from rankless.storage.object_path import ObjectPath
@@ -28,7 +28,11 @@ _ATTEMPTS, _RETRY_SECONDS = 100, 0.01
 
 def latest_checkpoint(path: Path) -> CheckpointInfo:
     """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if none can be read."""
-    infos = cached_checkpoints(path)
+    return _choose_latest(path, cached_checkpoints(path))
+
+
+def _choose_latest(path: Path, infos: Sequence[CheckpointInfo]) -> CheckpointInfo:
+    """Return the latest complete checkpoint of those in a directory."""
     complete = [info for info in infos if info.status == "complete"]
     if complete:
         if not complete[-1].is_current:
@@ -69,13 +73,17 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None, tag: str | Be
     :func:`rankless.formats.detect.open_reader`. Raises ``CheckpointReplacedError`` if all attempts fail.
     """
     for _ in range(_ATTEMPTS):
+        # What a tag names in an object store is a folder of a save, also if that is removed meanwhile.
         chosen = path if tag is None else checkpoint_path(path, tag)
-        resolved = resolve_checkpoint_path(chosen)
+        is_folder = tag is not None and isinstance(chosen, ObjectPath) and is_saved_folder(chosen.name)
+        resolved = chosen if is_folder else resolve_checkpoint_path(chosen)
         with suppress(CheckpointReplacedError):
-            if _is_saved_in_store(resolved, is_named=tag is not None):
+            if is_folder or _is_saved_in_store(resolved):
                 return NativeReader(resolved, keys=keys)
-            if is_run_directory(chosen) or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
-                resolved = latest_checkpoint(chosen).path
+            infos = cached_checkpoints(chosen)
+            is_run = any(map(is_rankless_checkpoint, infos))
+            if is_run or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
+                resolved = _choose_latest(chosen, infos).path
                 return NativeReader(resolved, keys=keys)
             return open_reader(resolved, keys)
         if has_lost_manifest(resolved):
@@ -84,12 +92,12 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None, tag: str | Be
     raise CheckpointReplacedError(f"the checkpoints in {path} are replaced or removed faster than one can be opened")
 
 
-def _is_saved_in_store(path: Path, *, is_named: bool) -> bool:
+def _is_saved_in_store(path: Path) -> bool:
     """Return whether a path is a checkpoint that a save has put into an object store: neither a run nor another format.
 
-    To find that out for any path takes dozens of requests. What a tag names is one, also if it is removed meanwhile.
+    To find that out for any path takes dozens of requests.
     """
-    return isinstance(path, ObjectPath) and is_saved_folder(path.name) and (is_named or is_native(path))
+    return isinstance(path, ObjectPath) and is_saved_folder(path.name) and is_native(path)
 
 
 def resolve_checkpoint_path(path: Path) -> Path:
