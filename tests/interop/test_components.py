@@ -557,3 +557,16 @@ def test_links_that_lead_nowhere_and_pipes_of_a_user_stay_in_a_folder_that_is_sa
     os.mkfifo(tmp_path / "m/pipe")
     rankless.save_model(nn.Linear(3, 2), tmp_path / "m", shard=True)
     assert {path.name for path in (tmp_path / "m").iterdir()} == {"model.safetensors", "link", "pipe"}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ""])
+def test_names_that_are_no_utf_8_are_saved_and_loaded(tmp_path: Path, suffix: str) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    path = folder / (os.fsdecode(b"\xff") + suffix)
+    saved, loaded = nn.Linear(3, 2), nn.Linear(3, 2)
+    rankless.save_model(saved, path, shard=not suffix)
+    rankless.load_model(loaded, path)
+    assert torch.equal(saved.weight, loaded.weight)
+    rankless.save_checkpoint(folder, "a", saved)
+    rankless.load_checkpoint(folder, model=nn.Linear(3, 2))

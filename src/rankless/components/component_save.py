@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,10 +35,10 @@ from rankless.save.save_operation import SaveOperation
 class _ComponentLayout(msgspec.Struct, frozen=True, array_like=True):
     """The layout of a component: the names and sizes of its files, and the spans of each tensor.
 
-    ``begun`` is what the output has returned on rank 0.
+    ``begun`` is what the output has returned on rank 0. Names are in the encoding of the file system.
     """
 
-    files: list[str] = []
+    files: list[bytes] = []
     sizes: list[int] = []
     begun: bytes = b""
     spans: dict[str, list[TensorSpan]] = {}
@@ -88,7 +89,8 @@ class ComponentSave(SaveOperation[Path]):
             self._files = list(file_set.files)
             frames = [file.frame for file in laid_out]
             begun = self._output.begin(file_set, frames)
-            return _encode(_ComponentLayout(file_set.names, [frame.size for frame in frames], begun, spans))
+            names = list(map(os.fsencode, file_set.names))
+            return _encode(_ComponentLayout(names, [frame.size for frame in frames], begun, spans))
 
         _, raw = self._session.vote("preparing the save", lambda: None, lambda _: b"", lay_out_files)
         self._layout = msgspec.msgpack.decode(raw, type=_ComponentLayout)
@@ -155,7 +157,7 @@ class ComponentSave(SaveOperation[Path]):
 
     def write_files(self, folder: Path) -> HashedResult:
         """See :class:`SavedComponent`."""
-        return HashedResult(self._writer.write(folder, self._layout.files, self._staged))
+        return HashedResult(self._writer.write(folder, list(map(os.fsdecode, self._layout.files)), self._staged))
 
     def read_bytes(self) -> RankBytes:
         """See :class:`SavedComponent`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -56,12 +57,13 @@ _MAX_SHOWN = 5
 class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint to load: its folder, its tag, its id if it has one, and the corrupt checkpoints skipped for it.
 
+    ``folder`` is in the encoding of the file system, because a name need not be UTF-8.
     ``is_latest``: it was selected as the latest checkpoint, and not by its tag. ``generation``: it is loaded from the
     local tier; the folder need not exist. ``newest``, ``seen`` and ``token`` are
     fields of :class:`rankless.run.claims.LoadedBase`.
     """
 
-    folder: str = ""
+    folder: bytes = b""
     tag: str = ""
     id: str = ""
     is_latest: bool = False
@@ -73,7 +75,8 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
 
     def locate(self, run: Path) -> Path:
         """Return the path of the folder. ``run`` is the path that the caller has passed."""
-        return make_object_path(run.store, self.folder) if isinstance(run, ObjectPath) else Path(self.folder)
+        folder = os.fsdecode(self.folder)
+        return make_object_path(run.store, folder) if isinstance(run, ObjectPath) else Path(folder)
 
     def still_exists(self, run: Path) -> bool:
         """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
@@ -189,10 +192,11 @@ class CheckpointSelector:
 
     def _handle_failure(self, selected: SelectedCheckpoint, error: RanklessError) -> None:
         """Return if another attempt may succeed; raise the error otherwise."""
-        if not selected.still_exists(self._request.path) and not self._recurs(selected.folder):
+        if not selected.still_exists(self._request.path) and not self._recurs(os.fsdecode(selected.folder)):
             if self._filling_error is error:
+                folder = selected.locate(self._request.path)
                 self._filling_error = CheckpointReplacedError(
-                    f"{selected.folder} was replaced or removed while it was loaded: {_error_message(error)}"
+                    f"{folder} was replaced or removed while it was loaded: {_error_message(error)}"
                 )
             if self._is_timed_out():
                 raise self._timeout_error(error) from error
@@ -281,7 +285,10 @@ class CheckpointSelector:
         """
         path, tag = self._request.path, self._request.tag
         if tag is not None and (resolved := self._resolve_tag(tag)) is not None:
-            return self._find_local(resolved) or self._find_durable(resolved)
+            try:
+                return self._find_local(resolved) or _select_folder(find_checkpoint(path, resolved), resolved)
+            except NoCheckpointError as error:
+                raise self._add_local_tags(error) from None
         scan = look_at_run(path, is_strict=True)
         infos = scan.checkpoints
         if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path, scan)) is not None:
@@ -306,7 +313,7 @@ class CheckpointSelector:
             raise next(iter(self._errors.values()), all_abandoned_error(path, infos))
         self.skipped = SkippedCheckpoints.from_infos(infos, self._errors)
         corrupt = [CorruptRecord.of(path, info.tag, info.id) for info in infos if info.tag in self.skipped.corrupt]
-        selected = SelectedCheckpoint(str(latest.path), latest.tag, latest.id, corrupt=corrupt)
+        selected = SelectedCheckpoint(os.fsencode(str(latest.path)), latest.tag, latest.id, corrupt=corrupt)
         return _as_latest(selected, scan, latest.run, latest.sequence)
 
     def _select_itself(self, path: Path, scan: RunScan) -> SelectedCheckpoint | None:
@@ -315,7 +322,8 @@ class CheckpointSelector:
         if is_native(resolved):
             return _select_folder(resolved, path.name)
         if is_checkpoint(resolved):
-            return SelectedCheckpoint(str(resolved), path.name)
+            tag = os.fsencode(path.name).decode(errors="replace")  # for messages
+            return SelectedCheckpoint(os.fsencode(str(resolved)), tag)
         return self._select_latest_local(scan) if self._local else None
 
     def _resolve_tag(self, tag: str | Best) -> str | None:
@@ -343,15 +351,10 @@ class CheckpointSelector:
             return None
         return self._select_local(tagged[-1])
 
-    def _find_durable(self, tag: str) -> SelectedCheckpoint:
-        """Return the checkpoint of a tag in the run directory."""
-        try:
-            return _select_folder(find_checkpoint(self._request.path, tag), tag)
-        except NoCheckpointError as error:
-            if not self._local:
-                raise
-            tags = ", ".join(one.manifest.tag for one in self._local[-5:])
-            raise NoCheckpointError(f"{error}; in the local tier there are {tags}") from error
+    def _add_local_tags(self, error: NoCheckpointError) -> NoCheckpointError:
+        """Return the error of a tag that the run directory does not have, with the tags of the local tier."""
+        tags = ", ".join(one.manifest.tag for one in self._local[-_MAX_SHOWN:])
+        return NoCheckpointError(f"{error}; in the local tier there are {tags}") if tags else error
 
     def _select_latest_local(self, scan: RunScan) -> SelectedCheckpoint:
         manifest = self._local[-1].manifest
@@ -359,7 +362,8 @@ class CheckpointSelector:
 
     def _select_local(self, local: LocalCheckpoint) -> SelectedCheckpoint:
         tag = local.manifest.tag
-        return SelectedCheckpoint(str(self._request.path / tag), tag, local.manifest.id, generation=local.key)
+        folder = os.fsencode(str(self._request.path / tag))
+        return SelectedCheckpoint(folder, tag, local.manifest.id, generation=local.key)
 
 
 def _as_latest(selected: SelectedCheckpoint, scan: RunScan, run: str, sequence: int) -> SelectedCheckpoint:
@@ -392,13 +396,13 @@ def _has_lost_files(folder: Path) -> bool:
 def _select_folder(folder: Path, tag: str) -> SelectedCheckpoint:
     """Select a checkpoint by its folder. Raises ``CheckpointReplacedError`` if it is replaced or removed meanwhile."""
     try:
-        return SelectedCheckpoint(str(folder), tag, read_manifest(folder).id)
+        return SelectedCheckpoint(os.fsencode(str(folder)), tag, read_manifest(folder).id)
     except NoCheckpointError as error:
         if has_lost_manifest(folder):
             raise lost_files_error(folder) from error
         raise
     except RanklessError:  # all ranks raise it when they read the manifest
-        return SelectedCheckpoint(str(folder), tag)
+        return SelectedCheckpoint(os.fsencode(str(folder)), tag)
 
 
 def _is_missing(error: RanklessError) -> bool:

@@ -408,5 +408,9 @@ def _create_marker(path: Path, run: Path) -> _Marker:
             raise InvalidArgumentError(f"{path} is not empty, and is no local tier: pass a folder of its own")
         raise StorageError(f"{path} is a local tier without its file {_MARKER}, so its run is unknown: move it away")
     marker = _Marker("rankless local tier", VERSION, str(run), secrets.token_hex(8))
-    create_small(path / _MARKER, msgspec.json.encode(marker))
+    try:
+        encoded = msgspec.json.encode(marker)
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"a local tier notes the path of its run, but {run!r} is not UTF-8") from error
+    create_small(path / _MARKER, encoded)
     return _read_marker(path) or marker

@@ -171,7 +171,7 @@ class TierJob:
         check(read_history(self.run))  # before the announcement: a job that is refused stops no other one
         if not self._announced:  # nothing was loaded
             self.job = self.announce(self.folder.find_newest_job())
-        claimant = msgspec.structs.replace(job, tier=str(self.path))
+        claimant = msgspec.structs.replace(job, tier=os.fsencode(self.path).decode(errors="replace"))
         claimed, history = claim(self.run, claimant, complete, check)
         self._incarnation, self._run_id, self._owner = claimed.incarnation, claimed.run, job.token
         self._has_looked = False
