@@ -24,7 +24,7 @@ from rankless.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
-from tests.helpers.fake_s3 import FakeS3, store_at
+from tests.helpers.fake_s3 import FakeS3, failure, store_at
 from tests.helpers.pool import Ranks
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import Run, train_run
@@ -201,6 +201,37 @@ def test_two_jobs_that_save_one_folder_at_the_same_time_leave_no_mixture(fake: F
         assert found, f"a mixture was loaded after request {moment}"
         outcomes.add((has_succeeded, *found))
     assert {(True, 1.0), (False, 0.0)} <= outcomes
+
+
+def fail_from_request(fake: FakeS3, number: int) -> list[int]:
+    """Let all requests from one on fail, counted from 0. The list will not be empty if there was one."""
+    requests, failed = count(), list[int]()
+
+    def on_request(_: object, stage: str) -> Any:
+        if stage == "before" and (request := next(requests)) >= number:
+            failed.append(request)
+            return failure(503, "ServiceUnavailable")
+        return None
+
+    fake.on_request = on_request
+    return failed
+
+
+def test_a_save_after_one_that_failed_at_any_request_leaves_nothing_of_the_model_before(fake: FakeS3) -> None:
+    """Also if the failed one has removed the index, which alone said which files were of that model."""
+    for moment in count(0, 2):
+        path = bucket(fake, BRIEF) / f"folder-{moment}"
+        path.store.replace_small(path / "README.md", b"mine")
+        assert save_shards(path, 1.0)
+        failed = fail_from_request(fake, moment)
+        with suppress(StorageError):
+            rankless.save_model(model_of(2.0), path, shard=True)
+        fake.on_request = do_nothing
+        if not failed:
+            break
+        rankless.save_model(model_of(3.0), path, shard=True)
+        assert contents(path).keys() == {"README.md", "model.safetensors"}, moment
+    assert moment > 20
 
 
 def test_a_path_of_the_other_kind_is_refused(fake: FakeS3) -> None:

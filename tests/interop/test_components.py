@@ -10,7 +10,7 @@ import json
 import os
 import time
 from contextlib import closing
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch import nn
 
 import rankless
 from rankless.colossalai import Booster
+from rankless.components import pending_files
 from rankless.components.pending_files import PendingFiles
 from rankless.errors import (
     CorruptCheckpointError,
@@ -570,3 +571,18 @@ def test_names_that_are_no_utf_8_are_saved_and_loaded(tmp_path: Path, suffix: st
     assert torch.equal(saved.weight, loaded.weight)
     rankless.save_checkpoint(folder, "a", saved)
     rankless.load_checkpoint(folder, model=nn.Linear(3, 2))
+
+
+def test_a_folder_that_another_job_replaces_while_it_is_looked_at_is_looked_at_again(tmp_path: Path) -> None:
+    rankless.save_model(nn.Linear(3, 2), tmp_path / "m", shard=True)
+    original, calls = pending_files.files_named_by, count()
+
+    def replaced_once(folder: Path, names: Any) -> set[str]:
+        if next(calls) == 0:
+            raise StorageError(errno.ENOENT, f"could not inspect {folder / 'model.safetensors'}")
+        return original(folder, names)
+
+    model = nn.Linear(3, 2)
+    with mock.patch.object(pending_files, "files_named_by", replaced_once):
+        rankless.save_model(model, tmp_path / "m", shard=True)
+    assert torch.equal(load_file(tmp_path / "m/model.safetensors")["weight"], model.weight)

@@ -2,11 +2,13 @@
 
 A store cannot rename, so the files of a folder appear there one after another. An index that names files of the model
 that is replaced is removed first, and the new one is written last: without it no reader takes files of both for one.
+Until then a hidden copy of the old index says which files were its, for the next save if this one fails.
 Of two jobs that write one folder at the same time at least one fails if they leave a mixture, and no index names it.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +22,7 @@ from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import Fragments, ignore_progress
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.errors import RanklessError, RankMismatchError
+from rankless.errors import RanklessError, RankMismatchError, StorageError
 from rankless.formats.sharded.index import files_named_by
 from rankless.process.prepared_types import prepared
 from rankless.run.owned_lock import ABANDONED_SECONDS
@@ -42,6 +44,13 @@ class _BegunFiles(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+#: The start of the name of a hidden copy of an index.
+_HIDDEN = ".rankless-replaced-"
+
+
+def _hidden_copy(index: str) -> str:
+    return f"{_HIDDEN}{index}"
 
 
 class ObjectComponentOutput:
@@ -106,11 +115,27 @@ class ObjectComponentOutput:
         if not self._destination.folder or self._files is None:
             return
         known = {str(info.path.relative_to(self._path)) for info in self._path.store.list_objects(self._path)}
-        keeps_others = self._destination.keeps_others
-        self._stale = known & files_named_by(self._path, self._files.stale_names) if keeps_others else known
+        indexes = {name for name in self._files.stale_names if name.endswith(".json")}
+        names = [*self._files.stale_names, *map(_hidden_copy, indexes)]
+        self._stale = known & files_named_by(self._path, names) if self._destination.keeps_others else known
         for name in sorted(self._stale):
-            if name.endswith(".json"):
+            if name in indexes:
+                self._hide_index(name)
+            elif name.endswith(".json") and not name.startswith(_HIDDEN):
                 self._path.store.remove_file(self._path / name)
+
+    def _hide_index(self, name: str) -> None:
+        """Replace an index by its hidden copy, unless another process has removed it meanwhile."""
+        store, hidden = self._path.store, _hidden_copy(name)
+        try:
+            data = store.read_small(self._path / name)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return
+        store.replace_small(self._path / hidden, data)
+        self._stale.add(hidden)
+        store.remove_file(self._path / name)
 
     def _finish(self, upload: SharedUpload) -> None:
         """Write the small files, those that name others last, and remove what readers would also take for this one.
@@ -125,7 +150,8 @@ class ObjectComponentOutput:
             name: store.put_object(self._path / name, Body.of(small_files[name]))
             for name in sorted(small_files, key=upload_order)
         }
-        for name in sorted(self._stale - self._files.file_names()):
+        stale = self._stale - self._files.file_names()
+        for name in sorted(stale, key=lambda name: (name.startswith(_HIDDEN), name)):  # hidden copies last
             store.remove_file(self._path / name)
         try:
             upload.check_files()

@@ -155,7 +155,12 @@ class PendingDirectory:
         replace or remove the final path meanwhile.
         """
         for attempt in range(1, _ATTEMPTS + 1):
-            check_replaceable(self.final)
+            try:
+                check_replaceable(self.final)
+            except StorageError as error:  # another process may replace what is looked at
+                if error.errno != errno.ENOENT or attempt == _ATTEMPTS:
+                    raise
+                continue
             try:
                 self._replace_once(self.path / entry, check_replaceable)
             except (TagExistsError, StorageError) as error:
