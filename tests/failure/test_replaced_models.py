@@ -21,6 +21,7 @@ from torch import nn
 
 import rankless
 from rankless.errors import CheckpointReplacedError
+from rankless.formats.huggingface import HuggingFaceReader
 from rankless.observe.events import Progress
 from tests.helpers.fake_s3 import BUCKET, FakeS3
 from tests.helpers.pairwise import each_value, first_of
@@ -290,3 +291,21 @@ def test_at_no_request_of_a_load_is_it_a_mixture(layout: str, tmp_path: Path) ->
             break
     assert set(outcomes) <= {"[1.0]", "[2.0]", "replaced"}
     assert (outcomes[0], outcomes[-1]) == ("[2.0]", "[1.0]")
+
+
+def test_an_index_that_is_replaced_before_it_is_verified_is_not_called_corrupt(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    rankless.save_model(make_model(1.0), model, shard=True, max_shard_size=20_000)
+    rankless.save_model(make_model(2.0), other, shard=True, max_shard_size=40_000)
+    original = HuggingFaceReader.check_files
+
+    def replace_first(reader: HuggingFaceReader) -> None:
+        if other.exists():
+            model.rename(tmp_path / "old")
+            other.rename(model)
+        original(reader)
+
+    loaded = make_model(9.0)
+    with mock.patch.object(HuggingFaceReader, "check_files", replace_first), pytest.raises(CheckpointReplacedError):
+        rankless.load_model(loaded, model)
+    assert value_of(loaded) == {9.0}

@@ -214,13 +214,15 @@ class LoadOperation:
 
         def read_metadata() -> tuple[Reader, LoadTargets]:
             reader = self._open_reader(folder)
-            if request.verify:
-                with span("verify small files", "verify"):
-                    reader.check_files()
-            check_read(reader, lambda note: note.group in components)
-            targets = LoadTargets(request.training, reader.groups, reader.tied, request.policy, renamed_tensors(reader))
-            arrays = ArrayDecoder(reader.groups.get(PER_RANK, {}))
-            values = reader.read_values(rank, targets.shared, arrays)
+            with self._detect_replacement(reader):
+                if request.verify:
+                    with span("verify small files", "verify"):
+                        reader.check_files()
+                check_read(reader, lambda note: note.group in components)
+                training, policy = request.training, request.policy
+                targets = LoadTargets(training, reader.groups, reader.tied, policy, renamed_tensors(reader))
+                arrays = ArrayDecoder(reader.groups.get(PER_RANK, {}))
+                values = reader.read_values(rank, targets.shared, arrays)
             targets.match_targets(values.shared, *self._restore_rank_state(reader, values, arrays))
             targets.fill_inventory(rank)
             if rank == COORDINATOR_RANK:
