@@ -186,7 +186,8 @@ def open_to_read(path: Path) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        with suppress(OSError):  # nothing was written
+            os.close(fd)
 
 
 def make_and_remove_file(path: Path) -> None:
