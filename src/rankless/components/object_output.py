@@ -97,12 +97,17 @@ class ObjectComponentOutput:
         frames = dict(zip(self._final_paths(self._begun.names), self._begun.frames, strict=True))
         upload = SharedUpload(component.plan, self._ranks, frames, self._begun.uploads)
 
+        appear_when_completed = all(self._begun.uploads)  # a file of one part appears as soon as that is sent
+
         def build_headers(fragments: Fragments, _: Sequence[bytes]) -> list[bytes]:
             headers = component.build_headers(fragments)
-            self._remove_indexes()  # from now on files may become visible
+            if not appear_when_completed:
+                self._remove_indexes()
             return headers
 
         def complete() -> bytes:
+            if appear_when_completed:
+                self._remove_indexes()
             upload.complete_uploads()
             self._finish(upload)
             return b""
@@ -111,7 +116,7 @@ class ObjectComponentOutput:
         upload.finish(complete)
 
     def _remove_indexes(self) -> None:
-        """Remove the indexes of the component that is replaced. The first new file may appear after that."""
+        """Remove the indexes of the component that is replaced, on rank 0. The first new file may appear after that."""
         if not self._destination.folder or self._files is None:
             return
         known = {str(info.path.relative_to(self._path)) for info in self._path.store.list_objects(self._path)}
