@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rankless
 from rankless.errors import RankFailedError, SpaceShortageError
-from rankless.load import tier_generations
+from rankless.load import selection, tier_generations
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.folder_output import RunFolderOutput
 from rankless.save.generation_drain import GenerationDrain
@@ -408,3 +408,14 @@ def test_the_error_of_a_missing_tag_names_the_checkpoints_of_the_tier(tmp_path: 
     run_killed_job(job_that_saves, tmp_path, 3)
     with pytest.raises(rankless.NoCheckpointError, match=r"'step_2' .*in the local tier there are step_3"):
         open_run(tmp_path).restore("step_2", state_of(-1), resume=True)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_selected_is_looked_for_again(tmp_path: Path) -> None:
+    run_killed_job(job_that_saves, tmp_path, 3)
+    answers = [rankless.CheckpointReplacedError("replaced"), rankless.NoCheckpointError("missing")]
+    with (
+        mock.patch.object(selection, "find_checkpoint", side_effect=answers) as find,
+        pytest.raises(rankless.NoCheckpointError, match="missing; in the local tier there are step_3"),
+    ):
+        open_run(tmp_path).restore("step_2", state_of(-1), resume=True)
+    assert find.call_count == 2

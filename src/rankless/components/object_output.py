@@ -2,13 +2,12 @@
 
 A store cannot rename, so the files of a folder appear there one after another. An index that names files of the model
 that is replaced is removed first, and the new one is written last: without it no reader takes files of both for one.
-Until then a hidden copy of the old index says which files were its, for the next save if this one fails.
+Until then a hidden record names the files of both models: if the save fails, the next one removes what is left of them.
 Of two jobs that write one folder at the same time at least one fails if they leave a mixture, and no index names it.
 """
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import Fragments, ignore_progress
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.errors import RanklessError, RankMismatchError, StorageError
+from rankless.errors import RanklessError, RankMismatchError
 from rankless.formats.sharded.index import files_named_by
 from rankless.process.prepared_types import prepared
 from rankless.run.owned_lock import ABANDONED_SECONDS
@@ -45,12 +44,8 @@ class _BegunFiles(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 
-#: The start of the name of a hidden copy of an index.
-_HIDDEN = ".rankless-replaced-"
-
-
-def _hidden_copy(index: str) -> str:
-    return f"{_HIDDEN}{index}"
+#: The start of the name of a record of files. The name of the index follows: a folder may have several models.
+_RECORD = ".rankless-unfinished-"
 
 
 class ObjectComponentOutput:
@@ -59,10 +54,12 @@ class ObjectComponentOutput:
     def __init__(self, path: ObjectPath, destination: Destination, ranks: WritingRanks) -> None:
         self._path, self._destination, self._ranks = path, destination, ranks
         self._begun = _BegunFiles()
-        #: On rank 0, the files, their uploads, and the names of the files that are replaced.
+        #: On rank 0, the files, their uploads, the names of the files that are replaced, and that of the record; empty
+        #: without one.
         self._files: FileSet | None = None
         self._uploads: list[Upload] = []
         self._stale: set[str] = set()
+        self._record = ""
 
     @property
     def grain(self) -> CellGrain:
@@ -96,18 +93,17 @@ class ObjectComponentOutput:
         """See :class:`ComponentOutput`. Rank 0 completes the files when all ranks have uploaded."""
         frames = dict(zip(self._final_paths(self._begun.names), self._begun.frames, strict=True))
         upload = SharedUpload(component.plan, self._ranks, frames, self._begun.uploads)
-
         appear_when_completed = all(self._begun.uploads)  # a file of one part appears as soon as that is sent
 
         def build_headers(fragments: Fragments, _: Sequence[bytes]) -> list[bytes]:
             headers = component.build_headers(fragments)
             if not appear_when_completed:
-                self._remove_indexes()
+                self._prepare_folder()
             return headers
 
         def complete() -> bytes:
             if appear_when_completed:
-                self._remove_indexes()
+                self._prepare_folder()
             upload.complete_uploads()
             self._finish(upload)
             return b""
@@ -115,32 +111,28 @@ class ObjectComponentOutput:
         upload.send_parts(component.read_bytes, build_headers, ignore_progress)
         upload.finish(complete)
 
-    def _remove_indexes(self) -> None:
-        """Remove the indexes of the component that is replaced, on rank 0. The first new file may appear after that."""
-        if not self._destination.folder or self._files is None:
-            return
-        known = {str(info.path.relative_to(self._path)) for info in self._path.store.list_objects(self._path)}
-        indexes = {name for name in self._files.stale_names if name.endswith(".json")}
-        names = [*self._files.stale_names, *map(_hidden_copy, indexes)]
-        self._stale = known & files_named_by(self._path, names) if self._destination.keeps_others else known
-        for name in sorted(self._stale):
-            if name in indexes:
-                self._hide_index(name)
-            elif name.endswith(".json") and not name.startswith(_HIDDEN):
-                self._path.store.remove_file(self._path / name)
+    def _prepare_folder(self) -> None:
+        """Record the files of both models, and remove the indexes of the old one, on rank 0.
 
-    def _hide_index(self, name: str) -> None:
-        """Replace an index by its hidden copy, unless another process has removed it meanwhile."""
-        store, hidden = self._path.store, _hidden_copy(name)
-        try:
-            data = store.read_small(self._path / name)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
+        The first new file may appear after that.
+        """
+        files, store = self._files, self._path.store
+        if not self._destination.folder or files is None:
             return
-        store.replace_small(self._path / hidden, data)
-        self._stale.add(hidden)
-        store.remove_file(self._path / name)
+        known = {str(info.path.relative_to(self._path)) for info in store.list_objects(self._path)}
+        indexes = [name for name in files.stale_names if name.endswith(".json")]
+        record = f"{_RECORD}{indexes[0]}" if indexes else ""
+        names = [*files.stale_names, *({record} & known)]
+        self._stale = known & files_named_by(self._path, names) if self._destination.keeps_others else known
+        recorded = {name: name for name in sorted({*self._stale, *files.names}) if not name.endswith(".json")}
+        if record and not recorded.keys() <= {*files.stale_names}:  # else the next save knows all names
+            self._record = record
+            table = {"metadata": {}, "weight_map": recorded}  # as in an index
+            store.replace_small(self._path / record, msgspec.json.encode(table))
+        self._stale.discard(self._record)
+        for name in sorted(self._stale):
+            if name.endswith(".json"):
+                store.remove_file(self._path / name)
 
     def _finish(self, upload: SharedUpload) -> None:
         """Write the small files, those that name others last, and remove what readers would also take for this one.
@@ -155,8 +147,7 @@ class ObjectComponentOutput:
             name: store.put_object(self._path / name, Body.of(small_files[name]))
             for name in sorted(small_files, key=upload_order)
         }
-        stale = self._stale - self._files.file_names()
-        for name in sorted(stale, key=lambda name: (name.startswith(_HIDDEN), name)):  # hidden copies last
+        for name in [*sorted(self._stale - self._files.file_names()), *([self._record] if self._record else [])]:
             store.remove_file(self._path / name)
         try:
             upload.check_files()

@@ -288,7 +288,10 @@ class CheckpointSelector:
             try:
                 return self._find_local(resolved) or _select_folder(find_checkpoint(path, resolved), resolved)
             except NoCheckpointError as error:
-                raise self._add_local_tags(error) from None
+                if type(error) is not NoCheckpointError or not self._local:  # one that was replaced is looked for again
+                    raise
+                tags = ", ".join(one.manifest.tag for one in self._local[-_MAX_SHOWN:])
+                raise NoCheckpointError(f"{error}; in the local tier there are {tags}") from error
         scan = look_at_run(path, is_strict=True)
         infos = scan.checkpoints
         if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path, scan)) is not None:
@@ -350,11 +353,6 @@ class CheckpointSelector:
         if not tagged or max(durable, default=tagged[-1].age) > tagged[-1].age:
             return None
         return self._select_local(tagged[-1])
-
-    def _add_local_tags(self, error: NoCheckpointError) -> NoCheckpointError:
-        """Return the error of a tag that the run directory does not have, with the tags of the local tier."""
-        tags = ", ".join(one.manifest.tag for one in self._local[-_MAX_SHOWN:])
-        return NoCheckpointError(f"{error}; in the local tier there are {tags}") if tags else error
 
     def _select_latest_local(self, scan: RunScan) -> SelectedCheckpoint:
         manifest = self._local[-1].manifest

@@ -216,7 +216,13 @@ def sync_tree(path: Path) -> None:
     with wrap_os_errors("list", path):
         entries = list(_walk_real(path)) if path.is_dir() else []
     for entry in reversed(entries):
-        fsync_path(entry)
+        try:
+            fsync_path(entry)
+        except StorageError as error:
+            if (
+                error.errno != errno.EACCES
+            ):  # what this process may not read is a link to a file that it has not written
+                raise
     fsync_path(path)
 
 

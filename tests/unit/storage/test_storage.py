@@ -608,3 +608,19 @@ def test_a_tree_that_cannot_be_listed_is_an_error_that_names_it(tmp_path: Path) 
     failing = mock.patch("os.scandir", side_effect=OSError(errno.EIO, "Input/output error"))
     with failing, pytest.raises(StorageError, match=f"could not list {tmp_path}"):
         posix.sync_tree(tmp_path)
+
+
+def test_a_file_of_a_user_that_may_not_be_read_does_not_stop_a_tree_from_being_durable(tmp_path: Path) -> None:
+    for name in ("private", "written"):
+        (tmp_path / name).write_bytes(b"1")
+    original, synced = os.open, []
+
+    def open_allowed(path: Path, *rest: Any) -> int:
+        if Path(path).name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        synced.append(Path(path).name)
+        return original(path, *rest)
+
+    with mock.patch("os.open", open_allowed):
+        posix.sync_tree(tmp_path)
+    assert synced == ["written", tmp_path.name]
