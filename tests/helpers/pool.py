@@ -74,7 +74,7 @@ class Ranks:
                 self._workers[rank][1].send((task, rank, world_size, function, args))
             for process, pipe in self._workers[:world_size]:
                 if not pipe.poll(TIMEOUT):
-                    raise TimeoutError(f"{process.name} did not answer within {TIMEOUT} s")  # noqa: TRY301
+                    raise _timeout_of(process, [*results, *self._answers(world_size)])  # noqa: TRY301
                 results.append(pipe.recv())
         except BaseException as error:
             if isinstance(error, (OSError, EOFError)):
@@ -82,6 +82,10 @@ class Ranks:
             self.close()  # the next task gets new ranks
             raise
         return results
+
+    def _answers(self, world_size: int) -> list[Any]:
+        """What the ranks have sent by now."""
+        return [pipe.recv() for _, pipe in self._workers[:world_size] if pipe.poll()]
 
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
@@ -100,6 +104,15 @@ class Ranks:
             process.join(10)
             process.kill()
         self._workers, self._tasks_of_workers = [], 0
+
+
+def _timeout_of(process: BaseProcess, answers: list[Any]) -> TimeoutError:
+    """That a rank does not answer, with the errors of the others: it may wait for a rank that has failed."""
+    error = TimeoutError(f"{process.name} did not answer within {TIMEOUT} s")
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            error.add_note("\n".join(["another rank raised:", repr(answer), *getattr(answer, "__notes__", [])]))
+    return error
 
 
 def _serve(pipe: Connection, port: int) -> None:
@@ -126,9 +139,9 @@ def _serve(pipe: Connection, port: int) -> None:
         live_api._latest_ranks.clear()
         gc.collect()
         gc.freeze()  # what is left are modules, which the task has imported
+        pipe.send(result)  # before the barrier, which a rank that waits for one that has failed does not reach
         dist.barrier()  # as above: the function may have made a group
         faulthandler.cancel_dump_traceback_later()
-        pipe.send(result)
         dist.destroy_process_group()
         forget_meshes()
 

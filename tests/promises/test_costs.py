@@ -6,12 +6,17 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from campaigns.faults.faulty_file_system import FaultyFileSystem
+from rankless.save import folder_output
 from rankless.storage import file_memo
 from tests.promises.places import Place, bucket_of
 from tests.promises.promise import because, promise
 
 _CONVERSIONS = ("conversion into a folder", "conversion into a store")
+_STORES = ("store", "store and tier", "component in a store", "DCP in a store")
+_COMPONENTS = ("component in a folder", "component in a file", "ColossalAI")
 
 
 def count_calls(place: Place, tag: str, root: Path) -> Counter[str]:
@@ -45,3 +50,21 @@ def test_costs_do_not_grow(place: Place, tmp_path: Path) -> None:
     growth = counts[1] - counts[0]
     assert growth["stat"] <= 6  # one for each output that was added
     assert growth.total() - growth["stat"] <= 2
+
+
+@promise(
+    "bytes that have not changed since the save before are not written again",
+    exempt=because("only new paths are written", *_CONVERSIONS)
+    | because("PyTorch's and Lightning's writers write everything", "DCP in a folder", "Lightning's format"),
+    broken=because("objects are uploaded anew: a copy at the server is not built yet", *_STORES)
+    | because("a save of one model compares with no other one", *_COMPONENTS)
+    | because("the job that drains has no tensors to compare", "drain of an earlier job", "`rankless drain`"),
+    in_one_process=True,
+)
+def test_unchanged_bytes_are_shared(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_output, "_MIN_SHARED", 0)  # a few bytes are written sooner than they are compared
+    place.save("one", 1.0)
+    place.save("two", 1.0)
+    tensors = [file for file in place.locate("two").rglob("*") if file.suffix == ".safetensors"]
+    assert tensors
+    assert all(file.stat().st_nlink > 1 for file in tensors)

@@ -20,16 +20,16 @@ _FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
 T = TypeVar("T")
 
 
-def begin_attempt(session: Session, output: RunOutput, saved: KnownCheckpoint) -> bool:
-    """Open the output of one attempt on all ranks, in a vote. Return false if the run has the checkpoint already.
+def begin_attempt(session: Session, output: RunOutput, saved: KnownCheckpoint, prepare: Callable[[], bytes]) -> bool:
+    """Prepare and open the output of one attempt on all ranks, in a vote. Return false if the run has the checkpoint.
 
-    Then an attempt that seemed to fail has committed it.
+    Then an attempt that seemed to fail has committed it. ``prepare`` is the output's, with its arguments.
     """
 
-    def begin(_: list[bytes]) -> bytes:
-        return b"" if output.is_committed(saved.id) else output.begin(saved, ())
+    def begin(posted: list[bytes]) -> bytes:
+        return b"" if output.is_committed(saved.id) else output.begin(saved, posted)
 
-    _, begun = session.vote("preparing the drain", lambda: None, lambda _: b"", begin)
+    _, begun = session.vote("preparing the drain", prepare, bytes, begin)
     if begun:
         output.join(begun)
     return bool(begun)

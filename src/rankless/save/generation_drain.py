@@ -188,8 +188,11 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         """Write all parts into an output that no other attempt has, and commit it, unless the checkpoint is there."""
         label, output = self._label.manifest, self._open_output(attempt)
         self._output = output
-        output.prepare(self._plan_parts(output.grain), witness=self._find_witness())
-        if not begin_attempt(self._session, output, label):
+
+        def prepare() -> bytes:
+            return output.prepare(self._plan_parts(output.grain), witness=self._find_witness())
+
+        if not begin_attempt(self._session, output, label, prepare):
             return CheckpointInfo.of(self.path, label)
         self._reporter.begin_phase("write")
         nbytes = sum(self._generation.tables[part].nbytes for part in self._memory)

@@ -14,6 +14,7 @@ import msgspec
 from rankless.engine.comm.session import RankGroup
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io.staging_memory import Arena, StagingMemory
+from rankless.engine.plan.save_plan import EMPTY_PLAN
 from rankless.errors import RanklessError, StorageError
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
@@ -21,7 +22,7 @@ from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun
 from rankless.save.drain_attempts import begin_attempt, retry_drain
-from rankless.save.run_output import WritingRanks, open_output
+from rankless.save.run_output import LiveTensors, WritingRanks, open_output
 from rankless.save.save_negotiation import SaveAgreement
 from rankless.save.save_request import SaveRequest
 from rankless.save.tier_stage import TierStage
@@ -50,6 +51,8 @@ class TierSave(TrainingSave):
         #: The description of the checkpoint in the tier.
         self._info = CheckpointInfo("", self.path)
         self.completed_locally = Future()
+        #: The plan of this rank with the places of its bytes in the staged memory. Each drain starts from it.
+        self._staged_plan = EMPTY_PLAN
 
     def _plan_and_open(self, agreement: SaveAgreement) -> None:
         """Plan, check that replicas are equal, and reserve memory. Open nothing in the run directory."""
@@ -115,6 +118,7 @@ class TierSave(TrainingSave):
         if self._staged is None:  # a synchronous save
             self.stage_tensors(Arena(StagingMemory()))
             self.complete_copies()
+        self._staged_plan = self._plan if self._own_staged is None else self._own_staged.place_ranges(self._plan)
         try:
             common = stage.complete(self._staged, self._captured.rank_values, self._describe, self._plan)
         except StorageError as error:  # the memory is full, or the folder is gone: the staged bytes are still there
@@ -194,12 +198,29 @@ class TierSave(TrainingSave):
     def _drain_once(self, attempt: int) -> CheckpointInfo:
         """Write the staged bytes into an output that no other attempt has, and commit it."""
         ranks = WritingRanks(self._ranks, self._session, attempt)
-        new = msgspec.structs.replace(self._new_tag, tier=self._stage.tier, incremental=False)
-        self._output = open_output(new, ranks, self._known)
-        self._output.prepare(self._plan, witness=self._cache.witness)
-        if not begin_attempt(self._session, self._output, self._identity):
+        new = msgspec.structs.replace(self._new_tag, tier=self._stage.tier)
+        self._output = output = open_output(new, ranks, self._known)
+
+        def prepare() -> bytes:
+            return output.prepare(self._staged_plan, self._describe_staged(), self._cache.witness)
+
+        if not begin_attempt(self._session, output, self._identity, prepare):
             return self._info
+        self._plan = output.omit_unchanged(trusts_versions=False)
+        if self._own_staged is not None:
+            self._staged = self._own_staged.restrict_to(self._plan.file_ranges)
         return super().write_and_commit()
+
+    def _describe_staged(self) -> LiveTensors | None:
+        """Return the staged bytes as an output compares them with the checkpoint before.
+
+        All of them are in one buffer, and none is trusted to be unchanged: no version is known of it.
+        """
+        if self._own_staged is None:
+            return None
+        memory = self._own_staged.memory
+        tensors = dict.fromkeys(self._staged_plan.tensors, memory)
+        return LiveTensors(tensors, self._captured.frozen, {}, self._identity.sequence)
 
     def _note_failure(self, error: RanklessError, attempt: int) -> None:
         self._output.discard()

@@ -8,6 +8,7 @@ see :mod:`rankless.engine.io.torn_snapshot`. Tensors on accelerators are copied 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -73,13 +74,23 @@ class StagedTensors:
     def __init__(
         self, file_ranges: Sequence[FileRange], memory: Bytes, in_threads: LaterCopies, on_devices: DeviceStaging
     ) -> None:
-        self.file_ranges, self._memory = file_ranges, TensorBytes(torch.from_numpy(memory))
+        self.file_ranges, self.memory = file_ranges, TensorBytes(torch.from_numpy(memory))
         self._in_threads, self._on_devices = in_threads, on_devices
 
     def shard_of(self, tensor: int) -> TensorBytes:
         """Return the buffer, which has the bytes of all tensors."""
         del tensor
-        return self._memory
+        return self.memory
+
+    def restrict_to(self, file_ranges: Sequence[FileRange]) -> StagedTensors:
+        """Return the same buffer with parts of the file ranges only."""
+        restricted = copy(self)
+        restricted.file_ranges = file_ranges
+        return restricted
+
+    def place_ranges(self, plan: SavePlan) -> SavePlan:
+        """Return a plan whose file ranges are in the buffer: those of the shards, and those of the stripes."""
+        return msgspec.structs.replace(plan, file_ranges=self.file_ranges, stripe_tasks=(), striped_shards=())
 
     @property
     def order_steps(self) -> Callable[[], None] | None:
