@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from tests.helpers.simulated_hosts import simulated_host
 
 #: A process of another job is forked: it has all modules then, and knows nothing of what this process has saved.
 FORK = multiprocessing.get_context("fork")
+
+Result = TypeVar("Result")
 
 #: The ways to save, and the places that have them.
 PLAIN, ON_RANKS = "synchronous", "four ranks on two hosts"
@@ -159,7 +161,10 @@ class Drain:
     offline: bool = False
 
     def save(self, tag: str, value: float, *, overwrite: bool = False) -> None:
-        in_killed_job(self.save_into_tier, tag, value, overwrite=overwrite)
+        if count_ranks() == 1:
+            in_killed_job(self.save_into_tier, tag, value, overwrite=overwrite)
+        else:
+            self.save_into_tier(tag, value, overwrite=overwrite)
         self.drain()
 
     def save_into_tier(self, tag: str, value: float, *, overwrite: bool = False) -> None:
@@ -490,26 +495,29 @@ def _resume_and_save(place: Run, tag: str, value: float, overwrite: bool) -> Non
     replace(place, _directory=directory).save(tag, value, overwrite=overwrite)
 
 
-def in_killed_job(function: Callable[..., object], *arguments: Any, **options: Any) -> None:
-    """Call a function in a process that is gone right after it. Raises the function's error."""
+def in_killed_job(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """Call a function in a process that is gone right after it. Returns what it returns, and raises its error."""
     ours, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_call_and_die, args=(theirs, partial(function, *arguments, **options)))
     process.start()
     theirs.close()
+    error: BaseException | None
     try:
-        error = ours.recv()
+        result, error = ours.recv()
     except EOFError:
         error = RuntimeError("the process has ended without a word")
     process.join()
     if error is not None:
         raise error
+    return result
 
 
 def _call_and_die(reply: Connection, function: Callable[[], object]) -> None:
+    result: object = None
     error: BaseException | None = None
     try:
-        function()
+        result = function()
     except BaseException as raised:  # noqa: BLE001 - the other process raises it
         error = raised
-    reply.send(error)
+    reply.send((result, error))
     os._exit(0)

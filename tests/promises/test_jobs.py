@@ -201,6 +201,18 @@ def test_forks(place: Place) -> None:
     assert [place.load(tag) for tag in ("one", "two", "three")] == [1.0, 1.0, 3.0]
 
 
+@promise(
+    "a process that is forked from one that has saved saves into the same place, and both go on", in_one_process=True
+)
+def test_a_forked_process_saves(place: Place) -> None:
+    place.save("step_1", 1.0)
+    in_killed_job(place.save, "step_2", 2.0)
+    place.save("step_3", 3.0)
+    assert [place.load(f"step_{step}") for step in (1, 2, 3)] == [1.0, 2.0, 3.0]
+    if isinstance(place, Run | Drain):
+        assert listed(place) == ["step_1", "step_2", "step_3"]
+
+
 @promise("two objects of one process save into one place in turn", in_one_process=True)
 def test_two_objects(place: Place) -> None:
     other = in_new_job(place)

@@ -30,7 +30,7 @@ def load_on_rank(place: Place, tag: str) -> float:
     return place.load(tag)
 
 
-_NO_RANKS = _FRAMEWORKS | because("the drain has one process", "drain of an earlier job", "`rankless drain`")
+_NO_RANKS = _FRAMEWORKS | because("the drain has one process", "`rankless drain`")
 
 
 @promise("what any number of ranks has saved, any other number loads", exempt=_NO_RANKS, in_one_process=True)

@@ -64,9 +64,6 @@ class TierJob:
         self._numbering = numbering_of(run)
         self._folder: TierFolder | None = None
         self._slots: Slots | None = None
-        self._reset()
-
-    def _reset(self) -> None:
         #: On rank 0: the incarnation that this job has claimed, and its run.
         self._incarnation, self._run_id = 0, ""
         #: On rank 0, the token of the object of this process that has claimed it.
@@ -131,10 +128,14 @@ class TierJob:
         return [] if self._slots is None else self._slots.pin_generation(key)
 
     def _forget_in_fork(self) -> None:
-        """Begin anew in a forked process, which continues nothing."""
+        """Open the folder anew in a forked process: slots, locks and drains are those of the process before.
+
+        It goes on with the incarnation that was claimed, as other objects of the job do.
+        """
         if self._process != os.getpid():
             self._process, self._folder, self._slots = os.getpid(), None, None
-            self._reset()
+            self._lock, self._drains = threading.Lock(), 0
+            self._has_folder, self.newest, self.is_drained = False, None, True
 
     @property
     def known_tags(self) -> frozenset[str] | None:
@@ -176,7 +177,7 @@ class TierJob:
         self._incarnation, self._run_id, self._owner = claimed.incarnation, claimed.run, job.token
         self._has_looked = False
         highest = history.next_sequence(complete, claimed.run) - 1
-        self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
+        self._numbering.note(max(highest, self._highest_here()))
         # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.
         taken = (info for info in infos if info.status != "complete" or info.is_copy or history.is_current(info))
         self._tags, self._drained_at = {info.tag for info in taken}, time.monotonic()
@@ -231,9 +232,15 @@ class TierJob:
             self.begin_incarnation(job, loaded if is_loaded else None)
         elif job.token != self._owner:
             self._admit(job)
+        with suppress(StorageError):  # the folder is lost
+            self._numbering.note(self._highest_here())  # a process that was forked from this one may have saved
         sequence = min(max(self._numbering.highest, job.sequence) + 1, LARGEST)
         self._numbering.note(sequence)
         return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation)
+
+    def _highest_here(self) -> int:
+        """Return the highest number of a generation with a part on this host; 0 if there is none."""
+        return max((key.sequence for key in self.folder.list_parts()), default=0)
 
     def _admit(self, job: JobHistory) -> None:
         """Let another object of this process save, on rank 0.
