@@ -128,23 +128,25 @@ class Log(NamedTuple):
 class History:
     """The operations of all ranks, in the order in which they finished.
 
-    ``begun`` is the time at which the first rank began a step, and ``acknowledged`` the one at which a step first
-    returned.
+    ``begun`` is the time at which the first rank began a step, ``acknowledged`` the one at which a step first returned,
+    and ``tidied`` the one at which it returned on rank 0, which removes old checkpoints while no other rank waits.
     """
 
     operations: tuple[Operation, ...]
     begun: tuple[int, ...]
     acknowledged: tuple[int, ...]
+    tidied: tuple[int, ...]
 
 
 def merge_logs(logs: Sequence[Log]) -> History:
-    """Merge the logs of all ranks of one host into a history."""
+    """Merge the logs of all ranks of one host, rank 0's first, into a history."""
     ordered = sorted((operation for log in logs for operation in log.operations), key=operator.attrgetter("end"))
     steps = sorted(logs[0].begun)
     return History(
         _renumber_nodes(ordered, logs[0].root),
         tuple(min(log.begun[step] for log in logs if step in log.begun) for step in steps),
         tuple(min(log.ended[step] for log in logs if step in log.ended) for step in steps),
+        tuple(logs[0].ended[step] for step in steps),
     )
 
 

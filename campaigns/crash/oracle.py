@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import rankless
@@ -21,30 +22,45 @@ class Violation(AssertionError):  # noqa: N818 - of what is promised
     """A crash left a forbidden state."""
 
 
-def check_run(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
+@dataclass(frozen=True)
+class Promised:
+    """The checkpoints before and after a step, which are equal if it was acknowledged.
+
+    ``kept`` may be there, too: rank 0 removes them when other ranks have returned.
+    """
+
+    before: Listing
+    after: Listing
+    kept: Listing
+
+
+def check_run(run: Path, promised: Promised, resumed: Save, training: Training) -> str:
     """Load, list, save again and clean up. Return what was found: ``"old"``, ``"new"`` or ``"none"``.
 
-    ``before`` and ``after`` are equal if the step was acknowledged. Raises :class:`Violation`.
+    Raises :class:`Violation`.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # a checkpoint that is skipped as corrupt is a violation, too
             warnings.filterwarnings("ignore", _NO_RANK_CONTENT, UserWarning)
-            return _check_run(run, before, after, resumed, training)
+            return _check_run(run, promised, resumed, training)
     except (RanklessError, UserWarning) as error:
         raise Violation(f"{type(error).__name__}: {error}") from error
 
 
-def _check_run(run: Path, before: Listing, after: Listing, resumed: Save, training: Training) -> str:
+def _check_run(run: Path, promised: Promised, resumed: Save, training: Training) -> str:
+    before, after = promised.before, promised.after
     _require(rankless.has_checkpoint(run) or not before, "has_checkpoint tells of none")
     latest = _load_latest(run, training)
     listing = _load_all_listed(run, latest, training)
     _require(not latest or latest == list(listing.items())[-1], f"{latest} is loaded, and not the last of {listing}")
-    allowed = {*before.items(), *after.items()}
+    allowed = {*before.items(), *after.items(), *promised.kept.items()}
     _require(set(listing.items()) <= allowed, f"{listing} are there, which is neither {before} nor {after}")
     is_new, is_old = (set(wanted.items()) <= set(listing.items()) for wanted in (after, before))
     _require(is_new or is_old, f"{listing} are there, which is less than {before} and than {after}")
-    _require(before != after or listing == after, f"{listing} are there, and not {after}, which was acknowledged")
+    removed = {tag for tag in promised.kept if tag not in after}
+    current = {tag: step for tag, step in listing.items() if tag not in removed}
+    _require(before != after or current == after, f"{listing} are there, and not {after}, which was acknowledged")
     _check_next_save(run, listing, resumed, training)
     return "none" if not listing else "old" if listing == before != after else "new"
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 from campaigns.crash.image import Tree
 from campaigns.crash.operations import History
-from campaigns.crash.oracle import Violation, check_run
+from campaigns.crash.oracle import Promised, Violation, check_run
 from campaigns.crash.recording import RUN
 from campaigns.crash.scenarios import Scenario
 from campaigns.crash.states import State, sample_states
@@ -54,9 +54,11 @@ def check_states(scenario: Scenario, history: History, limit: int, seed: int = 0
         store = _TreeStore(Path(folder))
         for state in sample_states(history, limit, seed):
             promised = after if state.moment >= history.acknowledged[-1] else before
+            kept = {} if state.moment >= history.tidied[-1] else before
             try:
                 with _without_fsync():
-                    outcome = check_run(store.write_tree(state.tree) / RUN, promised, after, scenario.resumed, training)
+                    run = store.write_tree(state.tree) / RUN
+                    outcome = check_run(run, Promised(promised, after, kept), scenario.resumed, training)
             except Violation as violation:
                 findings.violations.append(ForbiddenState(str(violation), state))
             else:

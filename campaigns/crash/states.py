@@ -38,8 +38,8 @@ def sample_states(history: History, limit: int, seed: int) -> Iterator[State]:
     disk, seen = Disk(history), set()
     for moment, choice in _generate_crashes(disk, _list_moments(history), random.Random(seed)):
         tree = disk.build_tree(moment, choice)
-        # The promise depends on the moment only through what was acknowledged by then.
-        key = (moment >= history.acknowledged[-1], digest_tree(tree))
+        # The promise depends on the moment only through which ranks have returned by then.
+        key = (moment >= history.acknowledged[-1], moment >= history.tidied[-1], digest_tree(tree))
         if key not in seen:
             seen.add(key)
             yield State(moment, choice, tree)
@@ -68,9 +68,9 @@ def digest_tree(tree: Tree) -> bytes:
 
 
 def _list_moments(history: History) -> list[int]:
-    """Return the times at which operations of the last step ended or it was acknowledged, the latest first."""
+    """Return the times at which operations of the last step ended or it returned on a rank, the latest first."""
     ends = {operation.end for operation in history.operations if operation.end >= history.begun[-1]}
-    return sorted(ends | {history.acknowledged[-1]}, reverse=True)
+    return sorted(ends | {history.acknowledged[-1], history.tidied[-1]}, reverse=True)
 
 
 def _generate_crashes(disk: Disk, moments: Sequence[int], source: random.Random) -> Iterator[_Crash]:

@@ -83,7 +83,7 @@ def test_one_sync_less_is_found(history: History, name: str) -> None:
 
 def timed(*operations: Callable[[int, int], Operation]) -> Disk:
     """One after the other."""
-    return Disk(History(tuple(make(2 * n, 2 * n + 1) for n, make in enumerate(operations)), (0,), (0,)))
+    return Disk(History(tuple(make(2 * n, 2 * n + 1) for n, make in enumerate(operations)), (0,), (0,), (0,)))
 
 
 def make(folder: int, name: str, node: int, *, is_folder: bool = False) -> Callable[[int, int], Operation]:
@@ -114,7 +114,7 @@ def test_only_what_is_synced_is_sure_to_be_there() -> None:
 
 
 def test_what_a_sync_began_before_is_not_kept_by_it() -> None:
-    overlapping = History((Create(0, 1, ROOT, "a", 1, is_folder=False), Sync(0, 2, ROOT)), (0,), (0,))
+    overlapping = History((Create(0, 1, ROOT, "a", 1, is_folder=False), Sync(0, 2, ROOT)), (0,), (0,), (0,))
     assert Disk(overlapping).build_tree(2, {}) == {}
 
 
