@@ -475,7 +475,7 @@ class RunDirectory:
 
         newest = TierLoad(self._tier, self._current_ranks(), self._timeout, resumes=True)
         try:
-            newest.assemble_newest(self._tier.newest)
+            newest.assemble_latest(self._tier.newest)
         except (CorruptCheckpointError, StorageError):  # the folder was removed, or its bytes are lost
             self._tier.forget_undrained()
             raise

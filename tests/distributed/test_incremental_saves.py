@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +17,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import rankless
+from rankless.errors import StorageError
+from rankless.save import drain_attempts
+from rankless.save.training_save import TrainingSave
 from tests.helpers.examples import examples
 from tests.helpers.file_contents import read_state_files
 from tests.helpers.pool import Ranks
@@ -230,3 +238,44 @@ def test_a_checkpoint_of_few_bytes_shares_nothing(tmp_path: Path, elements: int,
         rankless.save_checkpoint(tmp_path, tag, {"w": torch.zeros(elements)})
     (file,) = (tmp_path / "b" / "model").iterdir()
     assert file.stat().st_nlink == links
+
+
+def save_with_a_drain_that_fails_once(path: str) -> None:
+    """Save twice. In the first attempt to drain the second save rank 2 fails, in the next one rank 3 is late."""
+    rank = dist.get_rank()
+    host = str(rank // 2)
+    board = Path(path).parent / f"board {host}"
+    board.mkdir(exist_ok=True)
+    write_files, attempts = TrainingSave.write_files, 0
+
+    def fail_once(*arguments: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if rank == 2 and attempts == 1:
+            raise StorageError(errno.EIO, "a broken disk")
+        if rank == 3 and attempts == 2:
+            time.sleep(0.3)
+        return write_files(*arguments)
+
+    with simulated_host(host, str(board)):
+        model: Any = nn.Sequential(*(nn.Linear(64, 64).requires_grad_(layer > 1) for layer in range(4)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=lambda p: Shard(min(1, p.dim() - 1)))
+        tier = rankless.LocalTier(f"{path} tier {host}", drain_every=1)
+        directory = rankless.RunDirectory(path, frozen="apart", local=tier)
+        directory.save("s000", model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0 if parameter.requires_grad else 0.0)
+        with (
+            mock.patch.object(TrainingSave, "write_files", fail_once),
+            mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.05),
+        ):
+            directory.save("s001", model)
+        rankless.RunDirectory(f"{path} full", frozen="apart").save("s001", model)
+
+
+def test_a_second_attempt_to_drain_reads_no_messages_of_the_first(ranks: Ranks, tmp_path: Path) -> None:
+    """The first one shares files, so ranks exchange less in it."""
+    path = tmp_path / "run"
+    ranks(4, save_with_a_drain_that_fails_once, str(path))
+    assert read_state_files(path / "s001") == read_state_files(tmp_path / "run full" / "s001")

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -195,3 +196,36 @@ def test_a_forked_process_cannot_wait_for_the_save_and_collects_garbage_again(tm
         handle.wait()
     assert "runs in the process that this one was forked from" in message
     assert collects
+
+
+def save_in_fork(directory: rankless.RunDirectory, tags: dict[str, float]) -> None:
+    for tag, value in tags.items():
+        directory.save(tag, {"w": torch.full((3,), value)}, step=value)
+    directory.wait()
+
+
+def latest(run: Path) -> tuple[str, float]:
+    state = {"w": torch.zeros(3)}
+    loaded = rankless.restore(run, None, state)
+    return loaded.tag, float(state["w"][0])
+
+
+class TestLocalTier:
+    """A forked process saves into the tier as a part of the job."""
+
+    def test_numbers_go_on_although_the_folder_was_removed(self, tmp_path: Path) -> None:
+        run, folder = tmp_path / "run", tmp_path / "tier"
+        directory = rankless.RunDirectory(run, local=rankless.LocalTier(folder, drain_every=1), keep=1)
+        save_in_fork(directory, {"step_1": 1.0})
+        run_in_fork(lambda: save_in_fork(directory, {"step_2": 2.0, "step_3": 3.0}))
+        shutil.rmtree(folder)
+        save_in_fork(directory, {"step_4": 4.0})
+        assert latest(run) == ("step_4", 4.0)
+
+    def test_the_end_of_the_job_drains_what_a_forked_process_has_saved(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        directory = rankless.RunDirectory(run, local=rankless.LocalTier(tmp_path / "tier", drain_every=100))
+        save_in_fork(directory, {"step_1": 1.0})
+        run_in_fork(lambda: save_in_fork(directory, {"step_2": 2.0}))
+        directory.finalize()
+        assert latest(run) == ("step_2", 2.0)

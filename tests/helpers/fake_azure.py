@@ -58,6 +58,10 @@ class Recorded:
     headers: Mapping[str, str]
 
     @property
+    def copies(self) -> bool:
+        return "x-ms-copy-source" in self.headers
+
+    @property
     def kind(self) -> str:
         comp = self.query.get("comp", "")
         if comp == "list":
@@ -78,8 +82,8 @@ class FakeAzure(FakeStore):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The most entries of a page.
-        self.page = 5000
+        #: The most entries of a page, and whether objects can be copied.
+        self.page, self.copies = 5000, True
 
     def store_at(self, endpoint: str, **options: Any) -> Azure:
         return Azure(ACCOUNT, endpoint, **({"credentials": KEY, "retry_seconds": 5.0} | options))
@@ -151,10 +155,25 @@ class FakeAzure(FakeStore):
         return self._get(key, query, {}, b"")
 
     def _put(self, key: str, query: Any, headers: Mapping[str, str], body: bytes) -> HttpResponse:
+        if (source := headers.get("x-ms-copy-source")) is not None:
+            return self._copy(unquote(urlsplit(source).path).removeprefix(f"/{BUCKET}/"), key, headers)
         assert headers["x-ms-blob-type"] == "BlockBlob"
         if (refusal := self._check(key, headers, body)) is not None:
             return refusal
         return self._create(key, headers, body)
+
+    def _copy(self, source: str, key: str, headers: Mapping[str, str]) -> HttpResponse:
+        """Copy an object. A look at it later says that the copy has ended."""
+        blob = self.objects.get(source)
+        if not self.copies:
+            return self.failure(403, "CannotVerifyCopySource")
+        if blob is None:
+            return self.failure(404, "CannotVerifyCopySource")
+        if headers.get("x-ms-source-if-match", blob.etag) != blob.etag:
+            return self.failure(412, "SourceConditionNotMet")
+        answer = self._create(key, {**blob.notes, "x-ms-meta-copied": ""}, blob.data)
+        self.objects[key].notes = {**blob.notes, "x-ms-copy-status": "success"}
+        return HttpResponse(202, {**answer.headers, "x-ms-copy-status": "pending"})
 
     def _check(self, key: str, headers: Mapping[str, str], body: bytes) -> HttpResponse | None:
         if headers["x-ms-content-crc64"] != encode_crc(body):

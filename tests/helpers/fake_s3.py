@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -43,6 +43,7 @@ class Profile:
     #: The status of the refusal to replace a version, whichever it is; 0 if the version is compared.
     refuses_to_replace: int = 0
     equal_parts: bool = False
+    copies: bool = True
 
 
 AWS = Profile(tells_part_crc=True)
@@ -96,6 +97,7 @@ class Recorded:
     key: str
     query: Mapping[str, str]
     nbytes: int = 0
+    copies: bool = False
 
     @property
     def kind(self) -> str:
@@ -125,7 +127,8 @@ class FakeS3(FakeStore):
         parts = urlsplit(target)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         query = dict(parse_qsl(parts.query, keep_blank_values=True))
-        recorded = Recorded(method, key, query, len(body))
+        copies = self._copy_source in {name.lower() for name in headers}
+        recorded = Recorded(method, key, query, len(body), copies)
         with self.lock:
             self.requests.append(recorded)
         if (instead := self.on_request(recorded, "before")) is not None:
@@ -166,6 +169,8 @@ class FakeS3(FakeStore):
         return HttpResponse(response.status, {**response.headers, **length}, b"")
 
     def _put(self, key: str, query: Any, headers: Mapping[str, str], body: bytes) -> HttpResponse:
+        if (source := headers.get(self._copy_source)) is not None:
+            return self._copy(unquote(source).removeprefix(f"/{BUCKET}/"), key, headers)
         if not self._is_crc_right(headers, body):
             return failure(400, "BadDigest")
         condition = ("x-goog-if-generation-match", "0") if self.profile.is_google else ("if-none-match", "*")
@@ -175,6 +180,24 @@ class FakeS3(FakeStore):
             return refusal
         self.objects[key] = StoredObject(body, md5(body), encode_crc(body), time=self.clock(), md5=md5_base64(body))
         return self._answer_to(body)
+
+    @property
+    def _copy_source(self) -> str:
+        return "x-goog-copy-source" if self.profile.is_google else "x-amz-copy-source"
+
+    def _copy(self, source: str, key: str, headers: Mapping[str, str]) -> HttpResponse:
+        if not self.profile.copies:
+            return failure(501, "NotImplemented")
+        stored = self.objects.get(source)
+        if stored is None:
+            return failure(404, "NoSuchKey")
+        if headers.get(f"{self._copy_source}-if-match", stored.etag) != stored.etag:
+            return failure(412, "PreconditionFailed")
+        self.objects[key] = replace(stored, time=self.clock(), generation=str(next(_generations)))
+        told = (
+            f"<ChecksumCRC64NVME>{encode_crc(stored.data)}</ChecksumCRC64NVME>" if self.profile.tells_full_crc else ""
+        )
+        return xml(f"<CopyObjectResult><ETag>{escape(stored.etag)}</ETag>{told}</CopyObjectResult>")
 
     def _refuse_version(self, stored: StoredObject | None, headers: Mapping[str, str]) -> HttpResponse | None:
         """Refuse a write of an object that is not the version which the request names."""

@@ -33,7 +33,7 @@ def test_whole_pages_of_unchanged_blocks_are_cloned(tmp_path: Path) -> None:
     files = BaseFiles(base, CheckpointFiles(tmp_path, plan), sharing, linked=[0])
     files.files.create_file(0)
     with mock.patch.object(block_crcs, "BLOCK_BYTES", BLOCK):
-        omitted = files.settle({1: [1, 3]})
+        omitted = files.settle({1: [1, 3]}).omitted
     origin = file.data_start + file.entries["w"].data_offsets[0]
     assert origin % PAGE
     unchanged = [(origin + BLOCK, origin + 2 * BLOCK), (origin + 3 * BLOCK, origin + 4 * BLOCK)]

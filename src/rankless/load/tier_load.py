@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from rankless.engine.comm.session import RankGroup, Session
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.errors import StorageError
+from rankless.errors import CorruptCheckpointError, StorageError
 from rankless.load.part_assembler import PartAssembler
 from rankless.load.part_fetch import PartFetch
 from rankless.load.rank_reads import Reads
@@ -73,9 +75,36 @@ class TierLoad:
             self._assembler = PartAssembler(self.tier, self._ranks, self._hosts, key)
         self.assembly = self._assembler.assemble(session)
 
-    def assemble_newest(self, key: GenerationKey) -> None:
-        """Assemble and verify the generation that this job has saved last."""
+    def assemble_latest(self, key: GenerationKey) -> None:
+        """Assemble and verify the generation that this job has saved last.
+
+        It is the one with this key, or a later one of a process that was forked from one of this job.
+        """
         session = self._ranks.open_session(self._timeout)
+        later = self._find_later(session)
+        if later is not None:
+            try:
+                self._assemble(session, later)
+            except (CorruptCheckpointError, StorageError):  # that process has died before all of it was there
+                session = self._ranks.open_session(self._timeout)
+            else:
+                self.tier.note_complete(later)
+                return
+        self._assemble(session, key)
+
+    def _find_later(self, session: Session) -> GenerationKey | None:
+        """Return the newest generation of this job that is later than those of its processes, on any host."""
+
+        def choose(posted: list[bytes]) -> bytes:
+            keys = [msgspec.msgpack.decode(raw, type=GenerationKey | None) for raw in posted]
+            return msgspec.msgpack.encode(max((key for key in keys if key is not None), default=None))
+
+        _, raw = session.vote(
+            "looking for later checkpoints of the job", self.tier.find_later, msgspec.msgpack.encode, choose
+        )
+        return msgspec.msgpack.decode(raw, type=GenerationKey | None)
+
+    def _assemble(self, session: Session, key: GenerationKey) -> None:
         self._hosts = gather_hosts(self.tier, session)
         self._assembler = PartAssembler(self.tier, self._ranks, self._hosts, key)
         session.run_on_all("verifying the local tier", self._assembler.verify_share)

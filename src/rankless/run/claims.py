@@ -8,6 +8,7 @@ vote of the save tells all ranks.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import secrets
@@ -101,14 +102,23 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Numbering:
-    """The highest sequence number that this process has given to a checkpoint in a local tier of a run directory."""
+    """The highest sequence number that this process has given to a checkpoint in a local tier of a run directory.
+
+    Processes that are forked from it share the number: they save as a part of its job, and no list of a directory in
+    memory shows what another one has saved if that was removed.
+    """
 
     def __init__(self) -> None:
-        self.highest = 0
+        self._shared = mmap.mmap(-1, 8)
+
+    @property
+    def highest(self) -> int:
+        """The highest number that any of these processes has noted."""
+        return int.from_bytes(self._shared[:], "little")
 
     def note(self, sequence: int) -> None:
         """Note the sequence number of a checkpoint."""
-        self.highest = max(self.highest, sequence)
+        self._shared[:] = max(self.highest, sequence).to_bytes(8, "little")
 
 
 #: The numberings of this process. The tier of a directory may be ahead of it, also when no object uses it any more.

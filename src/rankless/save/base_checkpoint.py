@@ -1,8 +1,11 @@
-"""The base of an incremental save: the checkpoint that this process saved or loaded last."""
+"""The base of an incremental save: the checkpoint that this process saved or loaded last.
+
+In an object store, it is the one that this process has uploaded last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +15,10 @@ import msgspec
 from rankless.engine.io.tensor_bytes import TensorVersion
 from rankless.errors import RanklessError
 from rankless.formats.native import read_manifest
+from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.storage.links_and_clones import FileIdentity, Sharing, identify_file
+from rankless.storage.object_path import ObjectPath
 
 #: The versions of tensors by group and name.
 TensorVersions = Mapping[tuple[str, str], TensorVersion]
@@ -30,7 +35,8 @@ class BaseCheckpoint(msgspec.Struct, frozen=True):
     """The checkpoint with this ``id`` in the directory ``path``.
 
     ``files`` are, on rank 0, its tensor files by their paths inside the checkpoint, and ``sequence`` is its number.
-    ``versions`` are those of this rank's frozen parameters when the checkpoint was saved.
+    ``versions`` are those of this rank's frozen parameters when the checkpoint was saved. ``sharing_saves`` counts the
+    saves from the last full one to it, on rank 0; it is ``None`` if it was loaded.
     """
 
     path: Path
@@ -38,37 +44,65 @@ class BaseCheckpoint(msgspec.Struct, frozen=True):
     sequence: int = 0
     files: Mapping[str, BaseFile] = msgspec.field(default_factory=dict)
     versions: TensorVersions = msgspec.field(default_factory=dict)
+    sharing_saves: int | None = None
 
-    def is_full_due(self, sequence: int, keep_full_every: int) -> bool:
-        """Return whether the checkpoint number ``sequence`` must share nothing with this one.
 
-        Of all checkpoints of a run directory, those with a multiple of ``keep_full_every`` as number are full.
-        """
-        return sequence // keep_full_every != self.sequence // keep_full_every
+class UploadedFile(NamedTuple):
+    """A file that was uploaded: its layout, its ETag, its record in the manifest, and its header, which has CRCs."""
+
+    file: DataFile
+    etag: str
+    record: FileRecord
+    header: bytes
+
+
+class UploadedBase(msgspec.Struct, frozen=True):
+    """The checkpoint with this ``id`` and number in the folder ``path`` of an object store.
+
+    ``files`` are, on rank 0, its tensor files by their paths inside the checkpoint. ``versions`` and ``sharing_saves``
+    are as in :class:`BaseCheckpoint`.
+    """
+
+    path: ObjectPath
+    id: str
+    sequence: int
+    files: Mapping[str, UploadedFile] = msgspec.field(default_factory=dict)
+    versions: TensorVersions = msgspec.field(default_factory=dict)
+    sharing_saves: int | None = None
 
 
 class KnownRun(msgspec.Struct):
     """The knowledge of this process about a run that it writes into.
 
-    ``checkpoint`` is the base of the next save, if there is one. ``sharing`` is what is known about the file system,
-    and ``has_checked_store`` whether an object store was asked if it honours conditions.
+    ``checkpoint`` is the base of the next save, if there is one; ``uploaded`` in an object store. ``sharing`` is what
+    is known about the file system, ``has_checked_store`` whether an object store was asked if it honours conditions,
+    and ``makes_copies`` is false if it has refused to copy an object.
     """
 
     checkpoint: BaseCheckpoint | None = None
+    uploaded: UploadedBase | None = None
+    makes_copies: bool = True
     sharing: Sharing = msgspec.field(default_factory=Sharing)
     has_checked_store: bool = False
 
 
+def count_sharing_saves(base: BaseCheckpoint | UploadedBase, keep_full_every: int) -> int:
+    """Return how many saves share with the last full one if the next one does; 0 if that must be full.
+
+    One of ``keep_full_every`` checkpoints is full. Of a base that was loaded, its number says how many there may be.
+    """
+    saves = base.sequence % keep_full_every if base.sharing_saves is None else base.sharing_saves
+    return (saves + 1) % keep_full_every
+
+
 def identify_files(folder: Path, manifest: Manifest) -> dict[str, BaseFile]:
     """Return the tensor files of a checkpoint in ``folder``."""
-    return dict(_iter_files(folder, manifest))
-
-
-def _iter_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, BaseFile]]:
+    files = {}
     for name, record in manifest.files.items():
         identity = identify_file(folder / name) if record.header_size else None
         if identity is not None and identity.size == record.size:
-            yield name, BaseFile(identity, record)
+            files[name] = BaseFile(identity, record)
+    return files
 
 
 def loaded_base(path: Path, identity: str, *, is_coordinator: bool) -> BaseCheckpoint | None:

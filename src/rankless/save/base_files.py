@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,8 @@ from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.ondisk import block_crcs
 from rankless.ondisk.data_files import DataFile
-from rankless.save.base_checkpoint import BaseCheckpoint
+from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile
+from rankless.save.shared_files import SettledFiles
 from rankless.storage import posix
 from rankless.storage.links_and_clones import MIN_CLONE_BYTES, Sharing, is_fragmented, make_read_only
 
@@ -32,7 +34,7 @@ _PAGE_BYTES = 4096
 
 
 class BaseFiles(msgspec.Struct, dict=True):
-    """The files of the base that the new checkpoint in ``files`` may share.
+    """The files of the base that the new checkpoint in ``files`` may share: the :class:`SharedFiles` of a folder.
 
     ``crcs`` are the CRCs of the blocks of all tensors in the files that are linked, by the tensor's number.
     """
@@ -42,6 +44,11 @@ class BaseFiles(msgspec.Struct, dict=True):
     sharing: Sharing
     crcs: dict[int, list[int]] = msgspec.field(default_factory=dict)
     linked: list[int] = msgspec.field(default_factory=list)
+
+    @property
+    def base_path(self) -> Path:
+        """See :class:`SharedFiles`."""
+        return self.base.path
 
     def link_files(self, numbers: Iterable[int]) -> list[int]:
         """Link some files of the base, by their numbers in the plan. Return those that could be linked.
@@ -69,11 +76,8 @@ class BaseFiles(msgspec.Struct, dict=True):
         posix.remove_file(target)
         return False
 
-    def settle(self, matching: Mapping[int, Collection[int]]) -> OmittedRanges:
-        """Keep the links of unchanged files, and replace the others by files to be written.
-
-        ``matching`` has the blocks of each tensor that are unchanged. Return the ranges that need not be written.
-        """
+    def settle(self, matching: Mapping[int, Collection[int]]) -> SettledFiles:
+        """See :class:`SharedFiles`. The links of unchanged files stay, the others are replaced by files."""
         omitted: dict[int, list[ElementRange]] = {}
         linked, self.linked = self.linked, []
         for number in linked:
@@ -89,7 +93,23 @@ class BaseFiles(msgspec.Struct, dict=True):
             ranges = self._replace_link(number, list(self._ranges_to_clone(number, matching)))
             if ranges:
                 omitted[number] = ranges
-        return omitted
+        shared = sum(stop - start for ranges in omitted.values() for start, stop in ranges)
+        posix.check_space(self.files.folder, sum(file.size for file in self._plan.files) - shared)
+        return SettledFiles(omitted)
+
+    def check_links(self, files: dict[str, BaseFile]) -> Mapping[str, BaseFile]:
+        """Check that no linked file was changed since it was linked, and return ``files``, right before the commit.
+
+        Raises ``CorruptCheckpointError``.
+        """
+        for number in self.linked:
+            path = self._plan.files[number].path
+            if path not in files or files[path].identity != self.base.files[path].identity:
+                raise CorruptCheckpointError(
+                    f"{self.base.path / path} was changed by another program while the new checkpoint was about to "
+                    "share it; the next save writes everything. Nothing was saved"
+                )
+        return files
 
     def _replace_link(self, number: int, ranges: list[ElementRange]) -> list[ElementRange]:
         """Create a new file in place of a link. Return the ranges of it that are cloned from the linked file."""
@@ -115,7 +135,7 @@ class BaseFiles(msgspec.Struct, dict=True):
                 yield ElementRange(low, high)
 
     def unchanged_blocks(self, omitted: OmittedRanges) -> UnchangedBlocks:
-        """Return the CRCs of the blocks that have bytes in the ``omitted`` ranges, which are of unchanged blocks."""
+        """See :class:`SharedFiles`."""
         by_tensor: dict[int, dict[int, int]] = {}
         for number, ranges in omitted.items():
             file = self._plan.files[number]

@@ -32,13 +32,21 @@ from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import confirm_lock
 from rankless.run.scan import CheckpointInfo
-from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile, KnownRun, TensorVersions, identify_files
+from rankless.save.base_checkpoint import (
+    BaseCheckpoint,
+    BaseFile,
+    KnownRun,
+    TensorVersions,
+    count_sharing_saves,
+    identify_files,
+)
 from rankless.save.run_output import LiveTensors, NewTag, SavedContent, WritingRanks
 from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
 from rankless.storage.filesystem_kind import forget_names
 
 if TYPE_CHECKING:
+    from rankless.save.base_files import BaseFiles
     from rankless.save.incremental import IncrementalSave
 
 #: The bytes of a checkpoint from which on anything is shared. Samples, links and hashes take 2 ms, and to write so few
@@ -82,6 +90,8 @@ class RunFolderOutput:
         self.shared_nbytes = 0
         #: What finds unchanged bytes, if there is a base.
         self._incremental: IncrementalSave | None = None
+        #: On rank 0, the files of the base that are linked.
+        self._base_files: BaseFiles | None = None
         self._pending = PendingDirectory(self._path, HiddenName(str(new.tag), "", "", "partial"))  # not created
         self._witness: int | None = None
         self._versions: TensorVersions = {}
@@ -91,6 +101,8 @@ class RunFolderOutput:
         self._saved: KnownCheckpoint | None = None
         self._removes_old = self._replaces_corrupt = False
         self._committed_files: Mapping[str, BaseFile] = {}
+        #: On rank 0, how many saves share with the last full one if this one does.
+        self._sharing_saves = 0
 
     @property
     def _files(self) -> CheckpointFiles:
@@ -106,7 +118,7 @@ class RunFolderOutput:
             return b""
         from rankless.save.incremental import IncrementalSave  # noqa: PLC0415 - small and first saves share nothing
 
-        self._incremental = IncrementalSave(self._session, base, self._known.sharing)
+        self._incremental = IncrementalSave(self._session, base.path, base.versions)
         self._incremental.set_plan(plan, tensors.tensors, tensors.number)
         return _encode(_Samples(base.id, self._incremental.sample_files(tensors.frozen)))
 
@@ -128,7 +140,7 @@ class RunFolderOutput:
         name = saved.id if self._attempt == 0 else secrets.token_hex(8)
         self._pending = self._make_pending(saved.run, name)
         self._clean_up(saved.run)
-        whole, some = self._create_files([] if self._incremental is None else self._select_samples(saved, posted))
+        whole, some = self._create_files([] if self._incremental is None else self._select_samples(posted))
         self._begun = _BegunFolder(saved.run, name, whole, some)
         return _encode(self._begun)
 
@@ -141,11 +153,13 @@ class RunFolderOutput:
         clean_up(self._new.run, run)
         clean_up_first_saves(self._new.run, self._new.tag)
 
-    def _select_samples(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> list[list[FileSamples]]:
+    def _select_samples(self, posted: Sequence[bytes]) -> list[list[FileSamples]]:
         """Return the samples of all ranks; none if all files are to be written."""
         base = self._base
-        if base is None or not all(posted) or base.is_full_due(saved.sequence, self._new.keep_full_every):
+        saves = 0 if base is None else count_sharing_saves(base, self._new.keep_full_every)
+        if base is None or not all(posted) or not saves:
             return []
+        self._sharing_saves = saves
         ranks = [msgspec.msgpack.decode(raw, type=_Samples) for raw in posted]
         return [rank.files for rank in ranks] if {rank.base for rank in ranks} == {base.id} else []
 
@@ -156,15 +170,25 @@ class RunFolderOutput:
         Return the files that may be unchanged, which are links: as a whole, and in part.
         """
         sizes = [file.size for file in self._plan.files]
-        if self._incremental is None or not samples:
+        base = self._base
+        if self._incremental is None or base is None or not samples:
             self._pending.create(sum(sizes))
             self._files.create_files()
             return [], []
-        chosen = self._incremental.choose_candidates(samples)
+        chosen = self._incremental.choose_candidates(samples, clones=self._known.sharing.clones)
         self._pending.create(sum(sizes) - sum(sizes[number] for number in chosen.numbers()))
-        linked = self._incremental.link_files(self._files, chosen)
+        linked = chosen.restrict_to(self._link_files(base, chosen.numbers()))
         self._files.create_files(existing=set(linked.numbers()))
         return linked.whole, linked.partial
+
+    def _link_files(self, base: BaseCheckpoint, numbers: Sequence[int]) -> Sequence[int]:
+        """Link files of the base in the pending directory, on rank 0. Return the numbers of those that are links."""
+        from rankless.save.base_files import BaseFiles  # noqa: PLC0415 - as above
+
+        if self._incremental is None or not numbers:
+            return ()
+        self._base_files = self._incremental.files = BaseFiles(base, self._files, self._known.sharing)
+        return self._base_files.link_files(numbers)
 
     def join(self, begun: bytes) -> None:
         """See :class:`RunOutput`."""
@@ -201,7 +225,7 @@ class RunFolderOutput:
             unchanged = NOTHING_UNCHANGED if sharing is None else sharing.unchanged
             committed = self._files.finalize(fragments, small_files, content.make_manifest, unchanged)
             files = identify_files(self._pending.path, committed)
-            self._committed_files = files if sharing is None else sharing.check_links(files)
+            self._committed_files = files if self._base_files is None else self._base_files.check_links(files)
             self._publish(CheckpointInfo.of(self._path, committed))
             return manifest.encode_manifest(committed)
 
@@ -209,7 +233,12 @@ class RunFolderOutput:
         committed = manifest.decode_manifest(raw, manifest.NAME)
         if self._known.checkpoint is self._base:  # else a load has replaced it
             self._known.checkpoint = BaseCheckpoint(
-                self._path, committed.id, committed.sequence, self._committed_files, self._versions
+                self._path,
+                committed.id,
+                committed.sequence,
+                self._committed_files,
+                self._versions,
+                self._sharing_saves if self.shared_nbytes else 0,
             )
         return CheckpointInfo.of(self._path, committed)
 

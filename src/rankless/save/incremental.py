@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -22,17 +23,15 @@ from rankless.engine.comm.session import Session
 from rankless.engine.integrity.base_comparison import BaseComparison, FileSamples
 from rankless.engine.integrity.block_sums import BlockSums, concatenate_sums
 from rankless.engine.integrity.crc_gather import vote_with_sums
-from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED, CheckpointFiles
+from rankless.engine.io.checkpoint_files import NOTHING_UNCHANGED
 from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.omitted_ranges import OmittedRanges, omit_ranges
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
-from rankless.errors import CorruptCheckpointError, TornSnapshotError
+from rankless.errors import TornSnapshotError
 from rankless.process.prepared_types import prepared
-from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile, TensorVersions
-from rankless.save.base_files import BaseFiles
-from rankless.storage.links_and_clones import Sharing
-from rankless.storage.posix import check_space
+from rankless.save.base_checkpoint import TensorVersions
+from rankless.save.shared_files import SharedFiles
 
 #: The share of the bytes of a save from which on sharing is worth its vote. States of random generators, which many
 #: trainings never use, are less.
@@ -61,25 +60,30 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's decision on the hashes: the ranges that need not be written, and whether some are trusted."""
+    """Rank 0's decision on the hashes: ranges that need not be written, if some are trusted, and what has begun."""
 
     omitted: dict[int, Sequence[ElementRange]]
     has_trusted: bool
+    begun: bytes = b""
 
 
 class IncrementalSave:
-    """The part of a save that finds what it can share with a base."""
+    """The part of a save that finds what it can share with a base.
 
-    def __init__(self, session: Session, base: BaseCheckpoint, sharing: Sharing) -> None:
-        self._session, self._base, self._sharing = session, base, sharing
+    ``folder`` has the files of the base, if they can be read in no time, and ``versions`` are those of this rank's
+    frozen parameters when the base was saved.
+    """
+
+    def __init__(self, session: Session, folder: Path | None, versions: TensorVersions) -> None:
+        self._session, self._folder, self._base_versions = session, folder, versions
         self._plan: SavePlan = EMPTY_PLAN
         self._tensors: Mapping[tuple[str, str], TensorBytes] = {}
         self._number = 0
-        #: On rank 0, what the new checkpoint shares.
+        #: On rank 0, the files of the base that may be shared, and what the new checkpoint shares.
+        self.files: SharedFiles | None = None
         self.unchanged = NOTHING_UNCHANGED
-        #: The bytes of tensors that the new checkpoint shares.
-        self.shared_nbytes = 0
-        self._base_files: BaseFiles | None = None
+        #: The bytes of tensors that the new checkpoint shares, and what all ranks must know of the files to be written.
+        self.shared_nbytes, self.begun = 0, b""
         #: On rank 0, the sums of the bytes that were hashed before the call returned.
         self._sums: BlockSums | None = None
         #: The tensors that are to be hashed in the background.
@@ -98,25 +102,18 @@ class IncrementalSave:
         numbers = {number for number, key in enumerate(self._plan.tensors) if key in frozen}
         return self._compare(self._tensors).sample_files(numbers)
 
-    def choose_candidates(self, samples: Sequence[Sequence[FileSamples]]) -> Candidates:
+    def choose_candidates(self, samples: Sequence[Sequence[FileSamples]], *, clones: bool) -> Candidates:
         """Return the files that may be unchanged, by the samples of all ranks, if sharing them saves much.
 
-        Called on rank 0.
+        Called on rank 0. ``clones``: parts of files can be shared, too.
         """
         by_file = list(zip(*samples, strict=True))
         whole = [number for number, ranks in enumerate(by_file) if all(rank.all_match for rank in ranks)]
         matching = {number for number, ranks in enumerate(by_file) if any(rank.any_match for rank in ranks)}
-        candidates = Candidates(whole, sorted(matching.difference(whole)) if self._sharing.clones else [])
+        candidates = Candidates(whole, sorted(matching.difference(whole)) if clones else [])
         sizes = [file.size for file in self._plan.files]
         shared = sum(sizes[number] for number in candidates.numbers())
         return candidates if shared >= _MIN_SHARE * sum(sizes) else Candidates()
-
-    def link_files(self, files: CheckpointFiles, candidates: Candidates) -> Candidates:
-        """Link candidates in the pending directory. Return those that could be linked. Called on rank 0."""
-        if not candidates.numbers():
-            return Candidates()
-        self._base_files = BaseFiles(self._base, files, self._sharing)
-        return candidates.restrict_to(set(self._base_files.link_files(candidates.numbers())))
 
     def omit_unchanged(self, whole: Collection[int], partial: Collection[int], versions: TensorVersions) -> SavePlan:
         """Hash the candidates, and return the plan without what need not be written. All ranks must call this.
@@ -124,12 +121,7 @@ class IncrementalSave:
         ``whole`` files may be unchanged, and parts of ``partial`` ones. Frozen parameters that have the same
         ``versions`` as in the base are trusted for now.
         """
-        base = self._base
-        trusted = {
-            number
-            for number, key in enumerate(self._plan.tensors)
-            if key in versions and versions[key].changes >= 0 and versions[key] == base.versions.get(key)
-        }
+        trusted = {number for number, key in enumerate(self._plan.tensors) if self.has_version(key, versions)}
 
         def hash_candidates() -> BlockSums:
             return self._compare(self._tensors).sum_files({*whole}, {*partial}, trusted)
@@ -138,7 +130,7 @@ class IncrementalSave:
             self._session, "finding unchanged bytes", hash_candidates, self._settle, self._plan.rank_order
         )
         decision = msgspec.msgpack.decode(raw, type=_UnchangedDecision)
-        self._has_trusted = decision.has_trusted
+        self._has_trusted, self.begun = decision.has_trusted, decision.begun
         self.shared_nbytes = sum(
             stop - max(start, self._plan.files[number].data_start)
             for number, ranges in decision.omitted.items()
@@ -149,33 +141,35 @@ class IncrementalSave:
             self._trusted = {number: self._tensors[self._plan.tensors[number]] for number in kept}
         return omit_ranges(self._plan, decision.omitted)
 
+    def find_frozen_files(self, versions: TensorVersions) -> list[int]:
+        """Return the files of which this rank has only frozen parameters that torch has not seen change."""
+        changed = {
+            number
+            for number, key in enumerate(self._plan.tensors)
+            if key in self._tensors and not self.has_version(key, versions)
+        }
+        return [number for number, tensors in enumerate(self._tensors_of_files()) if not changed.intersection(tensors)]
+
+    def _tensors_of_files(self) -> list[range]:
+        """Return the numbers of the tensors of each file."""
+        stops = itertools.accumulate(len(file.entries) for file in self._plan.files)
+        return [range(stop - len(file.entries), stop) for file, stop in zip(self._plan.files, stops, strict=True)]
+
+    def has_version(self, key: tuple[str, str], versions: TensorVersions) -> bool:
+        """Return whether torch has seen no change of a frozen parameter since the base was saved."""
+        return key in versions and versions[key].changes >= 0 and versions[key] == self._base_versions.get(key)
+
     def _settle(self, sums: BlockSums) -> bytes:
         """Decide what is shared, and create the other files. Called on rank 0."""
-        files = self._base_files
-        if files is None:
-            raise AssertionError("rank 0 has linked the candidates")
-        omitted = files.settle(sums.matching_blocks(files.crcs, self._plan.tensor_sizes))
-        self.unchanged = files.unchanged_blocks(omitted)
-        shared = sum(stop - start for ranges in omitted.values() for start, stop in ranges)
-        check_space(files.files.folder, sum(file.size for file in self._plan.files) - shared)
-        self._sums = sums
-        return _encode(_UnchangedDecision(dict(omitted), bool(sums.trusted.any())))
+        files = self._require_files()
+        omitted, begun = files.settle(sums.matching_blocks(files.crcs, self._plan.tensor_sizes))
+        self.unchanged, self._sums = files.unchanged_blocks(omitted), sums
+        return _encode(_UnchangedDecision(dict(omitted), bool(sums.trusted.any()), begun))
 
-    def check_links(self, files: dict[str, BaseFile]) -> Mapping[str, BaseFile]:
-        """Check that no linked file was changed since it was linked, and return ``files``. Called on rank 0.
-
-        Raises ``CorruptCheckpointError``.
-        """
-        if self._base_files is None:
-            return files
-        for number in self._base_files.linked:
-            path = self._plan.files[number].path
-            if path not in files or files[path].identity != self._base.files[path].identity:
-                raise CorruptCheckpointError(
-                    f"{self._base.path / path} was changed by another program while the new checkpoint was about to "
-                    "share it; the next save writes everything. Nothing was saved"
-                )
-        return files
+    def _require_files(self) -> SharedFiles:
+        if self.files is None:
+            raise AssertionError("rank 0 has chosen files that may be shared")
+        return self.files
 
     def verify_trusted(self) -> None:
         """Hash the tensors that were trusted to be unchanged. All ranks must call this, before the commit.
@@ -198,10 +192,11 @@ class IncrementalSave:
 
     def _check_sums(self, later: BlockSums) -> bytes:
         """Raise ``TornSnapshotError`` if a shared block has not the CRC that it has in the base. Called on rank 0."""
-        if self._sums is None or self._base_files is None:
+        if self._sums is None:
             raise AssertionError("rank 0 has decided on the sums")
+        files = self._require_files()
         sums = concatenate_sums(self._sums.without_trust(), later)
-        matching = sums.matching_blocks(self._base_files.crcs, self._plan.tensor_sizes)
+        matching = sums.matching_blocks(files.crcs, self._plan.tensor_sizes)
         for tensor, crcs in self.unchanged.crcs.items():
             if not crcs.keys() <= matching.get(tensor, set()):
                 group, name = self._plan.tensors[tensor]
@@ -209,7 +204,7 @@ class IncrementalSave:
                     f"{group} tensor {name!r} is frozen, but changed during the save, or by something that torch does "
                     "not count (a write to .data, a merge of adapters) before it: save with "
                     'staging="eager" or staging_check="full". Or its file in '
-                    f"{self._base_files.base.path} is corrupt: the next save writes everything. Nothing was saved"
+                    f"{files.base_path} is corrupt: the next save writes everything. Nothing was saved"
                 )
         return b""
 
@@ -220,4 +215,4 @@ class IncrementalSave:
 
     def _compare(self, tensors: Mapping[tuple[str, str], TensorBytes]) -> BaseComparison:
         plan = self._plan
-        return BaseComparison(plan, lambda tensor: tensors[plan.tensors[tensor]], self._base.path, self._number)
+        return BaseComparison(plan, lambda tensor: tensors[plan.tensors[tensor]], self._folder, self._number)

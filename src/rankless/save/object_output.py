@@ -10,7 +10,7 @@ import errno
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -29,11 +29,15 @@ from rankless.run.corruption import find_corrupt
 from rankless.run.history import KnownCheckpoint
 from rankless.run.pointers import find_tag
 from rankless.run.scan import CheckpointInfo
-from rankless.save.base_checkpoint import KnownRun
+from rankless.save.base_checkpoint import KnownRun, TensorVersions, UploadedBase, count_sharing_saves
 from rankless.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
-from rankless.save.object_upload import ObjectUpload
+from rankless.save.object_upload import ObjectUpload, note_of
 from rankless.save.run_output import LiveTensors, NewTag, SavedContent, WritingRanks
 from rankless.storage.object_path import ObjectPath
+
+if TYPE_CHECKING:
+    from rankless.save.copied_files import CopiedFiles
+    from rankless.save.incremental import IncrementalSave
 
 
 @prepared
@@ -42,6 +46,16 @@ class _BegunUpload(msgspec.Struct, frozen=True, array_like=True):
 
     folder_id: str
     uploads: list[str]
+    #: The files, by number, that may be unchanged. If there are some, the uploads begin later.
+    unchanged: list[int] = []
+
+
+@prepared
+class _Unchanged(msgspec.Struct, frozen=True, array_like=True):
+    """The files, by number, of whose tensors this rank has seen no change since the base was saved; the base's id."""
+
+    base: str
+    files: list[int]
 
 
 class _OpenUpload(NamedTuple):
@@ -57,12 +71,16 @@ _encode = msgspec.msgpack.Encoder().encode
 class RunObjectOutput:
     """A :class:`rankless.save.run_output.RunOutput` in an object store."""
 
-    #: Objects cannot be linked.
-    shared_nbytes = 0
-
     def __init__(self, new: NewTag, run: ObjectPath, ranks: WritingRanks, known: KnownRun) -> None:
         self._new, self._run, self._ranks, self._known = new, run, ranks, known
-        self._plan = EMPTY_PLAN
+        self._plan, self._base, self.shared_nbytes = EMPTY_PLAN, known.uploaded, 0
+        self._versions: TensorVersions = {}
+        #: What finds unchanged bytes, if there is a base, and on rank 0 what has the store copy them.
+        self._incremental: IncrementalSave | None = None
+        self._copies: CopiedFiles | None = None
+        self._begun = _BegunUpload("", [])
+        #: On rank 0, how many saves share with the last full one if this one does.
+        self._sharing_saves = 0
         self._parts: _OpenUpload | None = None
         #: On rank 0, the checkpoint that is written.
         self._saved: KnownCheckpoint | None = None
@@ -74,9 +92,18 @@ class RunObjectOutput:
 
     def prepare(self, plan: SavePlan, tensors: LiveTensors | None = None, witness: int | None = None) -> bytes:
         """See :class:`RunOutput`."""
-        del tensors, witness
-        self._plan = plan
-        return b""
+        del witness
+        self._plan, base = plan, self._base
+        if tensors is None:
+            return b""
+        self._versions = tensors.versions
+        if base is None or not tensors.versions or not self._new.incremental or not self._known.makes_copies:
+            return b""
+        from rankless.save.incremental import IncrementalSave  # noqa: PLC0415 - few saves have frozen parameters
+
+        self._incremental = IncrementalSave(self._ranks.session, None, base.versions)
+        self._incremental.set_plan(plan, tensors.tensors, tensors.number)
+        return _encode(_Unchanged(base.id, self._incremental.find_frozen_files(tensors.versions)))
 
     def is_committed(self, checkpoint_id: str) -> bool:
         """See :class:`RunOutput`."""
@@ -85,11 +112,30 @@ class RunObjectOutput:
 
     def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> bytes:
         """See :class:`RunOutput`. Each attempt has a folder of its own: no two processes write one object."""
-        del posted
         self._saved = saved
         self._checks().before()
         folder_id = saved.id if self._ranks.attempt == 0 else secrets.token_hex(8)
-        return _encode(_BegunUpload(folder_id, self._open_parts(folder_id).upload.begin(saved.id)))
+        upload, unchanged = self._open_parts(folder_id).upload, self._choose_unchanged(saved, posted)
+        uploads = [] if unchanged else upload.begin(self._plan, saved.id)
+        return _encode(_BegunUpload(folder_id, uploads, unchanged))
+
+    def _choose_unchanged(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> list[int]:
+        """Return the files that may be unchanged, on rank 0: no rank has seen a change, and the base has them."""
+        base = self._base
+        if base is None or self._incremental is None or not posted or not all(posted):
+            return []
+        ranks = [msgspec.msgpack.decode(raw, type=_Unchanged) for raw in posted]
+        self._sharing_saves = count_sharing_saves(base, self._new.keep_full_every)
+        if {rank.base for rank in ranks} != {base.id} or not self._sharing_saves:
+            return []
+        from rankless.save.copied_files import CopiedFiles, can_be_copied  # noqa: PLC0415 - as above
+
+        files, chosen = self._plan.files, set.intersection(*({*rank.files} for rank in ranks))
+        numbers = [number for number in sorted(chosen) if can_be_copied(base, files[number])]
+        publication = self._require_parts().publication
+        copies = CopiedFiles(base, publication.folder, self._plan, numbers, note_of(saved.id))
+        self._copies = self._incremental.files = copies
+        return numbers
 
     def _checks(self) -> PublicationChecks:
         tier, tag = self._new.tier, self._new.tag
@@ -101,22 +147,39 @@ class RunObjectOutput:
 
     def _open_parts(self, folder_id: str) -> _OpenUpload:
         publication = ObjectPublication(self._run, self._new.tag, folder_id, self._checks())
-        self._parts = _OpenUpload(ObjectUpload(publication.folder, self._plan, self._ranks), publication)
+        self._parts = _OpenUpload(ObjectUpload(publication.folder, self._ranks), publication)
         return self._parts
 
     def join(self, begun: bytes) -> None:
         """See :class:`RunOutput`."""
-        decoded = msgspec.msgpack.decode(begun, type=_BegunUpload)
+        self._begun = decoded = msgspec.msgpack.decode(begun, type=_BegunUpload)
         parts = self._parts or self._open_parts(decoded.folder_id)
-        parts.upload.join(decoded.uploads)
+        if not decoded.unchanged:
+            parts.upload.join(self._plan, decoded.uploads)
 
     def omit_unchanged(self, *, trusts_versions: bool) -> SavePlan:
-        """See :class:`RunOutput`."""
-        del trusts_versions
+        """See :class:`RunOutput`. The uploads begin now if some files may have been unchanged."""
+        if self._incremental is not None and self._begun.unchanged:
+            self._share_unchanged(self._incremental, self._versions if trusts_versions else {})
         return self._plan
+
+    def _share_unchanged(self, incremental: IncrementalSave, trusted: TensorVersions) -> None:
+        """Find out which files the store copies, in a vote, and begin the uploads of all others."""
+        from rankless.save.copied_files import BegunCopies  # noqa: PLC0415 - as above
+
+        self._plan = incremental.omit_unchanged(self._begun.unchanged, (), trusted)
+        self.shared_nbytes = incremental.shared_nbytes
+        begun = msgspec.msgpack.decode(incremental.begun, type=BegunCopies)
+        upload = self._require_parts().upload
+        upload.join(self._plan, begun.uploads, begun.copied)
+        self._known.makes_copies = not begun.is_refused
+        if self._copies is not None:
+            upload.share(self._copies, incremental.unchanged)
 
     def verify_trusted(self) -> None:
         """See :class:`RunOutput`."""
+        if self._incremental is not None:
+            self._incremental.verify_trusted()
 
     def _require_parts(self) -> _OpenUpload:
         if self._parts is None:
@@ -132,7 +195,14 @@ class RunObjectOutput:
 
         upload, publication = self._require_parts()
         upload.send_parts(content.read_bytes, content.build_small_files, on_moved)
-        return CheckpointInfo.of(publication.folder, upload.finish(make_manifest, self._publish), self._new.tag)
+        written = upload.finish(make_manifest, self._publish)
+        if self._known.uploaded is self._base:
+            files = upload.describe_files() if self._ranks.session.rank == COORDINATOR_RANK else {}
+            saves = self._sharing_saves if self.shared_nbytes else 0
+            self._known.uploaded = UploadedBase(
+                publication.folder, written.id, written.sequence, files, self._versions, saves
+            )
+        return CheckpointInfo.of(publication.folder, written, self._new.tag)
 
     def _publish(self, finished: Manifest) -> Manifest:
         """Publish the checkpoint, on rank 0."""
@@ -176,5 +246,6 @@ class RunObjectOutput:
 
     def discard(self) -> None:
         """See :class:`RunOutput`."""
+        self._known.uploaded = None  # the next save writes everything
         if self._ranks.session.rank == COORDINATOR_RANK and self._parts is not None:
             self._parts.publication.discard()

@@ -5,40 +5,66 @@ When all data files are complete, rank 0 writes the small ones, the manifest las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rankless.engine.io.checkpoint_files import MakeManifest, build_headers, build_indexes
+from rankless.engine.io.checkpoint_files import (
+    NOTHING_UNCHANGED,
+    MakeManifest,
+    UnchangedBlocks,
+    build_headers,
+    build_indexes,
+)
 from rankless.engine.io.requests import Fragments, OnBytesMoved
 from rankless.engine.io.upload_target import FileFrame
-from rankless.engine.plan.save_plan import SavePlan
+from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import StateError
 from rankless.ondisk import block_crcs, manifest
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.save.base_checkpoint import UploadedFile
 from rankless.save.run_output import RankBytes, WritingRanks
 from rankless.save.shared_upload import SharedUpload, begin_uploads
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
 
+if TYPE_CHECKING:
+    from rankless.save.copied_files import CopiedFiles
+
+
+def note_of(checkpoint_id: str) -> Mapping[str, str]:
+    """Return what is stored with each object of a checkpoint."""
+    return {"rankless": checkpoint_id}
+
 
 class ObjectUpload:
     """One attempt to upload a checkpoint into ``folder``."""
 
-    def __init__(self, folder: ObjectPath, plan: SavePlan, ranks: WritingRanks) -> None:
-        self.folder, self._plan, self._ranks = folder, plan, ranks
+    def __init__(self, folder: ObjectPath, ranks: WritingRanks) -> None:
+        self.folder, self._plan, self._ranks = folder, EMPTY_PLAN, ranks
         self._shared: SharedUpload | None = None
-        #: On rank 0, the records of the files, and the files without tensor data.
-        self._records: list[FileRecord] = []
+        #: On rank 0, the files that the store copies, if there are some.
+        self._copies: CopiedFiles | None = None
+        self._unchanged = NOTHING_UNCHANGED
+        #: On rank 0, the headers and records of the files, and the files without tensor data.
+        self._headers: list[tuple[bytes, FileRecord]] = []
         self._small_files: Mapping[str, bytes] = {}
 
-    def begin(self, checkpoint_id: str) -> list[str]:
+    def begin(self, plan: SavePlan, checkpoint_id: str) -> list[str]:
         """Begin the upload of each file that has several parts, on rank 0, and return their ids; empty without one."""
-        files = {self.folder / file.path: file.size for file in self._plan.files}
-        return begin_uploads(files, {"rankless": checkpoint_id})
+        return begin_uploads({self.folder / file.path: file.size for file in plan.files}, note_of(checkpoint_id))
 
-    def join(self, uploads: Sequence[str]) -> None:
-        """Take part in the uploads with these ids."""
-        files = {self.folder / file.path: FileFrame(file.size, file.data_start) for file in self._plan.files}
-        self._shared = SharedUpload(self._plan, self._ranks, files, uploads)
+    def join(self, plan: SavePlan, uploads: Sequence[str], copied: Collection[int] = ()) -> None:
+        """Take part in the uploads with these ids. The ``plan`` has no bytes of files that are ``copied``."""
+        self._plan = plan
+        files = {
+            self.folder / file.path: FileFrame(0) if number in copied else FileFrame(file.size, file.data_start)
+            for number, file in enumerate(plan.files)
+        }
+        self._shared = SharedUpload(plan, self._ranks, files, uploads)
+
+    def share(self, copies: CopiedFiles, unchanged: UnchangedBlocks) -> None:
+        """Let the store copy files, on rank 0, when all others are complete. ``unchanged`` are their blocks."""
+        self._copies, self._unchanged = copies, unchanged
 
     def _require_shared(self) -> SharedUpload:
         if self._shared is None:
@@ -54,10 +80,9 @@ class ObjectUpload:
         """Send all parts without headers. ``build_small_files`` is called on rank 0 with the values of all ranks."""
 
         def build_all(fragments: Fragments, rank_values: Sequence[bytes]) -> list[bytes]:
-            finished = list(build_headers(self._plan, fragments))
-            self._records = [record for _, record in finished]
+            self._headers = list(build_headers(self._plan, fragments, self._unchanged))
             self._small_files = {**build_indexes(self._plan), **build_small_files(rank_values)}
-            return [header for header, _ in finished]
+            return [header for header, _ in self._headers]
 
         self._require_shared().send_parts(read_bytes, build_all, on_moved)
 
@@ -69,16 +94,27 @@ class ObjectUpload:
         shared = self._require_shared()
 
         def complete() -> bytes:
-            shared.complete_uploads([int(record.crc64nvme, 16) for record in self._records])
+            shared.complete_uploads([int(record.crc64nvme, 16) for _, record in self._headers])
+            if self._copies is not None:
+                shared.etags |= self._copies.copy_all()
             return manifest.encode_manifest(publish(self._write_small_files(make_manifest)))
 
         return manifest.decode_manifest(shared.finish(complete), manifest.NAME)
+
+    def describe_files(self) -> Mapping[str, UploadedFile]:
+        """Return the files of the checkpoint by their paths, on rank 0, for the next save that shares some."""
+        etags = self._require_shared().etags
+        return {
+            file.path: UploadedFile(file, etags[number], record, header)
+            for number, (file, (header, record)) in enumerate(zip(self._plan.files, self._headers, strict=True))
+            if etags.get(number)
+        }
 
     def _write_small_files(self, make_manifest: MakeManifest) -> Manifest:
         """Write the files without tensor data, the manifest last, and return it."""
         store, small_files = self.folder.store, self._small_files
         map_requests(lambda name: store.replace_small(self.folder / name, small_files[name]), sorted(small_files))
-        records = {file.path: record for file, record in zip(self._plan.files, self._records, strict=True)}
+        records = {file.path: record for file, (_, record) in zip(self._plan.files, self._headers, strict=True)}
         for name, data in small_files.items():
             records[name] = FileRecord(len(data), f"{block_crcs.crc64(data):016x}")
         finished = make_manifest(dict(sorted(records.items())))

@@ -37,6 +37,8 @@ class SaveOperation(ABC, Generic[Result]):
     def __init__(self, ranks: RankGroup, timeout: float) -> None:
         self._ranks, self._session = ranks, ranks.open_session(timeout)
         self._captured, self._plan = Capture(), EMPTY_PLAN
+        #: The number of the attempt to write: see :class:`ShardWriter`.
+        self._attempt = 0
         self._wait_for_copies: Callable[[], StagedTensors | None] = lambda: None
         self._staged: StagedTensors | None = None
         #: What this rank has staged, also if another one has failed.
@@ -142,7 +144,7 @@ class SaveOperation(ABC, Generic[Result]):
 
     @property
     def _writer(self) -> ShardWriter:
-        return ShardWriter(self._ranks, self._session, self._plan, self._captured.tensors)
+        return ShardWriter(self._ranks, self._session, self._plan, self._captured.tensors, self._attempt)
 
     def _release_tensors(self) -> None:
         self._captured.tensors.clear()

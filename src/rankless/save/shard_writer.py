@@ -38,6 +38,8 @@ _UNSYNCED_BYTES = 16 * 2**20
 class ShardWriter:
     """The writer of one rank's share of a save plan. ``tensors`` are the rank's shards, by group and name.
 
+    ``attempt`` counts the writes in a session of which an earlier one may have left messages.
+
     What the methods read follows what the caller has enqueued on the accelerators that hold the tensors.
     """
 
@@ -47,8 +49,10 @@ class ShardWriter:
         session: Session,
         plan: SavePlan,
         tensors: Mapping[tuple[str, str], TensorBytes],
+        attempt: int = 0,
     ) -> None:
         self._ranks, self._session, self._plan, self._tensors = ranks, session, plan, tensors
+        self._attempt = attempt
 
     def _shard_of(self, tensor: int) -> TensorBytes:
         return self._tensors[self._plan.tensors[tensor]]
@@ -100,7 +104,8 @@ class ShardWriter:
         if staged is None:
             begin_copies(self._tensors.values())
         if self._plan.needs_exchange:
-            with P2PExchange(self._ranks.gloo_group(self._session.timeout), self._session) as p2p:
+            group = self._ranks.gloo_group(self._session.timeout)
+            with P2PExchange(group, self._session, self._attempt) as p2p:
                 return self._write_and_exchange(files, staged, p2p, on_moved)
         file_ranges, shard_of = self.ranges_in_memory(staged)
         is_synced_later = self._session.size == 1 and count_bytes(file_ranges) <= _UNSYNCED_BYTES
@@ -127,7 +132,7 @@ class ShardWriter:
         self, files: Sequence[Path], staged: StagedTensors | None, p2p: P2PExchange, on_moved: OnBytesMoved
     ) -> Fragments:
         """Write what this rank assembles and holds, except bytes in cells that another host writes: send these."""
-        cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session))
+        cells = CellExchange(self._plan.sent, self._plan.received, p2p, StoreMessages(self._session, self._attempt))
         striped: Fragments = {}
         if staged is None:
             striped = write_stripes(files, self._plan.stripe_tasks, self._shard_of, cells, on_moved)

@@ -89,9 +89,11 @@ class SharedUpload:
             UploadTarget(path, frame, Upload(path, upload) if upload else None)
             for (path, frame), upload in zip(files.items(), uploads, strict=True)
         ]
+        #: The numbers of the files that are sent: others have an empty frame.
+        self._sent_files = [number for number, target in enumerate(self._targets) if target.size]
         self._uploaded, self._headers = UploadedParts(), list[bytes]()
         #: On rank 0, the parts that all ranks have sent, and the ETags of the files by number.
-        self._sent, self._etags = list[SentPart](), dict[int, str]()
+        self._sent, self.etags = list[SentPart](), dict[int, str]()
 
     def send_parts(
         self, read_bytes: Callable[[], RankBytes], build_headers: BuildHeaders, on_moved: OnBytesMoved
@@ -149,13 +151,13 @@ class SharedUpload:
 
         def check_file(number: int) -> None:
             path = self._targets[number].path
-            if (path.store.find_version(path) or "").strip('"') != self._etags[number].strip('"'):
+            if (path.store.find_version(path) or "").strip('"') != self.etags[number].strip('"'):
                 raise RankMismatchError(
                     f"{path} is not what this job has uploaded: only one job may save to a path at a time, and all "
                     "ranks need the same settings of the store"
                 )
 
-        map_requests(check_file, self._etags)
+        map_requests(check_file, self.etags)
 
     @traced("complete the uploads", "commit")
     def complete_uploads(self, crcs: Sequence[int] | None = None) -> None:
@@ -172,13 +174,13 @@ class SharedUpload:
             ordered = [of_file[part] for part in range(len(sizes))]
             receipts = [part.receipt for part in ordered]
             if target.upload is None:
-                self._etags[number] = receipts[0]
+                self.etags[number] = receipts[0]
                 return
             parts = ((part.crc64nvme, size) for part, size in zip(ordered, sizes, strict=True))
             crc = crcs[number] if crcs else block_crcs.combine_crcs(parts)
-            self._etags[number] = target.path.store.complete_upload(target.upload, receipts, target.size, crc)
+            self.etags[number] = target.path.store.complete_upload(target.upload, receipts, target.size, crc)
 
-        map_requests(complete, range(len(self._targets)))
+        map_requests(complete, self._sent_files)
 
 
 def _part_sizes(size: int) -> list[int]:

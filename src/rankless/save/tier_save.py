@@ -20,7 +20,7 @@ from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
-from rankless.save.base_checkpoint import KnownRun
+from rankless.save.base_checkpoint import KnownRun, TensorVersions
 from rankless.save.drain_attempts import begin_attempt, retry_drain
 from rankless.save.run_output import LiveTensors, WritingRanks, open_output
 from rankless.save.save_negotiation import SaveAgreement
@@ -53,6 +53,7 @@ class TierSave(TrainingSave):
         self.completed_locally = Future()
         #: The plan of this rank with the places of its bytes in the staged memory. Each drain starts from it.
         self._staged_plan = EMPTY_PLAN
+        self._versions: TensorVersions = {}
 
     def _plan_and_open(self, agreement: SaveAgreement) -> None:
         """Plan, check that replicas are equal, and reserve memory. Open nothing in the run directory."""
@@ -60,6 +61,7 @@ class TierSave(TrainingSave):
 
         def plan_and_reserve() -> bytes:
             self._update_plan(agreement)
+            self._versions = {key: self._captured.tensors[key].version for key in self._captured.frozen}
             return stage.reserve(self._hash_replicas(), self._plan.nbytes)
 
         _, raw = self._session.vote(
@@ -197,6 +199,7 @@ class TierSave(TrainingSave):
 
     def _drain_once(self, attempt: int) -> CheckpointInfo:
         """Write the staged bytes into an output that no other attempt has, and commit it."""
+        self._attempt = attempt
         ranks = WritingRanks(self._ranks, self._session, attempt)
         new = msgspec.structs.replace(self._new_tag, tier=self._stage.tier)
         self._output = output = open_output(new, ranks, self._known)
@@ -212,15 +215,12 @@ class TierSave(TrainingSave):
         return super().write_and_commit()
 
     def _describe_staged(self) -> LiveTensors | None:
-        """Return the staged bytes as an output compares them with the checkpoint before.
-
-        All of them are in one buffer, and none is trusted to be unchanged: no version is known of it.
-        """
+        """Return the staged bytes, which are in one buffer, as an output compares them with the checkpoint before."""
         if self._own_staged is None:
             return None
         memory = self._own_staged.memory
         tensors = dict.fromkeys(self._staged_plan.tensors, memory)
-        return LiveTensors(tensors, self._captured.frozen, {}, self._identity.sequence)
+        return LiveTensors(tensors, self._captured.frozen, self._versions, self._identity.sequence)
 
     def _note_failure(self, error: RanklessError, attempt: int) -> None:
         self._output.discard()

@@ -157,6 +157,13 @@ class ObjectStore(Store, Protocol):
     def remove_version(self, path: ObjectPath, etag: str) -> None:
         """Remove an object if its ETag is still this one. Another or a missing one is no error."""
 
+    def copy_object(self, source: ObjectPath, etag: str, target: ObjectPath, crc64nvme: int) -> str:
+        """Copy an object inside of the store if it still has this ETag, and return the ETag of the copy.
+
+        ``crc64nvme`` is the CRC of its bytes. Raises ``StorageError`` if it has another ETag or is missing, if the
+        store does not copy objects, or if it says that the copy has other bytes.
+        """
+
     def create_upload(self, path: ObjectPath, notes: Mapping[str, str]) -> Upload:
         """Begin a multipart upload. ``notes`` are stored with the object."""
 

@@ -177,7 +177,7 @@ class TierJob:
         self._incarnation, self._run_id, self._owner = claimed.incarnation, claimed.run, job.token
         self._has_looked = False
         highest = history.next_sequence(complete, claimed.run) - 1
-        self._numbering.note(max(highest, self._highest_here()))
+        self._numbering.note(max([highest, *(key.sequence for key in self.folder.list_parts())]))
         # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.
         taken = (info for info in infos if info.status != "complete" or info.is_copy or history.is_current(info))
         self._tags, self._drained_at = {info.tag for info in taken}, time.monotonic()
@@ -232,15 +232,9 @@ class TierJob:
             self.begin_incarnation(job, loaded if is_loaded else None)
         elif job.token != self._owner:
             self._admit(job)
-        with suppress(StorageError):  # the folder is lost
-            self._numbering.note(self._highest_here())  # a process that was forked from this one may have saved
         sequence = min(max(self._numbering.highest, job.sequence) + 1, LARGEST)
         self._numbering.note(sequence)
         return CheckpointIdentity(sequence, self._run_id, secrets.token_hex(8), self._incarnation)
-
-    def _highest_here(self) -> int:
-        """Return the highest number of a generation with a part on this host; 0 if there is none."""
-        return max((key.sequence for key in self.folder.list_parts()), default=0)
 
     def _admit(self, job: JobHistory) -> None:
         """Let another object of this process save, on rank 0.
@@ -267,6 +261,17 @@ class TierJob:
     def forget_tag(self, tag: str) -> None:
         """Note that a save has failed, so its tag is free."""
         self._tags.discard(tag)
+
+    def find_later(self) -> GenerationKey | None:
+        """Return the newest generation of this job on this host, if a process that was forked from this one made it.
+
+        It is later than the newest one of this process then.
+        """
+        newest = self.newest
+        with suppress(StorageError):  # the folder is lost
+            keys = [key for key in self.folder.list_parts() if newest and key.incarnation == newest.incarnation]
+            return max((key for key in keys if newest and key > newest), default=None)
+        return None
 
     def forget_newest(self) -> None:
         """Note that the newest complete generation is not to be drained any more: a checkpoint has replaced it."""

@@ -217,6 +217,21 @@ class TestObjects:
         assert store.read_small(prefix / "big") == whole
         assert store.list_uploads(prefix) == []
 
+    def test_an_object_is_copied_if_it_has_the_version(self, prefix: ObjectPath) -> None:
+        store, source, copied, data = prefix.store, prefix / "a b+c", prefix / "copies/of it", bytes(range(256)) * 40
+        etag = store.put_object(source, Body.of(data))
+        new = store.copy_object(source, etag, copied, crc64nvme(data))
+        assert store.read_small(copied) == data
+        assert new.strip('"') == (store.find_version(copied) or "").strip('"')
+        other = store.put_object(source, Body.of(b"others"))
+        with pytest.raises(StorageError, match="was removed or replaced before it was copied"):
+            store.copy_object(source, etag, prefix / "late", crc64nvme(data))
+        store.remove_file(source)
+        with pytest.raises(StorageError, match="was removed or replaced before it was copied"):
+            store.copy_object(source, other, prefix / "late", crc64nvme(data))
+        assert not store.path_exists(prefix / "late")
+        assert store.read_small(copied) == data
+
     def test_an_upload_replaces_the_object_that_is_there(self, prefix: ObjectPath) -> None:
         store: ObjectStore = prefix.store
         for data in (b"first", b"the second"):

@@ -64,10 +64,10 @@ class FileSamples(NamedTuple):
 class BaseComparison:
     """A comparison of one rank's share of a plan with the files of the base in ``folder``.
 
-    ``number`` counts saves, so that each takes other samples.
+    Without a folder no file is read. ``number`` counts saves, so that each takes other samples.
     """
 
-    def __init__(self, plan: SavePlan, shard_of: ShardOf, folder: Path, number: int) -> None:
+    def __init__(self, plan: SavePlan, shard_of: ShardOf, folder: Path | None, number: int) -> None:
         self._plan, self._shard_of, self._folder, self._number = plan, shard_of, folder, number
 
     @traced("sample the files before", "hash")
@@ -105,14 +105,14 @@ class BaseComparison:
 
     @traced("hash frozen tensors", "hash")
     def sum_tensors(self, tensors: Collection[int]) -> BlockSums:
-        """Hash this rank's bytes of some tensors, and read some of them back."""
+        """Hash this rank's bytes of some tensors, and read some of them back from the base's folder."""
         chunks = list(tensor_chunks(fr for fr in self._plan.file_ranges if fr.tensor in tensors))
-        checked = set(_spread(range(len(chunks)), _READ_BACK_CHUNKS, self._number))
-        reader = _ChunkReader(self._folder, self._plan)
+        reader = None if self._folder is None else _ChunkReader(self._folder, self._plan)
+        checked = set() if reader is None else set(_spread(range(len(chunks)), _READ_BACK_CHUNKS, self._number))
 
         def hash_chunk(number: int) -> list[_TensorFragment]:
             fragments = list(_hash_chunk(chunks[number], self._shard_of))
-            if number in checked and not reader.holds(chunks[number], fragments):
+            if reader is not None and number in checked and not reader.holds(chunks[number], fragments):
                 return []  # the file is corrupt, or the tensor has changed: it is written in either case
             return fragments
 
@@ -169,7 +169,7 @@ class BaseComparison:
 
     def _compare(self, number: int, ranges: Sequence[FileRange]) -> list[bool]:
         """Compare a sample of each range with the file; ``False`` for all if the file cannot be read."""
-        if not ranges:
+        if not ranges or self._folder is None:
             return []
         path = self._folder / self._plan.files[number].path
         try:

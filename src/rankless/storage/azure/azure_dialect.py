@@ -47,9 +47,15 @@ class AzureService:
         return self._signer.adapt_to(response, code)
 
     def _target(self, request: ObjectRequest) -> str:
-        path = "/".join((self._root, *request.path.parts[1:]))
         query = "&".join(f"{quote(name, safe='')}={quote(value, safe='')}" for name, value in request.query)
-        return quote(path, safe="/-_.~") + (f"?{query}" if query else "")
+        return self._quote(request.path) + (f"?{query}" if query else "")
+
+    def url_of(self, path: ObjectPath) -> str:
+        """Return the URL of an object."""
+        return f"{self._address.scheme}://{self._address.host_header}{self._quote(path)}"
+
+    def _quote(self, path: ObjectPath) -> str:
+        return quote("/".join((self._root, *path.parts[1:])), safe="/-_.~")
 
 
 def split_endpoint(url: str) -> tuple[Address, str]:

@@ -42,6 +42,7 @@ _PERMISSIONS = Permissions(
 _DIALECT = XmlDialect(
     note_prefix="x-goog-meta-",
     creation_condition=("x-goog-if-generation-match", "0"),
+    copy_source="x-goog-copy-source",
 )
 
 
@@ -115,6 +116,12 @@ class GCS(XmlStore):
 
     def _completion_headers(self, size: int, crc64nvme: int) -> Sequence[tuple[str, str]]:  # noqa: ARG002
         return ()
+
+    def _copy_headers(self) -> Sequence[tuple[str, str]]:
+        return ()
+
+    def _is_copied(self, answer: bytes, crc64nvme: int) -> bool:  # noqa: ARG002 - the answer has no checksum
+        return True
 
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
         return "x-goog-if-generation-match", headers["x-goog-generation"]

@@ -22,12 +22,14 @@ class XmlDialect:
     """The names in which the XML APIs of clouds differ.
 
     ``note_prefix`` begins the headers of the notes that are stored with an object. ``creation_condition`` is the header
-    of a request that must not replace an object. ``headers_of_all`` are the names of the headers that belong to all
+    of a request that must not replace an object. ``copy_source`` is the header of a request for a copy of an object
+    that is there already. ``headers_of_all`` are the names of the headers that belong to all
     requests, and not only to those that create objects.
     """
 
     note_prefix: str
     creation_condition: tuple[str, str]
+    copy_source: str
     headers_of_all: frozenset[str] = frozenset()
 
 

@@ -36,6 +36,7 @@ _PERMISSIONS = Permissions(
 _DIALECT = XmlDialect(
     note_prefix="x-amz-meta-",
     creation_condition=("if-none-match", "*"),
+    copy_source="x-amz-copy-source",
     headers_of_all=frozenset({"x-amz-request-payer", "x-amz-expected-bucket-owner"}),
 )
 
@@ -122,6 +123,12 @@ class S3(XmlStore):
     def _completion_headers(self, size: int, crc64nvme: int) -> Sequence[tuple[str, str]]:
         checksum = ("x-amz-checksum-crc64nvme", _encode_crc(crc64nvme))
         return checksum, _FULL_OBJECT, ("x-amz-mp-object-size", str(size))
+
+    def _copy_headers(self) -> Sequence[tuple[str, str]]:
+        return (("x-amz-checksum-algorithm", "CRC64NVME"),)
+
+    def _is_copied(self, answer: bytes, crc64nvme: int) -> bool:
+        return find_text(parse_xml(answer), "ChecksumCRC64NVME") in {"", _encode_crc(crc64nvme)}
 
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
         return "if-match", headers["etag"]
