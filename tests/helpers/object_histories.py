@@ -17,6 +17,7 @@ import rankless
 from rankless.errors import RanklessError
 from rankless.run import claims, cleanup, object_journal, pointers
 from rankless.run.catalog import list_stale_directories
+from rankless.save import copied_files
 from rankless.storage.http import retries
 from rankless.storage.object_path import ObjectPath, make_object_path
 from tests.helpers.fake_http import BUCKET, FakeStore, LoseOnce
@@ -60,6 +61,27 @@ def save(step: int, tag: str | None = None, value: int | None = None, **options:
     directory.save(tag or f"s{step}", {"net": state(value)}, step=value, **options)  # type: ignore[arg-type]
 
 
+class Adapted(torch.nn.Module):
+    """A model with a frozen parameter, whose file the store copies in a second save."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.big = torch.nn.Parameter(torch.full((900,), value), requires_grad=False)
+        self.small = torch.nn.Parameter(torch.tensor([value]))
+
+
+def save_twice() -> None:
+    """Save twice as a new process would, which continues the run. The store copies a file in the second save."""
+    directory, model = rankless.RunDirectory(run_path(), frozen="apart"), {"net": Adapted(0.0)}
+    with suppress(RanklessError):
+        directory.load(model={"net": state(0)})
+    with torch.no_grad():
+        for parameter in model["net"].parameters():
+            parameter.fill_(3.0)
+    for tag in ("s3", "s3b"):
+        directory.save(tag, model, step=3)
+
+
 def clean_up() -> None:
     """Remove leftovers as if a day had passed."""
     with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
@@ -75,6 +97,7 @@ OPERATIONS: dict[str, Callable[[], object]] = {
     "save": lambda: save(3),
     "overwrite": lambda: save(2, value=3, overwrite=True),
     "retention": lambda: save(3, keep=1),
+    "copies": save_twice,
     "clean-up": clean_up,
     "load": load_all,
 }
@@ -87,6 +110,7 @@ OUTCOMES: Mapping[str, list[dict[str, int]]] = {
     "save": [OLD, {**OLD, "s3": 3}],
     "overwrite": [OLD, {"s1": 1, "s2": 3}],
     "retention": [OLD, {**OLD, "s3": 3}, {"s2": 2, "s3": 3}, {"s3": 3}],
+    "copies": [OLD, {**OLD, "s3": 3}, {**OLD, "s3": 3, "s3b": 3}],
 }
 
 #: The saves that create the same tag.
@@ -107,6 +131,8 @@ def store_with_two_checkpoints(fake: FakeStore) -> Iterator[FakeStore]:
 def fast_small_parts() -> Iterator[None]:
     with (
         small_parts(PART),
+        mock.patch.object(copied_files, "MIN_COPY_BYTES", 0),
+        mock.patch("rankless.storage.azure.azure_store._COPY_POLL_SECONDS", 0.0),
         mock.patch.object(retries, "_FIRST_WAIT", 1e-4),
         mock.patch("tests.helpers.fake_s3.MIN_PART", 1),
     ):
