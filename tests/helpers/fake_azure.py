@@ -225,6 +225,16 @@ class FakeAzure(FakeStore):
             return self.failure(400, "InvalidBlockList")
         return self._create(key, headers, b"".join(blocks[name] for name in names))
 
+    def _describe_notes(self, name: str, query: Mapping[str, str]) -> str:
+        """Describe the notes of a blob, if a list includes them."""
+        if "metadata" not in query.get("include", "").split(",") or name not in self.objects:
+            return ""
+        notes = self.objects[name].notes.items()
+        texts = (
+            f"<{note[10:]}>{escape(value)}</{note[10:]}>" for note, value in notes if note.startswith("x-ms-meta-")
+        )
+        return f"<Metadata>{''.join(texts)}</Metadata>"
+
     def _list_uploads(self, key: str, query: Mapping[str, str], headers: Any, body: bytes) -> HttpResponse:
         return self._list(key, query, headers, body)
 
@@ -232,7 +242,7 @@ class FakeAzure(FakeStore):
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         limit, after = min(int(query.get("maxresults", 5000)), self.page), query.get("marker", "")
         found = {name: (len(blob.data), blob.etag, blob.time) for name, blob in self.listed_objects().items()}
-        if query.get("include") == "uncommittedblobs":
+        if "uncommittedblobs" in query.get("include", "").split(","):
             found |= {name: (0, "", blob.time) for name, blob in self.uploads.items() if name not in found}
         entries: dict[str, str] = {}
         for name in sorted(found):
@@ -246,7 +256,7 @@ class FakeAzure(FakeStore):
                 if common
                 else f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{formatdate(changed, usegmt=True)}"
                 f"</Last-Modified><Etag>{etag.strip(chr(34))}</Etag><Content-Length>{size}</Content-Length>"
-                "</Properties></Blob>"
+                f"</Properties>{self._describe_notes(name, query)}</Blob>"
             )
         names = [name for name in entries if name >= after]
         marker = names[limit] if names[limit:] else ""

@@ -24,8 +24,9 @@ from rankless.storage.http import retries
 from rankless.storage.http.connection import Address, HttpResponse
 from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
 from rankless.storage.store import Upload
-from tests.helpers.fake_azure import ACCOUNT, KEY, REQUEST_ID, FakeAzure
+from tests.helpers.fake_azure import ACCOUNT, KEY, REQUEST_ID, FakeAzure, Recorded
 from tests.helpers.fake_http import BUCKET, Answers, LoseOnce, disconnect
+from tests.helpers.object_histories import Crash
 
 SAS = "sv=2021-12-02&sp=rwdl&sig=abc%2B"
 
@@ -204,6 +205,24 @@ class TestUploads:
         folder.store.abort_upload(upload)
         assert fake.objects.keys() == {"run/a"}
         assert not fake.uploads
+
+    def test_an_abort_that_died_before_its_end_is_finished_by_another_one(
+        self, fake: FakeAzure, folder: ObjectPath
+    ) -> None:
+        upload = folder.store.create_upload(folder / "big", {"rankless": "x"})
+
+        def die(request: Recorded, stage: str) -> None:
+            if request.method == "DELETE":
+                raise Crash
+
+        fake.on_request = die
+        with pytest.raises(Crash):
+            folder.store.abort_upload(upload)
+        fake.on_request = lambda request, stage: None  # noqa: ARG005
+        assert fake.objects["run/big"].data == b""
+        for left, _ in folder.store.list_uploads(folder):
+            folder.store.abort_upload(left)
+        assert fake.objects.keys() == {"run/a"}
 
     def test_an_abort_never_deletes_an_object(self, fake: FakeAzure, folder: ObjectPath) -> None:
         data = self.upload(folder)

@@ -289,14 +289,23 @@ class Azure(ObjectReads):
                 raise
 
     def list_uploads(self, prefix: ObjectPath) -> list[tuple[Upload, float]]:
-        """See :class:`~rankless.storage.store.ObjectStore`."""
+        """See :class:`~rankless.storage.store.ObjectStore`.
+
+        An empty object is one, too, if the process that has put it in place of the blocks died before it deleted it.
+        """
         return [
             (Upload(path, upload), _parse_time(_find_property(element, "Last-Modified")))
-            for element in self._list_blobs(prefix, {"include": "uncommittedblobs"})
+            for element in self._list_blobs(prefix, {"include": "metadata,uncommittedblobs"})
             if _find_property(element, "Content-Length") == "0"
             for path in [self._path_of(prefix, element)]
-            for upload in sorted(find_uploads(self._list_blocks(path)))
+            for upload in self._find_uploads(path, element)
         ]
+
+    def _find_uploads(self, path: ObjectPath, element: Element) -> list[str]:
+        """Return the ids of the uploads of an object that has no bytes; one without an id if it was aborted."""
+        if _find_property(element, _ABORTED.removeprefix("x-ms-meta-")):
+            return [""]
+        return sorted(find_uploads(self._list_blocks(path)))
 
     # Requests.
 
