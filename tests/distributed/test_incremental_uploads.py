@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -65,12 +66,18 @@ class Saves:
         self._run = rankless.RunDirectory(run, **options)
         self._full = rankless.RunDirectory(full, max_shard_size=LIMIT, frozen="apart", incremental=False)
 
-    def save(self, tag: str, **options: Any) -> None:
+    def save(self, tag: str) -> None:
         self.model.train_step()
         with small_parts(PART), mock.patch.object(copied_files, "MIN_COPY_BYTES", 0):
-            self._run.save(tag, self.model, **options)
-            self._run.finalize()
+            self.start(tag)
+            self.wait()
         self._full.save(tag, self.model)
+
+    def start(self, tag: str) -> None:
+        self._run.save(tag, self.model)
+
+    def wait(self) -> None:
+        self._run.finalize()
 
 
 @pytest.fixture(params=["aws", "google", "azure"])
@@ -196,21 +203,94 @@ def test_a_store_that_copies_nothing_gets_all_bytes(fake: FakeStore, run: Object
     assert sum(request.copies for request in fake.requests) == 1  # it is not asked again
 
 
-def test_a_copy_that_fails_fails_the_save_and_the_next_one_sends_all(
-    fake: FakeStore, run: ObjectPath, tmp_path: Path
-) -> None:
-    saves, copies = Saves(run, tmp_path / "full"), 0
-    saves.save("s0")
+def copies_of(fake: FakeStore) -> int:
+    return sum(request.copies for request in fake.requests)
 
-    def refuse(request: Any, stage: str) -> HttpResponse | None:
+
+def refuse_copies(fake: FakeStore, first: int, answer: HttpResponse) -> None:
+    """Answer so to requests for copies from this one on, counted from 0."""
+    copies = -1
+
+    def on_request(request: Any, stage: str) -> HttpResponse | None:
         nonlocal copies
         copies += stage == "before" and request.copies
-        return failure(403, "AccessDenied") if copies > 1 and request.copies else None
+        return answer if request.copies and copies >= first else None
 
-    fake.on_request = refuse
-    with pytest.raises(StorageError):
+    fake.on_request = on_request
+
+
+def answer_of(fake: FakeStore, status: int, code: str) -> HttpResponse:
+    return fake.failure(status, code) if isinstance(fake, FakeAzure) else failure(status, code)
+
+
+def test_a_refused_copy_fails_the_save_and_later_ones_send_all(
+    fake: FakeStore, run: ObjectPath, tmp_path: Path
+) -> None:
+    saves = Saves(run, tmp_path / "full")
+    saves.save("s0")
+    refuse_copies(fake, 1, answer_of(fake, 403, "AccessDenied"))
+    with pytest.raises(StorageError, match="does not copy"):
         saves.save("s1")
     assert not any(key.startswith("run/s1.") for key in fake.objects)
     assert not fake.uploads
+    known = copies_of(fake)
+    for tag in ("s1", "s2", "s3"):
+        saves.save(tag)
+        check(fake, tmp_path / "full", tag)
+    assert copies_of(fake) == known
+
+
+def test_an_error_that_may_pass_does_not_end_the_copies(fake: FakeStore, run: ObjectPath, tmp_path: Path) -> None:
+    saves = Saves(run, tmp_path / "full")
+    saves.save("s0")
+    refuse_copies(fake, 0, answer_of(fake, 503, "ServerBusy" if isinstance(fake, FakeAzure) else "SlowDown"))
     saves.save("s1")
     check(fake, tmp_path / "full", "s1")
+    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    known = copies_of(fake)
+    saves.save("s2")
+    check(fake, tmp_path / "full", "s2")
+    assert copies_of(fake) - known == len(FROZEN)
+
+
+def test_the_call_waits_for_no_copy_but_the_first_one(fake: FakeStore, run: ObjectPath, tmp_path: Path) -> None:
+    saves = Saves(run, tmp_path / "full", async_save=True)
+    saves.save("s0")
+    saves.save("s1")
+    go_on, is_waited_for = threading.Event(), []
+
+    def wait(request: Any, stage: str) -> None:
+        if request.copies and stage == "before":
+            is_waited_for.append(not go_on.wait(20))
+
+    fake.on_request = wait
+    with small_parts(PART), mock.patch.object(copied_files, "MIN_COPY_BYTES", 0):
+        saves.start("s2")
+        go_on.set()
+        saves.wait()
+    assert is_waited_for == [False] * len(FROZEN)
+
+
+@pytest.mark.parametrize("fake", ["aws", "google"], indirect=True)  # the others tell no checksum of a copy
+def test_a_copy_with_other_bytes_fails_the_save(fake: FakeS3, run: ObjectPath, tmp_path: Path) -> None:
+    saves = Saves(run, tmp_path / "full")
+    saves.save("s0")
+    saves.save("s1")
+
+    def spoil(request: Any, stage: str) -> None:
+        if request.copies and stage == "after":
+            stored = fake.objects[request.key]
+            fake.objects[request.key] = replace(stored, data=b"x" + stored.data[1:])
+
+    fake.on_request = spoil
+    if fake.profile is AWS:  # it tells the CRC of what it copies
+        key = next(
+            key for key in fake.objects if key.startswith("run/s1.") and key.endswith("00002-of-00004.safetensors")
+        )
+        fake.objects[key] = replace(fake.objects[key], data=b"x" + fake.objects[key].data[1:])
+        fake.on_request = lambda request, stage: None  # noqa: ARG005
+    with pytest.raises(StorageError, match="has other bytes than"):
+        saves.save("s2")
+    fake.on_request = lambda request, stage: None  # noqa: ARG005
+    saves.save("s2")
+    check(fake, tmp_path / "full", "s2")

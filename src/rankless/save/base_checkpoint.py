@@ -76,12 +76,12 @@ class KnownRun(msgspec.Struct):
 
     ``checkpoint`` is the base of the next save, if there is one; ``uploaded`` in an object store. ``sharing`` is what
     is known about the file system, ``has_checked_store`` whether an object store was asked if it honours conditions,
-    and ``makes_copies`` is false if it has refused to copy an object.
+    and ``makes_copies`` whether it copies objects, if that is known.
     """
 
     checkpoint: BaseCheckpoint | None = None
     uploaded: UploadedBase | None = None
-    makes_copies: bool = True
+    makes_copies: bool | None = None
     sharing: Sharing = msgspec.field(default_factory=Sharing)
     has_checked_store: bool = False
 

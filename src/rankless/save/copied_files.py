@@ -8,6 +8,7 @@ was hashed for this save.
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from rankless.formats.safetensors import SafetensorsFile
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.header import decode_header
 from rankless.process.prepared_types import prepared
-from rankless.save.base_checkpoint import UploadedBase, UploadedFile
+from rankless.save.base_checkpoint import KnownRun, UploadedBase, UploadedFile
 from rankless.save.shared_files import SettledFiles
 from rankless.save.shared_upload import begin_uploads
 from rankless.storage.object_path import ObjectPath
@@ -40,20 +41,17 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @prepared
 class BegunCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's decision: the files, by number, that are copied, and the ids of the uploads of all files.
-
-    ``is_refused``: the store has refused to copy one.
-    """
+    """Rank 0's decision: the files, by number, that are copied, and the ids of the uploads of all files."""
 
     copied: list[int]
     uploads: list[str]
-    is_refused: bool
 
 
 class CopiedFiles(msgspec.Struct, dict=True):
     """The files of the base that the store copies into ``folder``: the :class:`SharedFiles` of an object store.
 
-    ``numbers`` are those of the files that may be unchanged. ``etags`` are those of the copies that were made.
+    ``numbers`` are those of the files that may be unchanged, and ``known`` is whether the store copies objects, if that
+    is known. ``etags`` are those of the copies that were made.
     """
 
     base: UploadedBase
@@ -61,6 +59,7 @@ class CopiedFiles(msgspec.Struct, dict=True):
     plan: SavePlan
     numbers: Sequence[int]
     notes: Mapping[str, str]
+    known: KnownRun
     copied: list[int] = msgspec.field(default_factory=list)
     etags: dict[int, str] = msgspec.field(default_factory=dict)
 
@@ -84,28 +83,28 @@ class CopiedFiles(msgspec.Struct, dict=True):
         return SafetensorsFile(path, decode_header(file.header, file.file.size, str(path))).crcs
 
     def settle(self, matching: Mapping[int, Collection[int]]) -> SettledFiles:
-        """See :class:`SharedFiles`. One file is copied now: the store may not copy, and then all files are sent."""
+        """See :class:`SharedFiles`. If it is not known that the store copies objects, one file is copied now.
+
+        If that fails, all files are sent.
+        """
         unchanged = [number for number in self.numbers if self._is_unchanged(number, matching)]
         is_there = map_requests(self._is_there, unchanged)
         self.copied = [number for number, there in zip(unchanged, is_there, strict=True) if there]
-        is_refused = False
-        try:
-            self._copy(self.copied[:1])
-        except StorageError:
-            self.copied, is_refused = [], True
+        if self.known.makes_copies is None:
+            with suppress(StorageError):
+                self._copy(self.copied[:1])
+            self.copied = self.copied if self.etags else []
         files = self.plan.files
         sent = [number for number in range(len(files)) if number not in self.copied]
         begun = begin_uploads({self.folder / files[number].path: files[number].size for number in sent}, self.notes)
         uploads = dict(zip(sent, begun, strict=True))
         omitted = {number: [ElementRange(0, files[number].size)] for number in self.copied}
-        ids = [uploads.get(number, "") for number in range(len(files))]
-        begun_copies = BegunCopies(self.copied, ids, is_refused)
+        begun_copies = BegunCopies(self.copied, [uploads.get(number, "") for number in range(len(files))])
         return SettledFiles(omitted, _encode(begun_copies))
 
-    def copy_all(self) -> Mapping[int, str]:
-        """Copy the files that are not yet, before the checkpoint is published. Return the ETags of all copies."""
+    def copy_all(self) -> None:
+        """Copy the files that are not yet, when the others are complete. Raises ``StorageError``."""
         self._copy([number for number in self.copied if number not in self.etags])
-        return self.etags
 
     def unchanged_blocks(self, omitted: OmittedRanges) -> UnchangedBlocks:
         """See :class:`SharedFiles`."""
@@ -120,7 +119,13 @@ class CopiedFiles(msgspec.Struct, dict=True):
             crc = int(file.record.crc64nvme, 16)
             return self.folder.store.copy_object(self.base.path / name, file.etag, self.folder / name, crc)
 
-        self.etags |= dict(zip(numbers, map_requests(copy, numbers), strict=True))
+        try:
+            self.etags |= dict(zip(numbers, map_requests(copy, numbers), strict=True))
+        except StorageError as error:
+            if error.errno == errno.ENOTSUP:
+                self.known.makes_copies = False
+            raise
+        self.known.makes_copies = True if numbers else self.known.makes_copies
 
     def _is_unchanged(self, number: int, matching: Mapping[int, Collection[int]]) -> bool:
         entries = self.plan.files[number].entries

@@ -97,7 +97,7 @@ class RunObjectOutput:
         if tensors is None:
             return b""
         self._versions = tensors.versions
-        if base is None or not tensors.versions or not self._new.incremental or not self._known.makes_copies:
+        if base is None or not tensors.versions or not self._new.incremental:
             return b""
         from rankless.save.incremental import IncrementalSave  # noqa: PLC0415 - few saves have frozen parameters
 
@@ -122,7 +122,7 @@ class RunObjectOutput:
     def _choose_unchanged(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> list[int]:
         """Return the files that may be unchanged, on rank 0: no rank has seen a change, and the base has them."""
         base = self._base
-        if base is None or self._incremental is None or not posted or not all(posted):
+        if base is None or self._incremental is None or self._known.makes_copies is False or not all(posted):
             return []
         ranks = [msgspec.msgpack.decode(raw, type=_Unchanged) for raw in posted]
         self._sharing_saves = count_sharing_saves(base, self._new.keep_full_every)
@@ -133,7 +133,7 @@ class RunObjectOutput:
         files, chosen = self._plan.files, set.intersection(*({*rank.files} for rank in ranks))
         numbers = [number for number in sorted(chosen) if can_be_copied(base, files[number])]
         publication = self._require_parts().publication
-        copies = CopiedFiles(base, publication.folder, self._plan, numbers, note_of(saved.id))
+        copies = CopiedFiles(base, publication.folder, self._plan, numbers, note_of(saved.id), self._known)
         self._copies = self._incremental.files = copies
         return numbers
 
@@ -172,7 +172,6 @@ class RunObjectOutput:
         begun = msgspec.msgpack.decode(incremental.begun, type=BegunCopies)
         upload = self._require_parts().upload
         upload.join(self._plan, begun.uploads, begun.copied)
-        self._known.makes_copies = not begun.is_refused
         if self._copies is not None:
             upload.share(self._copies, incremental.unchanged)
 
@@ -191,6 +190,7 @@ class RunObjectOutput:
 
         def make_manifest(files: dict[str, FileRecord]) -> Manifest:
             content.begin_commit()
+            self._copy_unchanged()
             return content.make_manifest(files)
 
         upload, publication = self._require_parts()
@@ -203,6 +203,17 @@ class RunObjectOutput:
                 publication.folder, written.id, written.sequence, files, self._versions, saves
             )
         return CheckpointInfo.of(publication.folder, written, self._new.tag)
+
+    def _copy_unchanged(self) -> None:
+        """Let the store copy the unchanged files, on rank 0, when all others are complete."""
+        if self._copies is None:
+            return
+        try:
+            self._copies.copy_all()
+        except StorageError as error:
+            if error.errno == errno.ENOENT:  # retention of another job may have removed them
+                self._check_not_superseded()
+            raise
 
     def _publish(self, finished: Manifest) -> Manifest:
         """Publish the checkpoint, on rank 0."""

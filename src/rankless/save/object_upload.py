@@ -63,7 +63,7 @@ class ObjectUpload:
         self._shared = SharedUpload(plan, self._ranks, files, uploads)
 
     def share(self, copies: CopiedFiles, unchanged: UnchangedBlocks) -> None:
-        """Let the store copy files, on rank 0, when all others are complete. ``unchanged`` are their blocks."""
+        """Note the files that the store copies, on rank 0, and their ``unchanged`` blocks."""
         self._copies, self._unchanged = copies, unchanged
 
     def _require_shared(self) -> SharedUpload:
@@ -95,15 +95,13 @@ class ObjectUpload:
 
         def complete() -> bytes:
             shared.complete_uploads([int(record.crc64nvme, 16) for _, record in self._headers])
-            if self._copies is not None:
-                shared.etags |= self._copies.copy_all()
             return manifest.encode_manifest(publish(self._write_small_files(make_manifest)))
 
         return manifest.decode_manifest(shared.finish(complete), manifest.NAME)
 
     def describe_files(self) -> Mapping[str, UploadedFile]:
         """Return the files of the checkpoint by their paths, on rank 0, for the next save that shares some."""
-        etags = self._require_shared().etags
+        etags = self._require_shared().etags | (self._copies.etags if self._copies is not None else {})
         return {
             file.path: UploadedFile(file, etags[number], record, header)
             for number, (file, (header, record)) in enumerate(zip(self._plan.files, self._headers, strict=True))

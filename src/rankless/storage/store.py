@@ -160,8 +160,8 @@ class ObjectStore(Store, Protocol):
     def copy_object(self, source: ObjectPath, etag: str, target: ObjectPath, crc64nvme: int) -> str:
         """Copy an object inside of the store if it still has this ETag, and return the ETag of the copy.
 
-        ``crc64nvme`` is the CRC of its bytes. Raises ``StorageError`` if it has another ETag or is missing, if the
-        store does not copy objects, or if it says that the copy has other bytes.
+        ``crc64nvme`` is the CRC of its bytes. Raises ``StorageError`` if it has another ETag or is missing, or if the
+        store says that the copy has other bytes; with ``errno.ENOTSUP`` if the store refuses to copy it.
         """
 
     def create_upload(self, path: ObjectPath, notes: Mapping[str, str]) -> Upload:

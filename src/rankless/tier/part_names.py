@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from rankless.process.prepared_types import prepared
+
 #: The suffixes of the tables of parts and parities, and of what a generation has in addition to these.
 PART_SUFFIX, PARITY_SUFFIX, COMMON_SUFFIX = ".part", ".parity", ".common"
 
@@ -14,6 +16,7 @@ _NAME = re.compile(
 )
 
 
+@prepared
 class GenerationKey(NamedTuple):
     """The identity of a generation, in the order from the oldest to the newest."""
 

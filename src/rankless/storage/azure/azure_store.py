@@ -219,12 +219,12 @@ class Azure(ObjectReads):
 
         Of an account it copies at once, or says that it has begun. A shared access signature does not allow it.
         """
-        found = self._find_if(source, etag)
-        if found is None:
-            raise StorageError(errno.ENOENT, f"{source} was removed or replaced before it was copied to {target}")
-        condition = ("x-ms-source-if-match", found.headers["etag"])
-        headers = (("x-ms-copy-source", _service_of(self).url_of(source)), condition, *self.headers)
-        copied = self._send("PUT", target, "copy", _WRITE, {}, headers, needs=("etag", _COPY_STATUS))
+
+        def headers_for(found: ObjectResponse) -> Sequence[tuple[str, str]]:
+            condition = ("x-ms-source-if-match", found.headers["etag"])
+            return ("x-ms-copy-source", _service_of(self).url_of(source)), condition, *self.headers
+
+        copied = self._copy(source, etag, target, headers_for, needs=("etag", _COPY_STATUS))
         deadline = time.monotonic() + _COPY_SECONDS
         while copied.headers.get(_COPY_STATUS) == "pending" and time.monotonic() < deadline:
             time.sleep(_COPY_POLL_SECONDS)

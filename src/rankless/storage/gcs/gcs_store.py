@@ -120,8 +120,15 @@ class GCS(XmlStore):
     def _copy_headers(self) -> Sequence[tuple[str, str]]:
         return ()
 
-    def _is_copied(self, answer: bytes, crc64nvme: int) -> bool:  # noqa: ARG002 - the answer has no checksum
-        return True
+    def _is_copied(
+        self,
+        source: Mapping[str, str],
+        target: ObjectPath,
+        answer: bytes,  # noqa: ARG002 - it has no checksum
+        crc64nvme: int,  # noqa: ARG002 - the server knows CRC-32C
+    ) -> bool:
+        response, expected = self._head(target), find_crc32c(source.get("x-goog-hash", ""))
+        return response is not None and find_crc32c(response.headers.get("x-goog-hash", "")) in {"", expected}
 
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
         return "x-goog-if-generation-match", headers["x-goog-generation"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError, UnsafeNameError
 from rankless.storage.http.client import (
@@ -24,6 +24,18 @@ from rankless.storage.object_path import ObjectPath
 from rankless.storage.object_reader import ObjectReader
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)", re.ASCII)
+
+
+#: The answers to a request for a copy of a store that will never copy this object.
+_REFUSALS = frozenset(
+    {
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.FORBIDDEN,
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        HTTPStatus.CONFLICT,
+        HTTPStatus.NOT_IMPLEMENTED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,32 @@ class ObjectReads(ABC):
         """Return the headers of an object if it has an ETag. Lists and headers may quote it differently."""
         found = self._head(path)
         return found if found is not None and found.headers.get("etag", "").strip('"') == etag.strip('"') else None
+
+    def _copy(
+        self,
+        source: ObjectPath,
+        etag: str,
+        target: ObjectPath,
+        headers_for: Callable[[ObjectResponse], Sequence[tuple[str, str]]],
+        **expected: Any,
+    ) -> ObjectResponse:
+        """Send a request for a copy: see ``copy_object`` of :class:`~rankless.storage.store.ObjectStore`.
+
+        Some servers ignore the condition on the ETag, so look first. ``headers_for`` returns the headers of the
+        request, given those of the source. ``expected`` are passed to :meth:`_send`.
+        """
+        changed = f"{source} was removed or replaced before it was copied to {target}"
+        found = self._find_if(source, etag)
+        if found is None:
+            raise StorageError(errno.ENOENT, changed)
+        try:
+            return self._send("PUT", target, "copy", self.permissions.write, {}, headers_for(found), **expected)
+        except RefusedRequestError as error:
+            if error.status in {HTTPStatus.NOT_FOUND, HTTPStatus.PRECONDITION_FAILED}:
+                raise StorageError(errno.ENOENT, changed) from error
+            if error.status not in _REFUSALS:
+                raise
+            raise StorageError(errno.ENOTSUP, f"the server does not copy {source} to {target}: {error}") from error
 
     @abstractmethod
     def _list_entries(self, folder: ObjectPath) -> Iterator[str]:

@@ -78,8 +78,11 @@ class XmlStore(XmlRequests):
         """Return the headers of a copy that name the checksum of the object."""
 
     @abstractmethod
-    def _is_copied(self, answer: bytes, crc64nvme: int) -> bool:
-        """Return false if the answer to a copy says that it has other bytes."""
+    def _is_copied(self, source: Mapping[str, str], target: ObjectPath, answer: bytes, crc64nvme: int) -> bool:
+        """Return false if the server says that a copy has other bytes than its source.
+
+        ``source`` are the headers of the source, and ``answer`` is that to the request for the copy.
+        """
 
     @abstractmethod
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
@@ -195,18 +198,16 @@ class XmlStore(XmlRequests):
         raise StorageError(errno.EBUSY, f"could not write {path}: other processes write it all the time")
 
     def copy_object(self, source: ObjectPath, etag: str, target: ObjectPath, crc64nvme: int) -> str:
-        """See :class:`~rankless.storage.store.ObjectStore`. Some servers ignore the condition, so look first."""
-        found, name = self._find_if(source, etag), self.dialect.copy_source
-        if found is None:
-            raise StorageError(errno.ENOENT, f"{source} was removed or replaced before it was copied to {target}")
-        headers = (
-            (name, quote(f"/{source.bucket}/{source.key}")),
-            (f"{name}-if-match", found.headers["etag"]),
-            *self._copy_headers(),
-            *self._creation_headers(),
-        )
-        answer = self._send("PUT", target, "copy", self.permissions.write, {}, headers, root="CopyObjectResult").body
-        if not self._is_copied(answer, crc64nvme):
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+        name, source_headers = self.dialect.copy_source, dict[str, str]()
+
+        def headers_for(found: ObjectResponse) -> Sequence[tuple[str, str]]:
+            source_headers.update(found.headers)
+            own = (name, quote(f"/{source.bucket}/{source.key}")), (f"{name}-if-match", found.headers["etag"])
+            return *own, *self._copy_headers(), *self._creation_headers()
+
+        answer = self._copy(source, etag, target, headers_for, root="CopyObjectResult").body
+        if not self._is_copied(source_headers, target, answer, crc64nvme):
             raise StorageError(errno.EIO, f"{target} has other bytes than {source}, of which it is a copy")
         return find_text(parse_xml(answer), "ETag") or self.find_version(target) or ""
 

@@ -127,7 +127,13 @@ class S3(XmlStore):
     def _copy_headers(self) -> Sequence[tuple[str, str]]:
         return (("x-amz-checksum-algorithm", "CRC64NVME"),)
 
-    def _is_copied(self, answer: bytes, crc64nvme: int) -> bool:
+    def _is_copied(
+        self,
+        source: Mapping[str, str],  # noqa: ARG002 - the CRC of the copy is enough
+        target: ObjectPath,  # noqa: ARG002
+        answer: bytes,
+        crc64nvme: int,
+    ) -> bool:
         return find_text(parse_xml(answer), "ChecksumCRC64NVME") in {"", _encode_crc(crc64nvme)}
 
     def _version_condition(self, headers: Mapping[str, str]) -> tuple[str, str]:
