@@ -24,6 +24,7 @@ from rankless.engine.plan.omitted_ranges import OmittedRanges
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import StorageError
 from rankless.formats.safetensors import SafetensorsFile
+from rankless.observe.warning import warn_or_log
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.header import decode_header
 from rankless.process.prepared_types import prepared
@@ -91,9 +92,12 @@ class CopiedFiles(msgspec.Struct, dict=True):
         is_there = map_requests(self._is_there, unchanged)
         self.copied = [number for number, there in zip(unchanged, is_there, strict=True) if there]
         if self.known.makes_copies is None:
-            with suppress(StorageError):
+            try:
                 self._copy(self.copied[:1])
-            self.copied = self.copied if self.etags else []
+            except StorageError as error:
+                self.copied = []
+                if error.errno == errno.ENOTSUP:
+                    self._give_up(error)
         files = self.plan.files
         sent = [number for number in range(len(files)) if number not in self.copied]
         begun = begin_uploads({self.folder / files[number].path: files[number].size for number in sent}, self.notes)
@@ -103,8 +107,17 @@ class CopiedFiles(msgspec.Struct, dict=True):
         return SettledFiles(omitted, _encode(begun_copies))
 
     def copy_all(self) -> None:
-        """Copy the files that are not yet, when the others are complete. Raises ``StorageError``."""
-        self._copy([number for number in self.copied if number not in self.etags])
+        """Copy the files that are not yet, when the others are complete.
+
+        Raises ``StorageError``. Later saves send all files then, unless somebody has removed the base: else each second
+        one could fail.
+        """
+        try:
+            self._copy([number for number in self.copied if number not in self.etags])
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                self._give_up(error)
+            raise
 
     def unchanged_blocks(self, omitted: OmittedRanges) -> UnchangedBlocks:
         """See :class:`SharedFiles`."""
@@ -119,13 +132,12 @@ class CopiedFiles(msgspec.Struct, dict=True):
             crc = int(file.record.crc64nvme, 16)
             return self.folder.store.copy_object(self.base.path / name, file.etag, self.folder / name, crc)
 
-        try:
-            self.etags |= dict(zip(numbers, map_requests(copy, numbers), strict=True))
-        except StorageError as error:
-            if error.errno == errno.ENOTSUP:
-                self.known.makes_copies = False
-            raise
+        self.etags |= dict(zip(numbers, map_requests(copy, numbers), strict=True))
         self.known.makes_copies = True if numbers else self.known.makes_copies
+
+    def _give_up(self, error: StorageError) -> None:
+        self.known.makes_copies = False
+        warn_or_log(f"{error}. From now on, this process sends also the files that have not changed")
 
     def _is_unchanged(self, number: int, matching: Mapping[int, Collection[int]]) -> bool:
         entries = self.plan.files[number].entries

@@ -70,7 +70,7 @@ _HEADERS_OF_BLOCKS = frozenset({"x-ms-encryption-scope"})
 _ABORTED = f"{NOTE}aborted"
 
 #: The header that says what has become of a copy, the most seconds that one may take, and those between two looks.
-_COPY_STATUS, _COPY_SECONDS, _COPY_POLL_SECONDS = "x-ms-copy-status", 600.0, 0.5
+_COPY_STATUS, _COPY_SECONDS, _COPY_POLL_SECONDS = "x-ms-copy-status", 300.0, 0.5
 
 #: The codes of a write that its condition forbids.
 _REFUSED = frozenset({"BlobAlreadyExists", "ConditionNotMet"})
