@@ -297,3 +297,28 @@ def test_a_copy_with_other_bytes_fails_the_save(fake: FakeS3, run: ObjectPath, t
     fake.on_request = lambda request, stage: None  # noqa: ARG005
     saves.save("s2")
     check(fake, tmp_path / "full", "s2")
+
+
+def save_stages(run: ObjectPath, full: Path) -> None:
+    """Save twice on two ranks, of which one has the frozen parameters, as a stage of a pipeline."""
+    model = nn.ParameterDict(
+        {f"{dist.get_rank()}{name}": nn.Parameter(torch.ones(64, 65), requires_grad=False) for name in FROZEN}
+    )
+    for parameter in model.parameters():
+        parameter.requires_grad_(dist.get_rank() == 0)
+    directory, whole = rankless.RunDirectory(run, frozen="apart"), rankless.RunDirectory(full, frozen="apart")
+    with small_parts(PART), mock.patch.object(copied_files, "MIN_COPY_BYTES", 0):
+        for tag in ("s0", "s1"):
+            with torch.no_grad():
+                for parameter in (one for one in model.parameters() if one.requires_grad):
+                    parameter.add_(1.0)
+            directory.save(tag, model)
+            whole.save(tag, model)
+
+
+def test_ranks_without_frozen_parameters_do_not_forbid_copies(
+    ranks: Ranks, fake: FakeStore, run: ObjectPath, tmp_path: Path
+) -> None:
+    ranks(2, save_stages, run, tmp_path / "full")
+    check(fake, tmp_path / "full", "s1")
+    assert copies_of(fake) == 1

@@ -97,9 +97,9 @@ class RunObjectOutput:
         if tensors is None:
             return b""
         self._versions = tensors.versions
-        if base is None or not tensors.versions or not self._new.incremental:
+        if base is None or not self._new.incremental:
             return b""
-        from rankless.save.incremental import IncrementalSave  # noqa: PLC0415 - few saves have frozen parameters
+        from rankless.save.incremental import IncrementalSave  # noqa: PLC0415 - first saves share nothing
 
         self._incremental = IncrementalSave(self._ranks.session, None, base.versions)
         self._incremental.set_plan(plan, tensors.tensors, tensors.number)
