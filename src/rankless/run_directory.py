@@ -77,6 +77,9 @@ class RunDirectory:
             refused if ``torchrun`` has started several ranks.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
+        replica_groups: Several process groups hold the same training state, such as torchft's replica groups, and any
+            of them may save, one at a time. Each save then continues the latest checkpoint, whichever group has saved
+            it, and a group that only loads disturbs no other one. Not with ``local``.
         options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
         more: Fields of :class:`rankless.SaveOptions`, which documents them; they have precedence over ``options``.
 
@@ -93,14 +96,19 @@ class RunDirectory:
         process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
         local: LocalTier | str | PathLike[str] | None = None,
+        replica_groups: bool = False,
         options: SaveOptions | None = None,
         **more: Unpack[SaveKeywords],
     ) -> None:
         self.path = parse_location(path)
         self._local = as_local_tier(local)
+        if check_flag("replica_groups", replica_groups) and local is not None:
+            raise InvalidArgumentError("replica_groups=True saves past the local tier: leave out local=")
         self._tier = self._find_tier(self._local)
         #: What this job has loaded and saved, here and elsewhere. Objects of one job may share it.
         self.memory = JobMemory()
+        if replica_groups:
+            self.history.has_replica_groups = True
         #: The options of a save that passes none.
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
@@ -419,6 +427,7 @@ class RunDirectory:
         memory = self.memory.of(self.path if is_of_run else restored.path.resolve().parent)
         memory.history.note_loaded(restored.base, resumes=resumes)
         memory.known.checkpoint = self._find_base(restored)
+        claims = claims and not self.history.has_replica_groups  # any of the groups may be the one that saves
         if claims and is_of_run and self._tier is None and self._current_ranks().rank == COORDINATOR_RANK:
             claim_incarnation(self.path, self.history)
 

@@ -74,7 +74,12 @@ class Training:
         self.loader = rankless.ResumableLoader(data[self.group :: self.groups], 2, process_group=members)
         options: dict[str, Any] = {"process_group": members, "signals": ()}
         self.weights = rankless.Checkpointer(
-            run / "weights", model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **options
+            run / "weights",
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            replica_groups=True,
+            **options,
         )
         self.weights.register("torchft", self.manager)
         folder = run / f"data/{self.group}_of_{self.groups}"

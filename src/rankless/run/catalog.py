@@ -99,6 +99,9 @@ def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
     """
     scan = _look_at_run(path)
     history, found = scan.history, scan.checkpoints
+    latest = history.find_latest(found) if job.has_replica_groups else None
+    if latest is not None:
+        job.go_on_from(latest, latest.tag, history)
     check_not_superseded(path, history, job)
     claimed = job.claim
     if claimed is None:

@@ -143,6 +143,7 @@ class JobHistory(msgspec.Struct):
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
         tier: The folder of the local tier with which it claims; else empty.
+        has_replica_groups: Whether other process groups hold the same state, and any of them may save.
     """
 
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
@@ -154,6 +155,19 @@ class JobHistory(msgspec.Struct):
     numbering: Numbering = msgspec.field(default_factory=Numbering)
     command: str = ""
     tier: str = ""
+    has_replica_groups: bool = False
+
+    def go_on_from(self, latest: KnownCheckpoint, tag: str, newest: Entry) -> None:
+        """Let the next save continue the latest checkpoint of the directory, unless this group has claimed last.
+
+        Another replica group has saved it: the state of this one goes on from it. ``newest`` is the history of the
+        directory. Called on rank 0.
+        """
+        branch = newest.runs.get(latest.run)
+        last = latest.incarnation if branch is None else branch.incarnation
+        if self.claim != Claim(latest.run, last):
+            base = LoadedBase.of(latest, tag, latest.sequence, secrets.token_hex(8), last)
+            self.note_loaded(base, resumes=True)
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
         """Note what was loaded. If the training goes on from it, the next save continues it.
