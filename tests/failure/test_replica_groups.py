@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,16 @@ import torch
 
 import rankless
 from rankless.errors import InvalidArgumentError
+from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
+
+
+@pytest.fixture(params=["folder", "store"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "folder":
+        yield tmp_path / "run"
+        return
+    with FakeS3().served() as url:
+        yield store_at(url).path(f"{BUCKET}/run")
 
 
 def open_group(run: Path, **options: int) -> tuple[rankless.Checkpointer, torch.nn.Linear]:
@@ -32,8 +43,7 @@ def listed(run: Path) -> list[str]:
     return [info.tag for info in rankless.list_checkpoints(run)]
 
 
-def test_any_group_saves_and_all_is_one_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_any_group_saves_and_all_is_one_run(run: Path) -> None:
     first, second, third = (open_group(run) for _ in range(3))
     for step, group in enumerate((first, second, second, first, third, first), 1):
         save(group, step)
@@ -45,8 +55,7 @@ def test_any_group_saves_and_all_is_one_run(tmp_path: Path) -> None:
     assert float(model.weight.detach()[0, 0]) == 6.0
 
 
-def test_a_group_that_comes_back_disturbs_no_other_one(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_group_that_comes_back_disturbs_no_other_one(run: Path) -> None:
     first, second = open_group(run), open_group(run)
     save(first, 1)
     save(second, 2)
@@ -58,8 +67,7 @@ def test_a_group_that_comes_back_disturbs_no_other_one(tmp_path: Path) -> None:
     assert listed(run) == ["step_1", "step_2", "step_3", "step_4"]
 
 
-def test_retention_counts_the_checkpoints_of_all_groups(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_retention_counts_the_checkpoints_of_all_groups(run: Path) -> None:
     first, second = open_group(run, keep=2), open_group(run, keep=2)
     for step, group in enumerate((first, second, first, second), 1):
         save(group, step)
