@@ -55,13 +55,14 @@ class SaveOptions:
             ones in each save, and of everything in the first save. ``"full"``: hashes of everything in each save. The
             check takes part of the time for which the call blocks; :class:`rankless.Saved` reports how long. A
             difference raises ``ReplicaMismatchError``.
-        incremental: Do not write bytes that the checkpoint saved or loaded before has already; ``True`` by default. A
-            file without changes becomes a hard link of the earlier one, which is made read-only. On file systems that
-            can share parts of files (XFS, Btrfs), unchanged parts of other files are shared, too. The checkpoint is
-            complete by itself and has the same bytes as one that was written in full. Every byte that is not written
-            was hashed for this save. With ``staging="overlapped"`` frozen parameters are hashed after the call has
-            returned; if one has changed meanwhile, the save fails with ``TornSnapshotError``. An object store copies
-            the files that have only frozen parameters, without a byte sent; all others are sent.
+        incremental: Do not write bytes that the checkpoint saved or loaded before has already; ``True`` by default, in
+            checkpoints of 64 KiB or more if that is a thousandth of the bytes. A file without changes becomes a hard
+            link of the earlier one, which is made read-only. On file systems that can share parts of files (XFS,
+            Btrfs), unchanged parts of other files are shared, too. The checkpoint is complete by itself and has the
+            same bytes as one that was written in full. Every byte that is not written was hashed for this save. With
+            ``staging="overlapped"`` frozen parameters are hashed after the call has returned; if one has changed
+            meanwhile, the save fails with ``TornSnapshotError``. An object store copies the files that have only frozen
+            parameters, without a byte sent; all others are sent.
         keep_full_every: Of this many checkpoints of a run directory, one is written in full; 32 by default.
         frozen: ``"apart"`` puts parameters with ``requires_grad=False`` into files of their own, so that these do not
             change while others are trained. All ranks must agree about which parameters are frozen. By default

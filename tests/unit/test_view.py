@@ -45,6 +45,12 @@ class TestOpen:
         with pytest.raises(NoCheckpointError, match=r"no checkpoint 'step_9' .* there are step_1, step_2, step_3"):
             rankless.open(run, "step_9")
 
+    def test_the_names_of_the_latest_checkpoints_are_said_to_be_some(self, tmp_path: Path) -> None:
+        for step in range(1, 8):
+            rankless.save_checkpoint(tmp_path / "run", f"step_{step}", {"w": torch.tensor(float(step))})
+        with pytest.raises(NoCheckpointError, match=r"there are 2 earlier ones, and step_3, step_4, .*, step_7"):
+            rankless.open(tmp_path / "run", "step_9")
+
     def test_a_tag_of_what_is_no_run_is_refused(self, run: Path, tmp_path: Path) -> None:
         save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
         for path in (run / "step_1", tmp_path / "model.safetensors"):

@@ -63,7 +63,7 @@ def convert(
             ``load_universal_checkpoint``), ``"nxd"`` (a tag's folder as NeuronX Distributed writes it;
             only rank 0 writes it), ``"megatron"`` (a run's folder with an iteration of Megatron's ``torch_dist``),
             ``"peft"`` (the PEFT adapters alone, as PEFT stores them). PyTorch need not be installed for ``"native"``,
-            ``"hf"``, ``"safetensors"`` and ``"peft"``.
+            ``"hf"``, ``"safetensors"`` and ``"peft"``; these three have the model alone.
         include: shell patterns of the parameters and buffers to convert. Default: all.
         exclude: shell patterns of the parameters and buffers to leave out.
         rename: a function from names to names, or regular expressions with their replacements.

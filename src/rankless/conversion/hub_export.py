@@ -115,7 +115,8 @@ def export_model(
         )
         if planned.lacks_config and session.rank == 0:
             warn_caller(
-                f"{planned.request.source} has no {CONFIG}, so from_pretrained cannot open the export: pass config="
+                f"{planned.request.source} has no {CONFIG}, so from_pretrained of transformers cannot open the export: "
+                "for a model of transformers, pass its config (config=, or --config of the command)"
             )
         return Conversion(planned.request, session, on_event or ignore_event).run(verify=True)
 

@@ -78,7 +78,8 @@ def find_checkpoint(path: Path, tag: str) -> Path:
     if matches := [info.path for info in infos if info.tag == tag]:
         return matches[-1]
     tags = [info.tag for info in infos]
-    existing = f"there are {', '.join(tags[-5:])}" if tags else "there is none at all"
+    earlier = f"{len(tags) - 5} earlier ones, and " if len(tags) > 5 else ""  # noqa: PLR2004 - the latest are enough
+    existing = f"there are {earlier}{', '.join(tags[-5:])}" if tags else "there is none at all"
     raise NoCheckpointError(f"there is no checkpoint {tag!r} in {path}; {existing}")
 
 
