@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -152,13 +151,7 @@ class BaseFiles(msgspec.Struct, dict=True):
 
     def _tensors_of(self, number: int) -> list[tuple[int, str]]:
         """Return the numbers and names of the tensors of a file."""
-        return list(enumerate(self._plan.files[number].entries, self._first_tensors[number]))
-
-    @cached_property
-    def _first_tensors(self) -> list[int]:
-        """The number of the first tensor of each file."""
-        counts = [len(file.entries) for file in self._plan.files]
-        return [0, *itertools.accumulate(counts)]
+        return list(zip(self._plan.tensors_by_file[number], self._plan.files[number].entries, strict=True))
 
 
 def _block_in_file(file: DataFile, name: str, block: int) -> ElementRange:

@@ -9,7 +9,6 @@ was hashed for this save.
 from __future__ import annotations
 
 import errno
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -51,8 +50,8 @@ class BegunCopies(msgspec.Struct, frozen=True, array_like=True):
 class CopiedFiles(msgspec.Struct, dict=True):
     """The files of the base that the store copies into ``folder``: the :class:`SharedFiles` of an object store.
 
-    ``numbers`` are those of the files that may be unchanged, and ``known`` is whether the store copies objects, if that
-    is known. ``etags`` are those of the copies that were made.
+    ``numbers`` are the files, by number, that may be unchanged. ``known`` says whether the store copies objects.
+    ``etags`` are the ETags of the copies that were made, by the number of the file.
     """
 
     base: UploadedBase
@@ -157,12 +156,7 @@ class CopiedFiles(msgspec.Struct, dict=True):
 
     def _tensors_of(self, number: int) -> list[tuple[int, str]]:
         """Return the numbers and names of the tensors of a file."""
-        return list(enumerate(self.plan.files[number].entries, first_tensors(self.plan)[number]))
-
-
-def first_tensors(plan: SavePlan) -> Sequence[int]:
-    """Return the number of the first tensor of each file."""
-    return [0, *itertools.accumulate(len(file.entries) for file in plan.files)]
+        return list(zip(self.plan.tensors_by_file[number], self.plan.files[number].entries, strict=True))
 
 
 def can_be_copied(base: UploadedBase, file: DataFile) -> bool:

@@ -13,7 +13,6 @@ background, before anything is committed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -70,8 +69,8 @@ class _UnchangedDecision(msgspec.Struct, frozen=True, array_like=True):
 class IncrementalSave:
     """The part of a save that finds what it can share with a base.
 
-    ``folder`` has the files of the base, if they can be read in no time, and ``versions`` are those of this rank's
-    frozen parameters when the base was saved.
+    ``folder`` has the files of the base; ``None`` in an object store, where a read of them takes requests. ``versions``
+    are the versions of this rank's frozen parameters when the base was saved.
     """
 
     def __init__(self, session: Session, folder: Path | None, versions: TensorVersions) -> None:
@@ -148,12 +147,8 @@ class IncrementalSave:
             for number, key in enumerate(self._plan.tensors)
             if key in self._tensors and not self.has_version(key, versions)
         }
-        return [number for number, tensors in enumerate(self._tensors_of_files()) if not changed.intersection(tensors)]
-
-    def _tensors_of_files(self) -> list[range]:
-        """Return the numbers of the tensors of each file."""
-        stops = itertools.accumulate(len(file.entries) for file in self._plan.files)
-        return [range(stop - len(file.entries), stop) for file, stop in zip(self._plan.files, stops, strict=True)]
+        by_file = self._plan.tensors_by_file
+        return [number for number, tensors in enumerate(by_file) if not changed.intersection(tensors)]
 
     def has_version(self, key: tuple[str, str], versions: TensorVersions) -> bool:
         """Return whether torch has seen no change of a frozen parameter since the base was saved."""
@@ -210,8 +205,7 @@ class IncrementalSave:
 
     def _tensors_in(self, omitted: OmittedRanges) -> set[int]:
         """Return the numbers of the tensors in files that have omitted ranges."""
-        files = itertools.chain(*([number] * len(file.entries) for number, file in enumerate(self._plan.files)))
-        return {tensor for tensor, number in enumerate(files) if number in omitted}
+        return {tensor for number in omitted for tensor in self._plan.tensors_by_file[number]}
 
     def _compare(self, tensors: Mapping[tuple[str, str], TensorBytes]) -> BaseComparison:
         plan = self._plan

@@ -219,9 +219,7 @@ def sync_tree(path: Path) -> None:
         try:
             fsync_path(entry)
         except StorageError as error:
-            if (
-                error.errno != errno.EACCES
-            ):  # what this process may not read is a link to a file that it has not written
+            if error.errno != errno.EACCES:  # else it is a file of a user that this process has not written
                 raise
     fsync_path(path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -70,6 +71,12 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
     def tensor_sizes(self) -> Sequence[int]:
         """The size in bytes of each stored tensor, by number."""
         return [entry.nbytes for file in self.files for entry in file.entries.values()]
+
+    @cached_property
+    def tensors_by_file(self) -> Sequence[range]:
+        """The numbers of the tensors of each file."""
+        stops = accumulate(len(file.entries) for file in self.files)
+        return [range(stop - len(file.entries), stop) for file, stop in zip(self.files, stops, strict=True)]
 
     @property
     def nbytes(self) -> int:
