@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 import rankless
-from rankless.errors import MismatchError
+from rankless.errors import MismatchError, OptimizerMismatchError
 from tests.helpers.pool import Ranks
 
 
@@ -80,3 +81,86 @@ def test_all_ranks_agree(ranks: Ranks, tmp_path: Path) -> None:
     _save_native(tmp_path, Net(tied=False))
     assert ranks(2, _load, str(tmp_path), True) == [True, True]
     assert ranks(2, _load, str(tmp_path), False) == [((), ("head.weight",))] * 2
+
+
+def _train(net: Net, *, sums_gradients: bool = True) -> torch.optim.Optimizer:
+    """Take two steps, with the gradient that a tied tensor would have, as stages of a pipeline compute it."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for step in range(2):
+        net.head(net.embed(torch.arange(step, 6))).square().sum().backward()
+        if sums_gradients:
+            gradient = net.embed.weight.grad + net.head.weight.grad  # type: ignore[operator]
+            net.embed.weight.grad, net.head.weight.grad = gradient, gradient.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _build_equal() -> Net:
+    net = Net(tied=False)
+    net.head.weight.data.copy_(net.embed.weight)
+    return net
+
+
+def test_equal_optimizer_states_are_one(tmp_path: Path) -> None:
+    untied, tied = _build_equal(), Net(tied=True)
+    saved, loaded = _train(untied), torch.optim.AdamW(tied.parameters())
+    rankless.save_checkpoint(tmp_path, "s", model=untied, optimizer=saved, rng=False)
+    restored = rankless.restore(tmp_path, model=tied, optimizer=loaded, rng=False)
+    assert restored.exact == ("model", "optimizer")
+    for name, value in saved.state[untied.embed.weight].items():
+        assert torch.equal(loaded.state[tied.embed.weight][name], value)
+
+
+def test_an_optimizer_state_that_would_be_dropped_is_named(tmp_path: Path) -> None:
+    untied, tied = _build_equal(), Net(tied=True)
+    optimizer, loaded = _train(untied), torch.optim.AdamW(tied.parameters())
+    optimizer.state[untied.head.weight]["exp_avg"][3, 1] += 1
+    rankless.save_checkpoint(tmp_path, "s", model=untied, optimizer=optimizer, rng=False)
+    with pytest.raises(MismatchError, match=r"head\.weight/exp_avg: the same tensor as embed\.weight/exp_avg here"):
+        rankless.load_checkpoint(tmp_path, model=tied, optimizer=loaded, rng=False)
+    restored = rankless.restore(tmp_path, model=tied, optimizer=loaded, rng=False, strict=False)
+    assert (restored.exact, restored.unexpected) == (("model",), ("optimizer/head.weight/exp_avg",))
+
+
+@pytest.mark.parametrize("change", ["lr", "state"])
+def test_a_parameter_with_other_settings_or_without_a_state_is_not_dropped(tmp_path: Path, change: str) -> None:
+    untied, tied = _build_equal(), Net(tied=True)
+    optimizer = _train(untied)
+    if change == "state":
+        del optimizer.state[untied.head.weight]
+    else:
+        parameters = [{"params": [untied.embed.weight]}, {"params": [untied.head.weight], "lr": 0.5}]
+        optimizer = torch.optim.AdamW(parameters)
+    rankless.save_checkpoint(tmp_path, "s", model=untied, optimizer=optimizer, rng=False)
+    loaded = torch.optim.AdamW(tied.parameters())
+    with pytest.raises(OptimizerMismatchError, match=r"state of 'head\.weight', which this optimizer does not train"):
+        rankless.load_checkpoint(tmp_path, model=tied, optimizer=loaded, rng=False)
+
+
+def _save_stage(path: str) -> torch.Tensor:
+    """Save an embedding on rank 0 and a head on rank 1, trained with equal gradients."""
+    whole = _build_equal()
+    _train(whole)
+    stage = nn.Module()
+    name, kept = ("embed", whole.embed) if dist.get_rank() == 0 else ("head", whole.head)
+    stage.add_module(name, kept)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
+    kept.weight.grad = torch.arange(24.0).reshape(6, 4)
+    optimizer.step()
+    rankless.save_checkpoint(path, "s", model=stage, optimizer=optimizer, rng=False)
+    return optimizer.state[kept.weight]["exp_avg"].clone()
+
+
+def _load_whole(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
+    tied = Net(tied=True)
+    optimizer = torch.optim.AdamW(tied.parameters())
+    restored = rankless.restore(path, model=tied, optimizer=optimizer, rng=False)
+    return restored.exact, optimizer.state[tied.embed.weight]["exp_avg"]
+
+
+def test_a_whole_model_ties_what_stages_trained_apart(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks(2, _save_stage, str(tmp_path))[0]
+    for exact, moments in [_load_whole(str(tmp_path)), *ranks(3, _load_whole, str(tmp_path))]:
+        assert exact == ("model", "optimizer")
+        assert torch.equal(moments, expected)

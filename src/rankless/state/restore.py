@@ -40,7 +40,7 @@ from rankless.state.optimizer.numbered_parameters import (
     match_by_position,
 )
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
-from rankless.state.optimizer.param_groups import MatchTolerance
+from rankless.state.optimizer.param_groups import MatchTolerance, pair_merged_states
 from rankless.state.rank_states import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.schedulers_by_params import find_entries, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
@@ -385,7 +385,7 @@ class LoadTargets:
             {_BETWEEN.join(pair) for pair in pairs if len(set(pair)) > 1}
         )
 
-    def list_merged(self, known: Mapping[str, set[str]]) -> list[tuple[str, str, str]]:
+    def list_merged(self, known: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
         """Return, given the names that any rank knows, what is one tensor of a model on some rank.
 
         Each is a group, the stored tensor that is loaded, and one that is dropped.
@@ -407,7 +407,8 @@ class LoadTargets:
                 f"dropped: untie them, or pass strict=False to load {kept} for both"
             )
         else:
-            self.report.add_unexpected(component, dropped)
+            is_state = component.partition("/")[0] == OPTIMIZER
+            self.report.add_unexpected(component, f"{component}/{dropped}" if is_state else dropped)
 
     def _check_wrappers(self, slot: str, view: ModelView) -> None:
         """Report tensors that belong to another tensor subclass here than in the checkpoint, or to one on one side."""
@@ -522,7 +523,7 @@ class LoadTargets:
                     self.report.cast.add(slot)
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
-            self._add_merged(slot, self._find_shared(slot, optimizer_restore.targets))
+            self._note_merged_states(slot, optimizer_restore, infos)
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
@@ -537,15 +538,26 @@ class LoadTargets:
         if optimizer_restore.has_inexact_own():
             self.report.cast.add(slot)
 
+    def _note_merged_states(self, slot: str, optimizer_restore: OptimizerRestore, infos: Mapping[str, Any]) -> None:
+        """Note the stored states of what is one tensor here: all but one of them are dropped if they are equal."""
+        pairs = self._find_shared(slot, optimizer_restore.targets)
+        for group, *parameters in self.list_merged(self.inventory.names):
+            kept, dropped = [_prefix_in(slot, group) + name for name in parameters]
+            saved = self._values[slot]["groups"]
+            states = pair_merged_states(saved, infos, kept, dropped) if group in self._views else None
+            if states is not None:
+                pairs += states
+                self.inventory.names[f"{_TRAINED} {slot}"].append(dropped)
+        self._add_merged(slot, pairs)
+
     def _saved_dtypes(self, slot: str) -> dict[str, str]:
         """Return the dtypes in the checkpoint of the parameters of an optimizer, if its states are cast with them."""
         if not self._policy.cast_dtype:
             return {}
-        own_slot = MODEL + slot.removeprefix(OPTIMIZER)
         dtypes: dict[str, str] = {}
         for group, infos in self._groups.items():
             if group == MODEL or group.startswith(f"{MODEL}/"):
-                prefix = "" if group in {own_slot, MODEL} else group.removeprefix(f"{MODEL}/") + "/"
+                prefix = _prefix_in(slot, group)
                 dtypes |= {prefix + name: info.dtype for name, info in infos.items()}
         return dtypes
 
@@ -607,6 +619,12 @@ def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 def _component_of(group: str) -> str:
     """Return the component that a group of tensors belongs to: adapters belong to the model."""
     return MODEL if is_adapter_group(group) else group
+
+
+def _prefix_in(slot: str, group: str) -> str:
+    """Return what the names of a model's parameters begin with in an optimizer of the component ``slot``."""
+    is_own = group in {MODEL, MODEL + slot.removeprefix(OPTIMIZER)}
+    return "" if is_own else group.removeprefix(f"{MODEL}/") + "/"
 
 
 def _may_cast(stored: str, here: str) -> bool:

@@ -10,6 +10,8 @@ import msgspec
 
 from rankless.errors import OptimizerMismatchError, StateError
 from rankless.ondisk import values
+from rankless.ondisk.data_files import TensorInfo
+from rankless.ondisk.validation import split_state_key
 from rankless.state.array_decoder import are_same_decoded
 from rankless.state.optimizer.optimizer_view import ParamGroup, parameter_names
 
@@ -141,6 +143,27 @@ def check_trained(saved: EncodedGroups, trained: set[str], tolerance: MatchToler
             + tolerance.suggest_remedy()
         )
     return untrained
+
+
+def pair_merged_states(
+    saved: EncodedGroups, infos: Mapping[str, TensorInfo], kept: str, dropped: str
+) -> list[tuple[str, str]] | None:
+    """Return which state tensors of two saved parameters must be equal, if both parameters are one tensor here.
+
+    ``None``: their settings, or what is no tensor of their states, differ already, or one of them has no state.
+    """
+    group_of = {name: group for group in saved for name in group["params"]}
+    if not {kept, dropped} <= group_of.keys() or not _has_settings_of(group_of[kept], group_of[dropped]):
+        return None
+    values_of = [group_of[name]["state"].get(name) for name in (kept, dropped)]
+    tensors_of: dict[str, dict[str, str]] = {kept: {}, dropped: {}}
+    for name in infos:
+        parameter, state = split_state_key(name)
+        if parameter in tensors_of:
+            tensors_of[parameter][state] = name
+    if not are_same_decoded(*values_of) or tensors_of[kept].keys() != tensors_of[dropped].keys():
+        return None
+    return [(name, tensors_of[dropped][state]) for state, name in sorted(tensors_of[kept].items())]
 
 
 def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
