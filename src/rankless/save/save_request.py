@@ -22,6 +22,7 @@ from rankless.run.catalog import cached_checkpoints
 from rankless.run.claims import JobHistory, check_not_superseded, read_history
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.ownership import checkpoint_of
+from rankless.run.pointers import find_tag
 from rankless.run.retention import Retention
 from rankless.save.metrics import read_metrics
 from rankless.state.training import TrainingObjects
@@ -123,8 +124,9 @@ class SaveRequest(msgspec.Struct, frozen=True):
         if self.known_tags is not None:  # a save into the tier does not wait for storage, unless the name is taken
             is_taken = self.tag in self.known_tags
         elif isinstance(final, ObjectPath):
-            # To overwrite, it must also be known whether the checkpoint was copied there.
-            is_taken = self.overwrite or any(info.tag == self.tag for info in cached_checkpoints(self.path))
+            # To overwrite, it must also be known whether the checkpoint was copied there. A whole folder in a run that
+            # has no pointer at all gets one before the publication, which refuses the tag then.
+            is_taken = self.overwrite or find_tag(self.path, self.tag) is not None or is_native(final)
         else:
             is_taken = posix.path_exists(final)
         return is_taken and not self._is_abandoned(final) and not self._is_interrupted_copy(final)
