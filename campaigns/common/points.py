@@ -140,7 +140,7 @@ SAVE_POINTS = (
 LOAD_POINTS = (
     Point("opening the session", "rankless.engine.comm.session.RankGroup.open_session"),
     Point("selecting the checkpoint", "rankless.load.selection.CheckpointSelector.select_next", rank_0_only=True),
-    Point("checkpoint selected", _POST, after=True, phase="finding the checkpoint"),
+    Point("checkpoint selected", _POST, after=True, phase="finding the checkpoint to load"),
     Point("opening the checkpoint", "rankless.load.load_operation.LoadOperation._open_reader"),
     Point("matching the tensors", "rankless.state.restore.LoadTargets.match_targets"),
     Point("tensors matched", _POST, after=True, phase="reading the metadata"),
