@@ -84,9 +84,10 @@ class Checkpointer:
             refused if ``torchrun`` has started several ranks.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
-        replica_groups: Several process groups hold the same training state, such as torchft's replica groups, and any
-            of them may save, one at a time. Each save then continues the latest checkpoint, whichever group has saved
-            it, and :meth:`resume` disturbs no other group. Not with ``local``.
+        replica_groups: The name of the job, if several process groups hold the same training state, such as torchft's
+            replica groups, and any of them may save: what they save is the work of one job, and the highest step is the
+            latest. All groups pass the same name, and a later job another one, such as the id that its scheduler has
+            given to it. Not with ``local``.
         options: Options of each save that few need: see :class:`rankless.SaveOptions`. Its ``on_event`` is called with
             the events of loads, too.
         more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
@@ -111,7 +112,7 @@ class Checkpointer:
         process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
         local: LocalTier | str | PathLike[str] | None = None,
-        replica_groups: bool = False,
+        replica_groups: str | None = None,
         options: SaveOptions | None = None,
         **more: Unpack[SaveKeywords],
     ) -> None:

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from rankless.load.tier_load import TierLoad
     from rankless.tier.job import TierJob
 
+#: The most characters of the name of replica groups.
+_MAX_GROUPS_NAME = 200
+
 
 class RunDirectory:
     """Saves into and loads from one run directory. All ranks must make the same calls in the same order.
@@ -77,9 +80,10 @@ class RunDirectory:
             refused if ``torchrun`` has started several ranks.
         timeout: The number of seconds that ranks wait for each other before all of them fail.
         local: The local tier: a folder of each host, such as ``"/dev/shm/job"``, or a :class:`rankless.LocalTier`.
-        replica_groups: Several process groups hold the same training state, such as torchft's replica groups, and any
-            of them may save, one at a time. Each save then continues the latest checkpoint, whichever group has saved
-            it, and a group that only loads disturbs no other one. Not with ``local``.
+        replica_groups: The name of the job, if several process groups hold the same training state, such as torchft's
+            replica groups, and any of them may save: what they save is the work of one job, and the highest ``step`` is
+            the latest. All groups pass the same name, and a later job another one, such as the id that its scheduler
+            has given to it. Not with ``local``.
         options: The default of ``options`` in :meth:`save`. Its ``on_event`` is called with the events of loads, too.
         more: Fields of :class:`rankless.SaveOptions`, which documents them; they have precedence over ``options``.
 
@@ -96,19 +100,17 @@ class RunDirectory:
         process_group: ProcessGroupArgument = None,
         timeout: float = 600.0,
         local: LocalTier | str | PathLike[str] | None = None,
-        replica_groups: bool = False,
+        replica_groups: str | None = None,
         options: SaveOptions | None = None,
         **more: Unpack[SaveKeywords],
     ) -> None:
         self.path = parse_location(path)
         self._local = as_local_tier(local)
-        if check_flag("replica_groups", replica_groups) and local is not None:
-            raise InvalidArgumentError("replica_groups=True saves past the local tier: leave out local=")
+        groups = "" if replica_groups is None else _check_groups(replica_groups, local)
         self._tier = self._find_tier(self._local)
         #: What this job has loaded and saved, here and elsewhere. Objects of one job may share it.
         self.memory = JobMemory()
-        if replica_groups:
-            self.history.has_replica_groups = True
+        self.history.groups = groups
         #: The options of a save that passes none.
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
@@ -427,7 +429,6 @@ class RunDirectory:
         memory = self.memory.of(self.path if is_of_run else restored.path.resolve().parent)
         memory.history.note_loaded(restored.base, resumes=resumes)
         memory.known.checkpoint = self._find_base(restored)
-        claims = claims and not self.history.has_replica_groups  # any of the groups may be the one that saves
         if claims and is_of_run and self._tier is None and self._current_ranks().rank == COORDINATOR_RANK:
             claim_incarnation(self.path, self.history)
 
@@ -550,6 +551,18 @@ class RunDirectory:
             self.finalize()
         else:
             self.wait()
+
+
+def _check_groups(name: object, local: object) -> str:
+    """Return the name that replica groups have passed."""
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > _MAX_GROUPS_NAME:
+        raise InvalidArgumentError(
+            "replica_groups must be the name of the job that the groups are part of, the same in all of them, such as "
+            f"os.environ['SLURM_JOB_ID']; got {name!r:.80}"
+        )
+    if local is not None:
+        raise InvalidArgumentError("replica groups save past the local tier: leave out local=")
+    return name
 
 
 def _lenient_components(strict: object) -> frozenset[str]:

@@ -78,7 +78,7 @@ class Training:
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            replica_groups=True,
+            replica_groups="job",
             **options,
         )
         self.weights.register("torchft", self.manager)

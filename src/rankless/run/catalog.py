@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class CheckpointIdentity(msgspec.Struct, frozen=True):
     incarnation: int = 0
 
 
-def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
+def next_identity(path: Path, job: JobHistory, step: float | None) -> CheckpointIdentity:
     """Return the identity of the next checkpoint that a job saves into a run directory, on rank 0.
 
     Before its first one, the job claims an incarnation. Raises ``SupersededError`` or ``StateError`` if another job has
@@ -100,17 +101,32 @@ def next_identity(path: Path, job: JobHistory) -> CheckpointIdentity:
     """
     scan = _look_at_run(path)
     history, found = scan.history, scan.checkpoints
-    latest = history.find_latest(found) if job.has_replica_groups else None
-    if latest is not None:
-        job.go_on_from(latest, latest.tag, history)
     check_not_superseded(path, history, job)
     claimed = job.claim
     if claimed is None:
         claimed, history = claim(path, job, found, seen=(history, scan.highest_entry))
+        if job.groups and job.base is None and step is not None:
+            _check_not_behind(path, job, [info for info in found if info.run == claimed.run], step)
     elif claimed.run not in history.runs and history.number < claimed.incarnation:
         warn_of_lost_history(path, claimed)
     sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
+    if job.groups and step is not None and claimed.run in history.runs:
+        # Several groups may save at a time, and none sees what another one has begun: their steps order what they save.
+        sequence = history.runs[claimed.run].sequence + max(0, int(step))
     return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)
+
+
+def _check_not_behind(path: Path, job: JobHistory, saved: Sequence[CheckpointInfo], step: float) -> None:
+    """Raise ``StateError`` if a replica group that has loaded nothing begins at a step before what others have saved.
+
+    Its training has begun anew, under the name of an earlier job.
+    """
+    steps = [info.step for info in saved if info.step is not None]
+    if step < max(steps, default=step):
+        raise StateError(
+            f"the replica groups {job.groups!r} have saved step {max(steps)} in {path}, and this group has loaded "
+            f"nothing, and saves step {step}: load the latest checkpoint, or give the groups of a new job another name"
+        )
 
 
 def claim_incarnation(path: Path, job: JobHistory) -> None:

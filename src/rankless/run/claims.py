@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -59,6 +60,9 @@ _NO_ENTRY = {errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG, errno.ELOOP}
 
 #: The attempts to read an entry that is listed, and the seconds between.
 _READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
+
+
+E = TypeVar("E", Entry, Entry | None)
 
 
 class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +147,7 @@ class JobHistory(msgspec.Struct):
         numbering: The numbers of its process in local tiers, which no list shows.
         command: The command that claims without a job; else empty.
         tier: The folder of the local tier with which it claims; else empty.
-        has_replica_groups: Whether other process groups hold the same state, and any of them may save.
+        groups: The name of the job whose replica groups hold the same state, and any of which may save; else empty.
     """
 
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
@@ -155,19 +159,7 @@ class JobHistory(msgspec.Struct):
     numbering: Numbering = msgspec.field(default_factory=Numbering)
     command: str = ""
     tier: str = ""
-    has_replica_groups: bool = False
-
-    def go_on_from(self, latest: KnownCheckpoint, tag: str, newest: Entry) -> None:
-        """Let the next save continue the latest checkpoint of the directory, unless this group has claimed last.
-
-        Another replica group has saved it: the state of this one goes on from it. ``newest`` is the history of the
-        directory. Called on rank 0.
-        """
-        branch = newest.runs.get(latest.run)
-        last = latest.incarnation if branch is None else branch.incarnation
-        if self.claim != Claim(latest.run, last):
-            base = LoadedBase.of(latest, tag, latest.sequence, secrets.token_hex(8), last)
-            self.note_loaded(base, resumes=True)
+    groups: str = ""
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
         """Note what was loaded. If the training goes on from it, the next save continues it.
@@ -357,15 +349,15 @@ def _create(run: Path, entry: Entry) -> bool:
     return create_small(path, data)
 
 
-def add_entry(run: Path, make: Callable[[Entry, int], Entry], seen: tuple[Entry, int] | None = None) -> Entry:
-    """Add the entry that ``make`` returns for the newest one and the highest number.
+def add_entry(run: Path, make: Callable[[Entry, int], E], seen: tuple[Entry, int] | None = None) -> E:
+    """Add the entry that ``make`` returns for the newest one and the highest number; nothing if it returns ``None``.
 
     It is called again if another job was faster. ``seen`` are these two at a look a moment ago: if there are newer
     ones, the entry has a number that is taken.
     """
     for _ in range(_ATTEMPTS):
         entry = make(*(seen or read_newest(run)))
-        if _create(run, entry):
+        if entry is None or _create(run, entry):
             return entry
         seen = None
     raise StorageError(f"could not write into {run / FOLDER}: other jobs do all the time")
@@ -398,9 +390,9 @@ def announce(run: Path, above: int) -> int:
     return add_entry(run, lambda newest, highest: newest.announce(max(highest, above), me)).number
 
 
-def describe_job(token: str, command: str = "", tier: str = "") -> Job:
+def describe_job(token: str, command: str = "", tier: str = "", groups: str = "") -> Job:
     """Return this process as a job, with a local ``tier`` or without, or as a ``command`` that claims without one."""
-    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3), command, tier)
+    return Job(token, posix.host_name(), os.getpid(), round(time.time(), 3), command, tier, groups)
 
 
 #: The incarnations that this process has claimed, by the real path of the run directory: another object of the process
@@ -435,7 +427,7 @@ def claim(
     seen: tuple[Entry, int] | None = None,
     warns: bool = True,
 ) -> tuple[Claim, Entry]:
-    """Claim an incarnation for a job, on rank 0, unless other ranks of the job have claimed it. Return the history too.
+    """Claim an incarnation for a job, on rank 0, unless other ranks of it have claimed one. Return the history too.
 
     ``found`` are the checkpoints of the directory, oldest first. ``seen`` is its history at that look: the newest entry
     that is not corrupt, and the highest number, which a store that ignores conditions would let this job take.
@@ -443,36 +435,50 @@ def claim(
     ``warns``: warn of a rollback. Raises ``StateError`` if another job has continued the run since this one has loaded
     it.
     """
-    newest, highest = seen or read_newest(run)
     before = Entry()
+    own: tuple[Claim, str] | None = None
 
-    def make(newest: Entry, highest: int) -> Entry:
-        nonlocal before
+    def make(newest: Entry, highest: int) -> Entry | None:
+        nonlocal before, own
+        before, own = newest, _find_own_claim(run, job, newest)
+        if own is not None:
+            return None
         check(newest)
-        before = newest
         return _make_claim(run, job, newest, found, above=highest)
 
-    if (claimed := _find_own_claim(run, job, newest)) is None:
-        newest = add_entry(run, make, (newest, highest))
-        claimed = Claim(newest.run, newest.number)
+    newest = add_entry(run, make, seen or read_newest(run)) or before
+    claimed, token = own or (Claim(newest.run, newest.number), job.token)
+    if own is None:
         if warns and job.base is not None and job.base.newest is None:
             abandoned = [one for one in found if before.is_current(one) and not newest.is_current(one)]
             went_back = job.base.run in before.runs and before.runs[job.base.run].rolled_back_to == job.base.id
             _warn_of_rollback(run, job.base.tag, abandoned, again=went_back)
         elif warns and job.base is not None and not job.tier:
             _warn_of_unread_tier(run, job.base, before)
-    _claimed[run.resolve(), claimed] = job.token
+    _claimed[run.resolve(), claimed] = token
     return claimed, newest
 
 
-def _find_own_claim(run: Path, job: JobHistory, newest: Entry) -> Claim | None:
-    """Return the incarnation that a sub-group of the job has claimed to continue the same checkpoint."""
+def _find_own_claim(run: Path, job: JobHistory, newest: Entry) -> tuple[Claim, str] | None:
+    """Return the incarnation that other ranks of the job have claimed, and the token of their entry.
+
+    A sub-group has continued the same checkpoint. A replica group has continued what leads to that, or, if this one has
+    loaded nothing, has begun the run. A group that has named its checkpoint goes back to it, unless another group has.
+    """
     base = job.base
-    branch = None if base is None else newest.runs.get(base.run)
-    if base is None or branch is None or branch.line[-1:] != ((base.incarnation, base.sequence),):
-        return None
-    own = newest if newest.number == branch.incarnation else _find_entry(run, branch.incarnation)
-    return Claim(base.run, branch.incarnation) if own is not None and own.job.token == job.token else None
+    runs = sorted(newest.runs, key=lambda name: -newest.runs[name].incarnation) if job.groups else []
+    for name in runs if base is None else [base.run]:
+        branch = newest.runs.get(name)
+        if branch is None:
+            continue
+        is_claimed_there = base is None or branch.line[-1:] == ((base.incarnation, base.sequence),)
+        follows = job.groups and base is not None and base.newest is not None and newest.is_current(base)
+        if not is_claimed_there and not follows:
+            continue
+        own = newest if newest.number == branch.incarnation else _find_entry(run, branch.incarnation)
+        if own is not None and (own.job.groups == job.groups if job.groups else own.job.token == job.token):
+            return Claim(name, branch.incarnation), own.job.token
+    return None
 
 
 def _warn_of_rollback(run: Path, tag: str, abandoned: Sequence[KnownCheckpoint], *, again: bool) -> None:
@@ -500,7 +506,7 @@ def _warn_of_unread_tier(run: Path, base: LoadedBase, before: Entry) -> None:
 
 def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint], *, above: int) -> Entry:
     base = _find_base(job, newest, found)
-    me = describe_job(job.token, job.command, job.tier)
+    me = describe_job(job.token, job.command, job.tier, job.groups)
     if base is None:
         return newest.begin_run(secrets.token_hex(8), me, found, above=above)
     current = [saved for saved in found if saved.run == base.run and newest.is_current(saved)]
@@ -552,7 +558,7 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     claimed = job.claim
     if claimed is None:
         return
-    if _is_overwritten(run, newest, claimed):
+    if _is_overwritten(run, newest, claimed, job.groups):
         raise SupersededError(_describe_superseded(f"another job has continued the run in {run}", newest, claimed))
     if not newest.has_continued(claimed.run, claimed.incarnation):
         return
@@ -570,11 +576,13 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
     raise SupersededError(_describe_superseded(what, newest, claimed))
 
 
-def _is_overwritten(run: Path, newest: Entry, claimed: Claim) -> bool:
+def _is_overwritten(run: Path, newest: Entry, claimed: Claim, groups: str) -> bool:
     """Return whether the entry of a job's claim is that of another job now, which has claimed at the same moment.
 
-    A store that ignores conditions lets both write it.
+    A store that ignores conditions lets both write it. Another one of its replica ``groups`` is the same job.
     """
+    if groups and newest.job.groups == groups:
+        return False
     own = _claimed.get((run.resolve(), claimed), newest.job.token)
     return (newest.run, newest.number) == (claimed.run, claimed.incarnation) and newest.job.token != own
 

@@ -97,7 +97,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """The job that has claimed an incarnation. Its ranks share the ``token``; the rest is for messages.
 
     ``command`` is the command that has claimed it without a job, such as ``rankless rollback``; else empty. ``tier`` is
-    the folder of its local tier on the host of rank 0; empty without one.
+    the folder of its local tier on the host of rank 0; empty without one. ``groups`` is the name that all replica
+    groups of the job have passed; else empty.
     """
 
     token: str
@@ -106,6 +107,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     time: float = 0.0
     command: str = ""
     tier: str = ""
+    groups: str = ""
 
 
 @prepared

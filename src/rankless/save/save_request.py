@@ -126,7 +126,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
         elif isinstance(final, ObjectPath):
             # To overwrite, it must also be known whether the checkpoint was copied there. A whole folder in a run that
             # has no pointer at all gets one before the publication, which refuses the tag then.
-            is_taken = self.overwrite or find_tag(self.path, self.tag) is not None or is_native(final)
+            is_taken = self.overwrite or find_tag(final.parent, self.tag) is not None or is_native(final)
         else:
             is_taken = posix.path_exists(final)
         return is_taken and not self._is_abandoned(final) and not self._is_interrupted_copy(final)

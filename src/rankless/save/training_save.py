@@ -200,7 +200,7 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
 
     def _choose_identity(self) -> CheckpointIdentity:
         """Return the identity of the new checkpoint, on rank 0."""
-        return next_identity(self._request.path, self._request.job)
+        return next_identity(self._request.path, self._request.job, self._request.step)
 
     @property
     def path(self) -> Path:
