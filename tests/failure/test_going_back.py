@@ -28,6 +28,7 @@ from rankless.errors import StorageError
 from rankless.run import cleanup, object_run
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.object_publication import ObjectPublication
+from rankless.storage.atomic_rename import rename_noreplace
 from rankless.tier.host_folder import TierFolder
 from tests.golden import reader
 from tests.helpers.fake_s3 import FakeS3
@@ -183,6 +184,21 @@ class TestRollback:
         with pytest.raises(rankless.SupersededError, match="was continued from an earlier checkpoint"):
             first.save("step_4", state_of(4), step=4)
         assert rankless.restore(tmp_path, model=state_of(-1)).tag == "branch"
+
+    def test_what_is_abandoned_may_be_removed_while_its_tag_is_taken(self, tmp_path: Path) -> None:
+        run_killed_job(train, tmp_path, 2)
+        directory = rankless.RunDirectory(tmp_path)
+        with pytest.warns(UserWarning, match="goes back"):
+            directory.restore("step_1", torch.nn.Linear(2, 2), resume=True)
+
+        def remove_first(source: Path, target: Path) -> None:
+            if target.name == "step_2@1":
+                shutil.rmtree(source)
+            rename_noreplace(source, target)
+
+        with mock.patch("rankless.run.abandoned_tags.rename_noreplace", remove_first):
+            directory.save("step_2", torch.nn.Linear(2, 2), step=2)
+        assert listed(tmp_path) == {"step_1": True, "step_2": True}
 
     def test_to_an_abandoned_checkpoint(self, tmp_path: Path) -> None:
         run_killed_job(train, tmp_path, 3)

@@ -304,6 +304,22 @@ def test_a_table_that_cannot_be_read_now_costs_no_bytes(tmp_path: Path) -> None:
     assert load_step(tmp_path) == 2
 
 
+def test_what_a_process_completes_before_it_is_killed_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+    """Another process of the host removes slots of dead ones at that moment."""
+    run_killed_job(job_that_saves, tmp_path, 1, 2)
+    folder = TierFolder.open(tmp_path / "tier", tmp_path / "run")
+    list_used = TierFolder._list_used
+
+    def list_used_slowly(folder: TierFolder, is_wanted: Any) -> set[str]:
+        used = list_used(folder, is_wanted)
+        run_killed_job(job_that_saves, tmp_path, 3)
+        return used
+
+    with mock.patch.object(TierFolder, "_list_used", list_used_slowly):
+        folder.remove_abandoned_slots()
+    assert load_step(tmp_path) == 3
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a tmpfs is mounted")
 def test_a_job_begins_in_a_folder_whose_memory_is_full(tmp_path: Path) -> None:
     tier = tmp_path / "tier"

@@ -419,3 +419,19 @@ def test_a_checkpoint_that_is_replaced_while_it_is_selected_is_looked_for_again(
     ):
         open_run(tmp_path).restore("step_2", state_of(-1), resume=True)
     assert find.call_count == 2
+
+
+def test_the_last_drain_of_a_job_says_that_another_one_has_its_tier(tmp_path: Path) -> None:
+    """It reads the tier, in which the other job has removed what it does not need. Nothing is corrupt."""
+    tier = rankless.LocalTier(tmp_path / "tier", drain_every=100)
+    directory = rankless.RunDirectory(tmp_path / "run", local=tier)
+    save_steps(directory, 1, 2)
+    run_killed_job(job_that_resumes_and_saves, tmp_path, 3, 4)
+    with pytest.raises(rankless.SupersededError, match="another job has continued the run"):
+        directory.drain()
+
+
+def job_that_resumes_and_saves(base: Path, *steps: int) -> None:
+    with open_drained(base) as directory:
+        directory.restore(None, state_of(-1), resume=True)
+        save_steps(directory, *steps)

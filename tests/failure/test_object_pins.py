@@ -117,6 +117,14 @@ class TestKeysThatMayNotDelete:
         with mock.patch.object(evaluation, "_ATTEMPTS", 1), rankless.pin(run_path(), "s1") as checkpoint:
             assert checkpoint.step == 1
 
+    def test_what_may_not_be_deleted_keeps_no_others(self, fake: FakeStore) -> None:
+        save(3)
+        fake.on_request = lambda request, stage: refuse_deletions(request, stage) if "/s1" in request.key else None
+        with pytest.warns(UserWarning, match="could not be removed"):
+            save(4, keep=1)
+        assert check_all().keys() >= {"s1", "s4"}
+        assert not check_all().keys() & {"s2", "s3"}
+
     def test_a_pin_that_is_over_protects_nothing(self, fake: FakeStore) -> None:
         with rankless.pin(run_path(), "s1"):
             pass

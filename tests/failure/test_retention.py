@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import warnings
 from contextlib import closing
@@ -12,13 +13,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 import rankless.errors
 from rankless import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
+from rankless.cli.main import app
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
+from rankless.storage.atomic_rename import rename_path
 from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
 from tests.helpers.processes import run_command
@@ -153,6 +157,27 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     assert [parse_hidden_name(name).state for name in list_hidden_names(tmp_path)] == ["removed"]
     save_step(tmp_path, 2)
     assert not list_hidden_names(tmp_path)
+
+
+def test_one_that_cannot_be_removed_keeps_no_others(tmp_path: Path) -> None:
+    """On an overlay, a folder of a lower layer cannot be renamed."""
+    for step in range(4):
+        save_step(tmp_path, step)
+
+    def rename(source: Path, target: Path) -> None:
+        if source.name == "step_0":
+            raise StorageError(errno.EXDEV, f"could not rename {source}: Invalid cross-device link")
+        rename_path(source, target)
+
+    with mock.patch("rankless.run.cleanup.rename_path", rename):
+        with pytest.warns(UserWarning, match=r"an old one could not be removed: .*step_0"):
+            save_step(tmp_path, 4, keep=2)
+        assert list_tags(tmp_path) == ["step_0", "step_3", "step_4"]
+        pruned = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep", "1"])
+    assert "removed step_3" in pruned.output
+    assert pruned.exit_code == 1
+    assert "Invalid cross-device link" in pruned.output
+    assert list_tags(tmp_path) == ["step_0", "step_4"]
 
 
 def kept_by_ranks(path: str) -> list[str]:

@@ -69,6 +69,7 @@ def test_a_corrupt_checkpoint_is_kept(place: Place) -> None:
     with warnings.catch_warnings(), job(place) as directory:
         warnings.simplefilter("ignore")
         directory.restore(None, state_of(0.0), resume=True)
+        directory.save("step_2", state_of(2.5), step=2, overwrite=True)
         directory.save("another", state_of(3.0), step=3, keep=1)
     assert listed(place) == ["another"]
     (kept,) = list_stale_directories(place.path)  # type: ignore[attr-defined]

@@ -94,7 +94,8 @@ class Oracle:
             is_durable = known.loads[0].text == "run directory"
             has_begun = later.has_loaded and later.loaded is not None and not is_durable
             has_claimed = has_begun or bool(later.states("local"))
-            if has_claimed and not self._leads_to(state, later.loaded):
+            # One that has found nothing on its hosts has begun another run, and left no branch.
+            if has_claimed and later.loaded is not None and not self._leads_to(state, later.loaded):
                 raise ViolationError(
                     f"loaded {state} of a branch that incarnation {later.plan.number} left when it loaded "
                     f"{later.loaded}"

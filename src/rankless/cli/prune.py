@@ -12,7 +12,7 @@ import typer
 from rankless.cli.checkpoint_argument import Local, check_run
 from rankless.cli.command_process import leave_on_interrupt
 from rankless.cli.output import print_json
-from rankless.errors import InvalidArgumentError
+from rankless.errors import InvalidArgumentError, RanklessError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count, format_size
 from rankless.run.catalog import StaleDirectory, list_stale_directories
@@ -93,8 +93,9 @@ def prune(  # noqa: PLR0917 - options of the command
         [leftover for leftover in found if leftover not in kept_leftovers],
         kept_leftovers,
     )
+    failures: list[RanklessError] = []
     if not dry_run:
-        removable = _remove_all(path, removable, with_leftovers=remains, with_whole=force)
+        removable = _remove_all(path, removable, failures, with_leftovers=remains, with_whole=force)
     if as_json:
         names = [info.tag for info in removable.checkpoints], [leftover.name for leftover in removable.leftovers]
         kept = [*protected, *(leftover.name for leftover in removable.kept)]
@@ -109,6 +110,8 @@ def prune(  # noqa: PLR0917 - options of the command
         )
     else:
         _print_removed(removable, protected, "would remove" if dry_run else "removed")
+    for failure in failures:
+        raise failure
 
 
 def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_json: bool) -> None:
@@ -117,8 +120,16 @@ def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as
     prune_tier(run, local, with_undrained=with_undrained, dry_run=dry_run, as_json=as_json)
 
 
-def _remove_all(path: Path, removable: _Removable, *, with_leftovers: bool, with_whole: bool) -> _Removable:
-    deleted = list(delete_checkpoints(removable.checkpoints))
+def _remove_all(
+    path: Path, removable: _Removable, failures: list[RanklessError], *, with_leftovers: bool, with_whole: bool
+) -> _Removable:
+    """Return what was removed. The error of a checkpoint that cannot be removed is added to ``failures``."""
+    deleted = []
+    try:
+        for info in delete_checkpoints(removable.checkpoints):
+            deleted.append(info)  # noqa: PERF402 - those before an error count, too
+    except RanklessError as error:
+        failures.append(error)
     cleaned = {folder.name for folder in clean_up(path, None, with_whole=with_whole)} if with_leftovers else set()
     kept = (leftover for leftover in removable.leftovers if leftover.name not in cleaned)
     return _Removable(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.errors import CheckpointReplacedError, TagExistsError
+from rankless.errors import CheckpointReplacedError, StorageError, TagExistsError
 from rankless.formats.native import holds_checkpoint
 from rankless.run.claims import read_history
 from rankless.run.folder_names import abandoned_tags
@@ -20,6 +20,7 @@ from rankless.run.pointers import Pointer, TagEntry, find_bytes, find_highest_nu
 from rankless.run.scan import CheckpointInfo, read_info_strictly
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath
+from rankless.storage.posix import path_exists
 
 
 def name_abandoned(final: Path, saved: KnownCheckpoint) -> bool:
@@ -35,6 +36,10 @@ def name_abandoned(final: Path, saved: KnownCheckpoint) -> bool:
             rename_noreplace(final, final.parent / tag)
         except TagExistsError:
             continue
+        except StorageError:
+            if path_exists(final):
+                raise
+            return True  # another process has removed it meanwhile, so its tag is free
         if holds_checkpoint(final.parent / tag, info.id):
             return True
         with suppress(TagExistsError):  # another job has replaced it between the look and the rename

@@ -255,34 +255,45 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
     """Remove checkpoints, and yield each one after its removal.
 
     Skip those that have an alias, those that another process has pinned, removed or replaced, and, with a warning,
-    those with files of somebody else in them.
+    those with files of somebody else in them. One that cannot be removed keeps none of the others: its error is raised
+    at the end.
     """
-    for info in _delete_unprotected(checkpoints):
-        append_entry(info.path.parent, JournalEntry("removed", time.time(), info.tag, info.step, info.run))
-        yield info
-
-
-def _delete_unprotected(checkpoints: Sequence[CheckpointInfo]) -> Iterator[CheckpointInfo]:
+    failures = []
     for info in checkpoints:
-        if isinstance(info.path, ObjectPath):
-            if _delete_object_checkpoint(info, info.path):
-                yield info
-            continue
-        name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
         try:
-            foreign = _find_foreign(info, info.path)
-        except StorageError as error:
-            warn_caller(f"{info.path} is not removed, because it is not known whether all in it belongs to it: {error}")
+            if isinstance(info.path, ObjectPath):
+                is_deleted = _delete_object_checkpoint(info, info.path)
+            else:
+                is_deleted = _delete_unprotected(info)
+        except RanklessError as error:
+            failures.append(error)
             continue
-        if foreign:
-            _warn_of_foreign(info, foreign)
-        if holds_checkpoint(info.path, info.id) and find_protection(info) is None:
-            with _lock_removal(info.path.parent, name):
-                # Who pins the checkpoint from now on sees the lock, and waits.
-                is_removed = find_protection(info) is None and _delete_checkpoint(info, info.path.parent / name.name)
-            if is_removed:
-                remove_metrics(info.path.parent, partial(_is_metric_of, info))
-                yield info
+        if is_deleted:
+            append_entry(info.path.parent, JournalEntry("removed", time.time(), info.tag, info.step, info.run))
+            yield info
+    if failures:
+        failures[0].add_note(f"{len(failures)} of {len(checkpoints)} checkpoints could not be removed")
+        raise failures[0]
+
+
+def _delete_unprotected(info: CheckpointInfo) -> bool:
+    """Delete a checkpoint in a folder, unless it is protected or was replaced. Return whether it is deleted."""
+    name = HiddenName(info.tag, info.run, secrets.token_hex(8), "removed")
+    try:
+        foreign = _find_foreign(info, info.path)
+    except StorageError as error:
+        warn_caller(f"{info.path} is not removed, because it is not known whether all in it belongs to it: {error}")
+        return False
+    if foreign:
+        _warn_of_foreign(info, foreign)
+    if not holds_checkpoint(info.path, info.id) or find_protection(info) is not None:
+        return False
+    with _lock_removal(info.path.parent, name):
+        # Who pins the checkpoint from now on sees the lock, and waits.
+        is_deleted = find_protection(info) is None and _delete_checkpoint(info, info.path.parent / name.name)
+    if is_deleted:
+        remove_metrics(info.path.parent, partial(_is_metric_of, info))
+    return is_deleted
 
 
 def _warn_of_foreign(info: CheckpointInfo, foreign: str) -> None:

@@ -264,7 +264,7 @@ class RunFolderOutput:
         new, is_replaceable = self._new, partial(self._check_replaceable, saved)
         corrupt = find_corrupt(new.corrupt, new.run, new.tag)
         if corrupt is not None and new.overwrite:
-            self._pending.replace(is_replaceable)
+            self._pending.replace(partial(self._check_overwritten, saved, corrupt))
         elif new.overwrite:
             self._pending.replace_tag(saved, is_replaceable)
         elif corrupt is not None:
@@ -272,6 +272,11 @@ class RunFolderOutput:
             self._replaces_corrupt = True
         else:
             self._pending.publish_tag(saved)
+
+    def _check_overwritten(self, saved: CheckpointInfo, corrupt: CorruptRecord, folder: Path) -> None:
+        """Check as :meth:`_check_replaceable`. Note whether what is replaced is what a load found corrupt: it stays."""
+        self._check_replaceable(saved, folder)
+        self._replaces_corrupt = corrupt.is_in(folder)
 
     def _check_corrupt(self, corrupt: CorruptRecord, folder: Path) -> None:
         """Raise ``TagExistsError`` if ``folder`` is not the checkpoint that was found corrupt.

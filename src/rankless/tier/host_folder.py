@@ -19,7 +19,7 @@ import errno
 import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -261,8 +261,9 @@ class TierFolder(msgspec.Struct, frozen=True):
 
     def find_abandoned_slots(self, is_wanted: Callable[[GenerationKey], bool]) -> Mapping[str, int]:
         """Return the slots of dead processes that no table of a wanted generation names, with their sizes in bytes."""
-        used, living = self._list_used(is_wanted), self.living_writers()
-        slots = (slot for writer, names in self._slots_by_writer().items() if writer not in living for slot in names)
+        slots_of, living = self._slots_by_writer(), self.living_writers()
+        used = self._list_used(is_wanted)  # last: a process may complete a part, and die
+        slots = (slot for writer, names in slots_of.items() if writer not in living for slot in names)
         return {slot: file_size(self.path / slot) for slot in slots if slot not in used}
 
     def _list_used(self, is_wanted: Callable[[GenerationKey], bool]) -> set[str]:
@@ -279,21 +280,28 @@ class TierFolder(msgspec.Struct, frozen=True):
         return used
 
     def remove_abandoned_slots(self) -> None:
-        """Remove the slots of dead processes that no table names; none if a table cannot be read now."""
-        try:
-            used = self._list_used(lambda _: True)
-        except StorageError:  # too many open files, for example: it may name a slot that is wanted
-            return
-        for writer, slots in self._slots_by_writer().items():
-            lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
-            if lock is None:
-                continue
-            for slot in slots:
-                if slot not in used:
-                    self._remove(slot)
-            if not used.intersection(slots):
-                lock.remove()
-            lock.close()
+        """Remove the slots of dead processes that no table names; none if a table cannot be read now.
+
+        The tables are read after it is known who is dead: a process may complete a part, and be killed, meanwhile.
+        """
+        with ExitStack() as locks:
+            dead = {}
+            for writer in self._slots_by_writer():
+                lock = _lock_if_dead(self.path / f"{writer}{LOCK_SUFFIX}")
+                if lock is not None:
+                    dead[writer] = locks.enter_context(closing(lock))
+            slots_of = self._slots_by_writer() if dead else {}
+            try:
+                used = self._list_used(lambda _: True) if dead else set()
+            except StorageError:  # too many open files, for example: it may name a slot that is wanted
+                return
+            for writer, lock in dead.items():
+                slots = slots_of.get(writer, [])
+                for slot in slots:
+                    if slot not in used:
+                        self._remove(slot)
+                if not used.intersection(slots):
+                    lock.remove()
 
     def living_writers(self) -> set[str]:
         """Return the beginnings of the names of slots of the processes that use the folder now."""
