@@ -30,7 +30,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_tag
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import list_checkpoints_strictly
-from rankless.run.retention import Retention
+from rankless.run.retention import KeepTags, Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument
 from rankless.run_directory import RunDirectory
@@ -151,6 +151,8 @@ class Checkpointer:
         self._has_begun = self._is_stopping = self._is_prepared = self._is_in_block = False
         #: The last completed step, and the last one of which this object knows a checkpoint.
         self._last, self._saved = 0, 0
+        #: Whether anything was saved since the last :meth:`resume`.
+        self._has_saved = False
         #: The save of the step :attr:`_saved`, if this process has made it.
         self._handle: SaveHandle[CheckpointInfo] | None = None
         #: What the last call of :meth:`step` wants to be saved with it.
@@ -177,7 +179,7 @@ class Checkpointer:
 
         Raises:
             InvalidArgumentError: The name is taken or is that of a component, or the object has no state.
-            StateError: The checkpoint that was resumed has its state, and a later step was saved without it meanwhile.
+            StateError: The checkpoint that was resumed has its state, and something was saved without it meanwhile.
             Exception: The errors of :func:`rankless.restore`.
         """
         check_tag(name)
@@ -193,15 +195,34 @@ class Checkpointer:
 
     def _load_late(self, name: str, stateful_object: Any, restored: RestoreResult) -> None:
         """Load an object that is registered after the checkpoint was loaded, before the next save would replace it."""
-        if self._saved != _step_of(restored):
+        if self._has_saved:
             raise StateError(
-                f"{restored.path} has the state of {name!r}, and a later step was saved without it: register it "
+                f"{restored.path} has the state of {name!r}, and this job has saved without it since: register it "
                 f"before that, or load it by rankless.restore({str(self.path)!r}, {restored.tag!r}, "
                 f"stateful={{{name!r}: ...}}) and register it under another name"
             )
         # Perhaps only some ranks had it, or another number of ranks: on the others it keeps its state, with a warning.
         missing_ok = {f"stateful/{name}"}
         self._directory.restore(restored.tag, stateful={name: stateful_object}, allow_missing=missing_ok)
+
+    def _list_untaken(self) -> list[str]:
+        """Return the objects whose states the resumed checkpoint has, and that nothing was registered for."""
+        names = () if self.restored is None else self.restored.not_requested
+        objects = [name.removeprefix("stateful/") for name in names if name.startswith("stateful/")]
+        return [name for name in objects if name not in self._registered]
+
+    def _keep_untaken(self, tag: str) -> None:
+        """Keep the resumed checkpoint, besides what retention keeps, while nothing else has the state of an object.
+
+        Raises ``StateError`` if a save under ``tag`` would replace it.
+        """
+        untaken, restored = self._list_untaken(), self.restored
+        self._directory.kept_besides = KeepTags(restored.tag) if untaken and restored is not None else None
+        if untaken and restored is not None and restored.tag == tag and restored.source == "run directory":
+            raise StateError(
+                f"{restored.path} alone has the state of {', '.join(map(repr, untaken))}, which would be lost: "
+                "register the object, or save under another tag"
+            )
 
     def resume(
         self,
@@ -260,6 +281,7 @@ class Checkpointer:
                 raise
             self.restored = restored
             self._last = self._saved = step
+            self._has_saved = False
             self._handle = None
             self._pending = {}
             return step
@@ -350,6 +372,7 @@ class Checkpointer:
 
     def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         pending = dict(self._pending)
+        self._keep_untaken(tag)
         handle = self._directory.save(
             tag,
             **self._components,
@@ -359,6 +382,7 @@ class Checkpointer:
             forced=forced,
             **pending,
         )
+        self._has_saved = True
         if tag == f"step_{self._last}":
             self._saved, self._handle = self._last, handle
         return handle

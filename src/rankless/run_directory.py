@@ -115,6 +115,8 @@ class RunDirectory:
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()
         self._keep, self._async_save = as_policy(keep), check_flag("async_save", async_save)
+        #: What each save keeps besides: a checkpoint with states that only it has.
+        self.kept_besides: Retention | None = None
         #: What is kept after the newest save, which may be drained later.
         self._newest_keep = self._keep
         self._process_group, self._timeout = check_process_group(process_group), check_timeout(timeout)
@@ -235,6 +237,7 @@ class RunDirectory:
                 adapters=ONLY_ADAPTERS if chosen.adapter_only else WITH_ADAPTERS,
                 files={} if chosen.files is None else chosen.files,
             )
+            policy = self._keep if keep is None else as_policy(keep)
             request = SaveRequest(
                 path=self.path,
                 tag=tag,
@@ -243,7 +246,7 @@ class RunDirectory:
                 step=step,
                 metrics=copy_metrics({} if metrics is None else metrics),
                 overwrite=check_flag("overwrite", overwrite),
-                keep=self._keep if keep is None else as_policy(keep),
+                keep=policy if policy is None or self.kept_besides is None else policy | self.kept_besides,
                 async_save=self._async_save if async_save is None else check_flag("async_save", async_save),
                 forced=forced,
                 began=began,

@@ -149,6 +149,38 @@ def test_a_list_that_may_have_an_item_for_each_group_is_not_divided(tmp_path: Pa
             rankless.restore(tmp_path, None, model, optimizer, scheduler, strict=False)
 
 
+class PeaksByNumber(Peaks):
+    """Keeps a dict with the number of each group."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.by_number = dict(enumerate(self.__dict__.pop("peaks")))
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_a_dict_by_the_numbers_of_groups_is_not_divided(tmp_path: Path) -> None:
+    rates = {"a": 1.0, "b": 0.5}
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", rates, PeaksByNumber))
+    model, optimizer, scheduler = one_group_each("ba", rates, PeaksByNumber)
+    with pytest.raises(rankless.MismatchError, match="scheduler: the checkpoint has no state of a scheduler of"):
+        rankless.restore(tmp_path, None, model, optimizer, scheduler)
+
+
+def test_groups_in_another_order_whose_parameters_have_other_names_are_not_exact(tmp_path: Path) -> None:
+    """Without the model, they are named as the optimizer was made: by a wrapper, for example."""
+    rates = {"a": 1.0, "b": 0.5}
+    rankless.save_checkpoint(tmp_path, "x", *one_group_each("ab", rates, SCHEDULERS["lambda"]))
+    model = nn.ModuleDict({"module": nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})})
+    groups = [
+        {"params": [one for one in model.named_parameters() if f".{name}." in one[0]], "lr": rates[name]}
+        for name in "ba"
+    ]
+    scheduler = SCHEDULERS["lambda"](optim.SGD(groups))
+    assert rankless.restore(tmp_path, None, scheduler=scheduler, rng=False).reconstructed == ("scheduler",)
+
+
 def stage_of(name: str, lr: float, period: int, *, bias: bool = True) -> tuple[Any, Any, Any]:
     """A stage with the usual groups with decay and without. The second one is empty if nothing has a bias."""
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=bias)})

@@ -66,3 +66,46 @@ def test_what_nothing_was_passed_for_is_logged_once(run: Path, caplog: pytest.Lo
     lines = [record.getMessage() for record in caplog.records if "ema" in record.getMessage()]
     assert len(lines) == 1
     assert lines[0].endswith("step_1 also has, and nothing was passed for: stateful/ema")
+
+
+def test_retention_keeps_the_only_checkpoint_with_the_state_of_an_object(run: Path) -> None:
+    with rankless.Checkpointer(run, model=nn.Linear(2, 2), save_every=1, signals=(), keep=1) as resumed:
+        resumed.resume()
+        for step in (2, 3):
+            resumed.step(step)
+        with pytest.raises(StateError, match=r"this job has saved without it since.*rankless\.restore"):
+            average_of(resumed)
+        assert [info.tag for info in resumed.list()] == ["step_1", "step_3"]
+        average = AveragedModel(nn.Linear(2, 2))
+        rankless.restore(run, "step_1", stateful={"ema": average})
+        assert average.n_averaged == 7
+    with rankless.Checkpointer(run, model=nn.Linear(2, 2), save_every=1, signals=(), keep=1) as later:
+        later.resume()  # the latest has no such state, so it is not missing any more
+        later.step(4)
+    assert [info.tag for info in rankless.list_checkpoints(run)] == ["step_4"]
+
+
+def test_after_the_object_is_registered_retention_is_as_ever(run: Path) -> None:
+    with rankless.Checkpointer(run, model=nn.Linear(2, 2), save_every=1, signals=(), keep=1) as resumed:
+        resumed.resume()
+        average_of(resumed)
+        resumed.step(2)
+    assert [info.tag for info in rankless.list_checkpoints(run)] == ["step_2"]
+
+
+def test_the_only_checkpoint_with_the_state_of_an_object_is_not_overwritten(run: Path) -> None:
+    with rankless.Checkpointer(run, model=nn.Linear(2, 2), signals=()) as resumed:
+        resumed.resume()
+        with pytest.raises(StateError, match=r"step_1 alone has the state of 'ema'"):
+            resumed.save(overwrite=True)
+        average_of(resumed)
+        resumed.save(overwrite=True)
+
+
+def test_a_save_of_any_name_is_one_without_the_object(run: Path) -> None:
+    with rankless.Checkpointer(run, model=nn.Linear(2, 2), signals=()) as resumed:
+        resumed.resume()
+        resumed.step(2)
+        resumed.save("best")
+        with pytest.raises(StateError, match="this job has saved without it since"):
+            average_of(resumed)

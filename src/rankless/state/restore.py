@@ -135,7 +135,7 @@ class LoadTargets:
             return
         self._scheduler_entries[slot] = entries
         self.report.different += schedulers.compare_schedulers(parts, entries)
-        if is_uncertain:
+        if is_uncertain or schedulers.have_other_keys(parts, entries):
             self.report.cast.add(slot)
 
     def _match_differing(self) -> None:

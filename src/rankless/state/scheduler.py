@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import msgspec
 import torch
 
 from rankless.errors import InvalidArgumentError
@@ -12,6 +15,12 @@ from rankless.observe.warning import warn_caller
 from rankless.state.components import name_components
 from rankless.state.schedulers_by_params import BY_GROUP, scheduled_params
 from rankless.state.user_objects import loading_code, read_state
+
+#: The keys of the states of the schedulers in a chain, and of the functions or objects that compute rates.
+_LINKS, _RULES = "_schedulers", "lr_lambdas"
+
+#: The public keys that all schedulers of torch have, or had in an earlier version.
+_OF_ALL = frozenset({"base_lrs", "last_epoch", "verbose"})
 
 
 def scheduler_components(scheduler: object) -> dict[str, list[Any]]:
@@ -52,7 +61,8 @@ def _scheduler_entry(scheduler: Any) -> dict[str, Any]:
 def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
     """Yield a message for each scheduler that saved :func:`scheduler_values` cannot be loaded into.
 
-    The reason is another class, a chain of another length, or another number of parameter groups.
+    The reason is another class, also of a link in a chain, a chain of another length, or another number of parameter
+    groups.
     """
     saved_entries = _entry_per_scheduler(saved, len(parts))
     if len(saved_entries) != len(parts):
@@ -70,6 +80,72 @@ def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
                 f"scheduler: of {sizes[0]} parameter groups in the checkpoint, of {sizes[1]} here, where its next step "
                 "would fail: leave it out, and make a new one"
             )
+    for differences in _list_key_differences(parts, saved_entries):
+        if differences.are_of_other_class:
+            yield (
+                f"scheduler: the checkpoint has {_join(differences.unknown)}, which {differences.class_name} does not "
+                f"keep{f'; it keeps {_join(differences.lacking)}' if differences.lacking else ''}: its class differs "
+                "from the saved one"
+            )
+
+
+def have_other_keys(parts: Sequence[Any], saved: Any) -> bool:
+    """Return whether a scheduler keeps other values than the saved one: its class or its version may be another one."""
+    return any(True for _ in _list_key_differences(parts, _entry_per_scheduler(saved, len(parts))))
+
+
+class _KeyDifferences(msgspec.Struct, frozen=True):
+    """The public keys that only the saved state of a scheduler has, ``unknown``, or only its live one, ``lacking``.
+
+    ``is_named``: the class was saved, and is the same by name.
+    """
+
+    scheduler: Any
+    unknown: set[str]
+    lacking: set[str]
+    is_named: bool
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class here."""
+        return type(self.scheduler).__qualname__
+
+    @property
+    def are_of_other_class(self) -> bool:
+        """True if the saved class is certainly another one: those of torch keep the same keys in all versions."""
+        is_of_torch = type(self.scheduler).__module__.startswith("torch.optim.")
+        return bool(self.unknown) and (bool(self.lacking) or (is_of_torch and not self.is_named))
+
+
+def _list_key_differences(parts: Sequence[Any], saved_entries: Sequence[Any]) -> Iterator[_KeyDifferences]:
+    for scheduler, stored in zip(parts, saved_entries, strict=False):
+        if not isinstance(scheduler, dict):
+            yield from _compare_keys(scheduler, read_state(scheduler), stored["state"], is_named=bool(stored["class"]))
+
+
+def _compare_keys(scheduler: Any, live: Any, saved: Any, *, is_named: bool) -> Iterator[_KeyDifferences]:
+    """Yield the differences of a scheduler and of the links in its chain."""
+    if not isinstance(live, Mapping) or not isinstance(saved, Mapping):
+        return
+    saved_keys, live_keys = _public_keys(saved), _public_keys(live)
+    if saved_keys != live_keys:
+        yield _KeyDifferences(scheduler, saved_keys - live_keys, live_keys - saved_keys, is_named)
+    links = (getattr(scheduler, _LINKS, ()), live.get(_LINKS, ()), saved.get(_LINKS, ()))
+    for link, live_state, saved_state in zip(*links, strict=False):
+        yield from _compare_keys(link, live_state, saved_state, is_named=False)
+
+
+def _public_keys(state: Mapping[Any, Any]) -> set[str]:
+    """Return the names of what a scheduler keeps, with the numbers of the callable objects that have a state."""
+    keys = {str(key) for key in state if not str(key).startswith("_")} - _OF_ALL
+    rules = state.get(_RULES, ())
+    return keys | {
+        f"{_RULES}[{number}]" for number, rule in enumerate(rules if isinstance(rules, list) else ()) if rule
+    }
+
+
+def _join(names: Collection[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def load_scheduler(parts: Sequence[Any], saved: Any, loaded_groups: Collection[int] = ()) -> None:
@@ -96,6 +172,7 @@ def _set_rates(scheduler: Any, loaded_groups: Collection[int]) -> None:
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     if not groups or all(id(group) in loaded_groups for group in groups):
         return
+    _set_momentum(scheduler)
     rates = getattr(scheduler, "_last_lr", None)
     if not isinstance(rates, list) or len(rates) != len(groups):
         warn_caller(
@@ -108,6 +185,30 @@ def _set_rates(scheduler: Any, loaded_groups: Collection[int]) -> None:
             group["lr"].copy_(torch.as_tensor(rate))
         elif id(group) not in loaded_groups:
             group["lr"] = rate
+
+
+def _set_momentum(scheduler: Any) -> None:
+    """Let a scheduler that cycles the momentum set it: torch's keep no list of it, and set it where they compute rates.
+
+    Of a sequence, only the link that is active does.
+    """
+    links = list(getattr(scheduler, _LINKS, ()))
+    if links and hasattr(scheduler, "_milestones"):
+        active = bisect_right(scheduler._milestones, scheduler.last_epoch)  # noqa: SLF001
+        links = links[active : active + 1]
+    for link in links:
+        _set_momentum(link)
+    schedulers = torch.optim.lr_scheduler
+    if not isinstance(scheduler, (schedulers.OneCycleLR, schedulers.CyclicLR)) or not scheduler.cycle_momentum:
+        return
+    if getattr(scheduler, "_scale_fn_custom", None) is not None:  # a further call may change what it counts
+        warn_caller(
+            f"the scheduler {type(scheduler).__qualname__} was loaded without its optimizer, whose momentum it sets at "
+            "its next step: load the optimizer with it"
+        )
+    else:
+        with schedulers._enable_get_lr_call(scheduler), suppress(ValueError):  # noqa: SLF001 - else it warns
+            scheduler.get_lr()
 
 
 def _restore_integer_keys(live: Any, saved: Any) -> Any:

@@ -93,7 +93,8 @@ def find_entries(saved: Any, params: Sequence[list[list[str]] | None]) -> tuple[
         has_ordered_groups = any(_has_ordered_groups(entry["state"]) for entry in entries)
         return saved, is_ordered or has_ordered_groups or any(map(_has_differed, entries))
     if len(entries) == len(params) == 1 and not any(_find_places(entries, names) for names in params[0] or ()):
-        return entries, _has_differed(entries[0])  # all parameters have other names here
+        # All parameters have other names here, and their groups may be in another order.
+        return entries, _has_differed(entries[0]) or _has_ordered_groups(entries[0]["state"])
     if not all(map(_has_differed, unnamed[params.count(None) :])):
         return saved, True  # more schedulers than here: the caller refuses that
     found = [
@@ -190,6 +191,8 @@ def _may_list_groups(state: Any, count: int) -> bool:
     """Return whether a state has a list of unknown meaning that may have an item for each of ``count`` groups."""
     if not isinstance(state, Mapping):
         return len(state) == count if isinstance(state, list | tuple) else getattr(state, "shape", ())[:1] == (count,)
+    if count > 1 and {str(key) for key in state} == {*map(str, range(count))}:
+        return True
     unknown = (value for key, value in state.items() if key not in {*BY_GROUP, *_NOT_BY_GROUP, _LINKS})
     return any(_may_list_groups(value, count) for value in (*unknown, *state.get(_LINKS, ())))
 

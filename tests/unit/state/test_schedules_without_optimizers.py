@@ -107,3 +107,41 @@ def test_a_scheduler_of_unknown_rates_is_warned_of(tmp_path: Path) -> None:
     rankless.save_checkpoint(tmp_path, "a", scheduler=Opaque(optimizer))
     with pytest.warns(UserWarning, match="Opaque was loaded without its optimizer"):
         rankless.load_checkpoint(tmp_path, None, scheduler=Opaque(optimizer))
+
+
+MOMENTUM: dict[str, Any] = {
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, step_size_up=5),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20)], [1]
+    ),
+}
+
+
+@pytest.mark.parametrize("has_betas", [True, False])
+@pytest.mark.parametrize("kind", list(MOMENTUM))
+def test_the_optimizer_gets_the_momentum_of_the_schedule(tmp_path: Path, kind: str, *, has_betas: bool) -> None:
+    """torch's schedulers set it where they compute rates, and keep no list of it."""
+
+    def build() -> tuple[optim.Optimizer, Any]:
+        parameters = nn.Linear(2, 2).parameters()
+        optimizer = optim.Adam(parameters) if has_betas else optim.SGD(parameters, 1.0, momentum=0.9)
+        return optimizer, MOMENTUM[kind](optimizer)
+
+    optimizer, scheduler = build()
+    advance(optimizer, scheduler, 4)
+    rankless.save_checkpoint(tmp_path, "s", scheduler=scheduler)
+    loaded, loaded_scheduler = build()
+    load_as_scheduler(tmp_path, loaded_scheduler)
+    setting = "betas" if has_betas else "momentum"
+    assert loaded.param_groups[0][setting] == optimizer.param_groups[0][setting]
+    assert advance(loaded, loaded_scheduler, 3) == advance(optimizer, scheduler, 3)
+    assert loaded.param_groups[0][setting] == optimizer.param_groups[0][setting]
+
+
+def test_a_momentum_that_cannot_be_computed_again_is_a_warning(tmp_path: Path) -> None:
+    optimizer = optim.SGD(nn.Linear(2, 2).parameters(), 1.0, momentum=0.9)
+    scheduler = lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, step_size_up=5, scale_fn=lambda _: 1.0)
+    rankless.save_checkpoint(tmp_path, "s", scheduler=scheduler)
+    with pytest.warns(UserWarning, match="whose momentum it sets at its next step"):
+        load_as_scheduler(tmp_path, scheduler)

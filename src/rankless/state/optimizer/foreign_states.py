@@ -16,23 +16,39 @@ from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup
 from rankless.state.optimizer.probe import ProbedState, probe_states
 
 
-def check_state_shapes(
+def check_state_names(
     group: ParamGroup, saved: Mapping[str, Any] | None, infos: Mapping[str, Mapping[str, TensorInfo]]
-) -> None:
-    """Raise ``OptimizerMismatchError`` if this optimizer creates none of the states that the checkpoint holds."""
-    if saved is None or saved["class"] is not None:
-        return
+) -> bool:
+    """Return whether the checkpoint has other states than this optimizer creates.
+
+    Raises ``OptimizerMismatchError`` if the saved states are of another class. A file of another system does not tell
+    the class, and two packages may have classes of one name: then their settings differ.
+    """
+    names_of_settings = group.settings.keys() - {"params", "param_names"} - _OF_SCHEDULERS
+    if saved is None or (saved["class"] and names_of_settings == saved["settings"].keys() - _OF_SCHEDULERS):
+        return False
     for member in group.members:
-        saved_names = {state for ref in member.refs for state in infos.get(ref.name, {})}
-        if saved_names:
-            own_states = probe_member(group, member)
-            if own_states and not saved_names & own_states.keys():
+        tensors = {state for ref in member.refs for state in infos.get(ref.name, {})}
+        own_names = set(probe_member(group, member)) if tensors else set()
+        if own_names:
+            plain = {state for ref in member.refs for state in saved["state"].get(ref.name, {})}
+            whole = {state for state in tensors if state.rpartition(".")[0] not in plain}
+            lacking, unknown = own_names - plain - whole - _COUNTERS, whole - own_names - _COUNTERS
+            if not (plain | whole) & own_names or (lacking and unknown):
                 raise OptimizerMismatchError(
-                    f"the checkpoint holds the optimizer states {', '.join(sorted(saved_names))}; "
-                    f"{group.adapter.class_name} keeps {', '.join(sorted(own_states))}: its class differs "
+                    f"the checkpoint holds the optimizer states {', '.join(sorted(plain | whole))}; "
+                    f"{group.adapter.class_name} keeps {', '.join(sorted(own_names))}: its class differs "
                     "from the saved one"
                 )
-            return
+            return bool(lacking or unknown)
+    return False
+
+
+#: States that optimizers of many classes keep: they tell no class.
+_COUNTERS = frozenset({"step"})
+
+#: Settings that schedulers add to the groups of an optimizer.
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
 def check_collections(ref: ParamRef, plain: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
 from rankless.state.optimizer.adapters import TorchOptimizer
-from rankless.state.optimizer.foreign_states import as_native_states, check_collections, check_state_shapes
+from rankless.state.optimizer.foreign_states import as_native_states, check_collections, check_state_names
 from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_restore import OwnRestore
@@ -56,7 +56,8 @@ class OptimizerRestore:
         self._saved_dtypes = saved_dtypes
         matching = match_groups(groups, saved, tolerance)
         self._matched, self.missing, self.regrouped = matching.settings, matching.missing, matching.regrouped
-        #: Whether a group without parameters keeps its settings because the checkpoint has several of its number.
+        #: Whether a group without parameters keeps its settings because the checkpoint has several of its number, or
+        #: whether the states of a class of this name, or of an unknown one, are not those of this class.
         self.is_unsure = matching.is_unsure
         self._states: list[tuple[ParamGroup, GroupMember, dict[str, torch.Tensor]]] = []
         self._must_be_equal: list[tuple[str, list[torch.Tensor]]] = []
@@ -81,7 +82,8 @@ class OptimizerRestore:
         self._tensor_names = {state for states in by_name.values() for state in states}
         missing = set(self.missing)
         for group, saved_group in zip(groups, self._matched, strict=True):
-            check_state_shapes(group, saved_group, by_name)
+            if check_state_names(group, saved_group, by_name):
+                self.is_unsure = True
             for member in group.members:
                 has_state = not member.refs or any(ref.name not in missing for ref in member.refs)
                 if has_state and group.adapter.owns_state(member.key):
