@@ -110,7 +110,8 @@ class RunDirectory:
         self._tier = self._find_tier(self._local)
         #: What this job has loaded and saved, here and elsewhere. Objects of one job may share it.
         self.memory = JobMemory()
-        self.history.groups = groups
+        if groups:
+            self.history.groups = groups
         #: The options of a save that passes none.
         self.options = with_keywords(SaveOptions(), options, more, RunDirectory)
         self.options.check()

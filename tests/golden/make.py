@@ -1,8 +1,8 @@
 """Creates the golden checkpoints: ``python -m tests.golden.make`` from the root of the repository.
 
 Ids, times and provenance are fixed, so that it gives the same bytes each time. Only the states of random generators, in
-``training/step_1/ranks.safetensors``, depend on the installed libraries, and with them the manifest next to it. From
-the first release on the files in ``v1`` and ``damaged`` do not change; this module documents how they were made.
+``training/step_1/ranks.safetensors``, depend on the installed libraries, and with them the manifest next to it. The
+files in ``v1`` and ``damaged`` do not change any more; this module documents how they were made.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import random
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import rankless
 from rankless.ondisk.manifest import Provenance
 from rankless.run import claims, journal
+from rankless.run.history import Job
 from tests.golden.corruptions import DAMAGES, STORED
 from tests.golden.states import GOLDEN, Keeping
 from tests.helpers.pool import Ranks
@@ -32,6 +34,9 @@ from tests.helpers.pool import Ranks
 HERE = Path(__file__).parent
 V1, DAMAGED = HERE / "v1", HERE / "damaged"
 TAG = "step_1"
+
+#: The run whose history says which checkpoints are current.
+ROLLED_BACK = "rolled_back"
 
 
 @contextmanager
@@ -61,6 +66,22 @@ def save(name: str, path: str, **options: Any) -> None:
         rankless.save_checkpoint(path, TAG, **golden.saved, **mine, rng=bool(own), **golden.options, **options)
 
 
+def save_rolled_back(path: Path) -> None:
+    """Save a run that went back to its first checkpoint, saved its second step again, and stopped."""
+
+    def describe_job(token: str, *known: str) -> Job:
+        return Job(token, "host", 1, 1767225600.25, *known)
+
+    with fixed(ROLLED_BACK), mock.patch("rankless.run.claims.describe_job", describe_job), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the rollback
+        first, second = rankless.RunDirectory(path), rankless.RunDirectory(path)
+        for step in (1, 2, 3):
+            first.save(f"step_{step}", {"step": torch.tensor(step)}, step=step, rng=False)
+        second.restore("step_1", {"step": torch.tensor(0)}, resume=True)
+        second.save("step_2", {"step": torch.tensor(22)}, step=2, rng=False)
+    (path / journal.NAME).unlink()
+
+
 def stored(name: str) -> Path:
     """Where the result of a damage is kept."""
     return DAMAGED / name.replace(" ", "_") / TAG
@@ -75,6 +96,7 @@ def main() -> None:
         (V1 / name / journal.NAME).unlink()  # has the times of this save, and is no part of the format
         shutil.rmtree(V1 / name / claims.FOLDER)  # has the time and the host of this save
     pool.close()
+    save_rolled_back(V1 / ROLLED_BACK)
     for name in STORED:
         source = DAMAGES[name].of
         DAMAGES[name].do(shutil.copytree(V1 / source / TAG, stored(name)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import datetime as dt
 import json
 import math
@@ -17,7 +18,7 @@ import re
 import struct
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -411,14 +412,39 @@ def parameter_and_state(name: str) -> tuple[str, str]:
 
 
 def latest(run: Path) -> Path:
-    """The latest checkpoint in a run's folder that is of this version and sound."""
-    result = []
+    """The latest checkpoint in a run's folder that is of this version, sound and current."""
+    history = newest_entry(run)
+    newest: dict[str, tuple[Any, ...]] = {}
     for folder in run.iterdir():
         if not folder.name.startswith(".") and (folder / "manifest.json").is_file():
             try:
                 manifest = read_manifest(folder)
             except Refused:
                 continue
-            result.append((manifest["sequence"], manifest["time"], manifest["id"], folder))
-    check(result, f"{run}: no checkpoint")
-    return max(result)[-1]
+            if is_current(manifest, history):
+                age = (manifest["sequence"], manifest["time"], manifest["id"], folder)
+                newest[manifest["run"]] = max(newest.get(manifest["run"], age), age)
+    check(newest, f"{run}: no checkpoint")
+    claimed = {name: branch["sequence"] for name, branch in history.get("runs", {}).items()}
+    return max((max(claimed.get(name, 0), age[0]), age) for name, age in newest.items())[1][-1]
+
+
+def newest_entry(run: Path) -> dict[str, Any]:
+    """The newest entry of a run's history that is sound; empty if it has none."""
+    folder = run / ".history"
+    names = sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)) if folder.is_dir() else []
+    for path in reversed(names):
+        with contextlib.suppress(ValueError):
+            entry = json.loads(path.read_bytes())
+            if entry["number"] == int(path.stem):
+                return dict(entry)
+    return {}
+
+
+def is_current(manifest: Mapping[str, Any], history: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was not left behind by a job that went back to an earlier one."""
+    branch = history.get("runs", {}).get(manifest["run"])
+    incarnation = manifest.get("incarnation", 0)
+    if branch is None or incarnation == branch["incarnation"] or incarnation > history["number"]:
+        return True
+    return dict(branch.get("line", [])).get(incarnation, -1) >= manifest["sequence"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from rankless.run import claims, journal
 from tests.golden import reader
 from tests.golden.corruptions import DAMAGES, INDEX, STORED, text
 from tests.golden.corruptions import manifest as edited
-from tests.golden.make import DAMAGED, TAG, V1, save, stored
+from tests.golden.make import DAMAGED, ROLLED_BACK, TAG, V1, save, save_rolled_back, stored
 from tests.golden.reader import Refused, Tensor
 from tests.golden.states import GOLDEN, NAMES, Golden, canonical, seen
 from tests.helpers.pool import Ranks
@@ -252,6 +253,39 @@ def test_they_are_small() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+#: The checkpoints of the run that went back, oldest first, and whether each is current.
+ROLLED_BACK_TO_1 = {"step_2@1": False, "step_3": False, "step_1": True, "step_2": True}
+
+
+def test_the_history_says_which_checkpoints_are_current(tmp_path: Path) -> None:
+    run = shutil.copytree(V1 / ROLLED_BACK, tmp_path / "run")
+    history = reader.newest_entry(run)
+    assert {info.tag: info.is_current for info in rankless.list_checkpoints(run)} == ROLLED_BACK_TO_1
+    assert {
+        folder.name: reader.is_current(reader.read_manifest(folder), history) for folder in run.glob("step_*")
+    } == ROLLED_BACK_TO_1
+    assert reader.latest(run).name == rankless.restore(run, None, state := {"step": torch.tensor(0)}, rng=False).tag
+    assert state["step"] == 22
+
+
+def test_without_its_history_all_checkpoints_are_current(tmp_path: Path) -> None:
+    run = shutil.copytree(V1 / ROLLED_BACK, tmp_path / "run", ignore=shutil.ignore_patterns(".history"))
+    assert reader.latest(run).name == rankless.restore(run, None, {"step": torch.tensor(0)}, rng=False).tag == "step_2"
+
+
+def test_the_history_of_today_is_that_of_then(tmp_path: Path) -> None:
+    save_rolled_back(tmp_path)
+    now, then = contents(tmp_path), contents(V1 / ROLLED_BACK)
+    assert now.keys() == then.keys()
+    for name, raw in now.items():
+        assert without_tokens(raw) == without_tokens(then[name]), name
+
+
+def without_tokens(raw: bytes) -> bytes:
+    """Jobs draw them, also in loads."""
+    return re.sub(rb'"token":"[0-9a-f]{16}"', b"", raw)
 
 
 def damaged(name: str, run: Path) -> Path:
