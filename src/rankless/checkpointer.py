@@ -7,17 +7,18 @@ the only source of the tag, of the step in the manifest and of the step in event
 from __future__ import annotations
 
 import logging
-import operator
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from rankless.engine.comm.call_check import CallDescription
 from rankless.engine.comm.collective_call import collective_call
@@ -27,13 +28,14 @@ from rankless.formats.native import is_native
 from rankless.liveness.preemption import Preemption, preemption
 from rankless.load.restore_result import RestoreResult
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.validation import check_tag
+from rankless.ondisk.validation import check_integer, check_tag
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import list_checkpoints_strictly
 from rankless.run.retention import KeepTags, Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument
 from rankless.run_directory import RunDirectory
+from rankless.save.cadence import as_cadence
 from rankless.save.content_copy import copy_content
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
@@ -42,6 +44,7 @@ from rankless.state.mismatches import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.step_mark import StepMark
 from rankless.state.user_objects import check_stateful_object
+from rankless.storage.object_path import parse_location
 from rankless.tier.tier_options import LocalTier
 
 _log = logging.getLogger("rankless")
@@ -73,8 +76,11 @@ class Checkpointer:
         scheduler: An object with ``state_dict`` and ``load_state_dict``, or a dict of them.
         dataloader: As in :meth:`rankless.RunDirectory.save`.
         stateful: Further objects with ``state_dict`` and ``load_state_dict``, by name. :meth:`register` adds others.
-        save_every: :meth:`step` saves each step that is a multiple of this number. By default it saves none of them:
-            then checkpoints come from :meth:`save`, from signals, and from the end of the ``with`` block.
+        save_every: :meth:`step` saves each step that is a multiple of this number; or, for a ``timedelta``, the step
+            that is nearest to so long after the last save, by the clock of rank 0; or, for ``"auto"``, at the interval
+            that costs the training least time, from what its saves cost and how often it was resumed
+            (:mod:`rankless.save.cadence`). By default it saves none of them: then checkpoints come from :meth:`save`,
+            from signals, and from the end of the ``with`` block.
         signals: The signals at which :meth:`step` saves and returns ``True`` on all ranks. Without any, no signal
             handler is installed.
         keep: The number of checkpoints to keep, or a retention policy, as in :meth:`rankless.RunDirectory.save`.
@@ -105,7 +111,7 @@ class Checkpointer:
         scheduler: Any = None,
         dataloader: Any = None,
         stateful: Mapping[str, Any] | None = None,
-        save_every: int | None = None,
+        save_every: int | timedelta | Literal["auto"] | None = None,
         signals: Collection[int] = (signal.SIGTERM,),
         keep: Retention | int | None = None,
         async_save: bool = False,
@@ -116,7 +122,7 @@ class Checkpointer:
         options: SaveOptions | None = None,
         **more: Unpack[SaveKeywords],
     ) -> None:
-        save_every = None if save_every is None else _check_step("save_every", save_every, smallest=1)
+        self._save_every, self._cadence = save_every, as_cadence(save_every, parse_location(path))
         self._directory = RunDirectory(
             path,
             keep=keep,
@@ -144,7 +150,6 @@ class Checkpointer:
         self._mark = StepMark(model, optimizer)
         for name, candidate in (stateful or {}).items():
             self.register(name, candidate)
-        self._save_every = save_every
         self._signals = (signals,) if isinstance(signals, int) else tuple(signals)
         self._process_group, self._timeout = process_group, timeout
         self._stop: Preemption | None = None
@@ -282,6 +287,7 @@ class Checkpointer:
             self.restored = restored
             self._last = self._saved = step
             self._has_saved = False
+            self._cadence.restart()
             self._handle = None
             self._pending = {}
             return step
@@ -316,7 +322,7 @@ class Checkpointer:
             Exception: The errors of :meth:`rankless.RunDirectory.save` and of :meth:`rankless.Preemption.requested`.
         """
         self._begin(resumes=False)
-        step = _check_step("step", step, smallest=0)
+        step = check_integer("step", step, smallest=0)
         if step <= self._last and (step or self._last or self._pending):
             raise InvalidArgumentError(
                 f"step {step} comes after step {self._last}: steps must increase; the first one is resume() + 1"
@@ -336,7 +342,7 @@ class Checkpointer:
         self._is_stopping = stops_now or self._is_stopping
         if stops_now:
             self._save(f"step_{step}", forced=True)
-        elif self._save_every is not None and step and step % self._save_every == 0:
+        elif self._cadence.is_due(step, self._directory.ask_rank_0):
             self.save()
         elif not self._is_prepared:
             self._prepare_staging()
@@ -373,6 +379,7 @@ class Checkpointer:
     def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         pending = dict(self._pending)
         self._keep_untaken(tag)
+        began = time.perf_counter()
         handle = self._directory.save(
             tag,
             **self._components,
@@ -383,6 +390,7 @@ class Checkpointer:
             **pending,
         )
         self._has_saved = True
+        self._cadence.restart(time.perf_counter() - began)
         if tag == f"step_{self._last}":
             self._saved, self._handle = self._last, handle
         return handle
@@ -526,17 +534,6 @@ def _check_new(path: Path) -> None:
             f"{path} has checkpoints, the latest is {complete[-1].tag!r}: call resume() before step(), or pass another "
             "run directory"
         )
-
-
-def _check_step(argument: str, value: Any, *, smallest: int) -> int:
-    """Return an integer of any type. Raises ``InvalidArgumentError``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = smallest - 1
-    if isinstance(value, bool) or number < smallest:
-        raise InvalidArgumentError(f"{argument} must be an integer of at least {smallest}; got {value!r}")
-    return number
 
 
 def _step_of(restored: RestoreResult) -> int:

@@ -516,6 +516,13 @@ class RunDirectory:
         session = self._current_ranks().open_session(self._timeout)
         vote_same_call(session, "beginning", lambda: call, lambda: b"", check_and_agree)
 
+    def ask_rank_0(self, decide: Callable[[], bytes]) -> bytes:
+        """Return what ``decide`` returns on rank 0. All ranks must call it; they wait for each other."""
+        session = self._current_ranks().open_session(self._timeout)
+        _, raw = session.vote("deciding when to save", lambda: None, lambda _: b"", lambda _: decide())
+        session.leave()
+        return raw
+
     def prepare_staging(self, estimate_bytes: Callable[[int], int]) -> None:
         """Prepare memory for the first save, if saves are asynchronous and do not use the memory of a tier.
 

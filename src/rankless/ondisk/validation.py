@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePosixPath
+from typing import Any
 from urllib.parse import unquote
 
 from rankless.errors import InvalidArgumentError, UnsafeNameError
@@ -47,6 +49,17 @@ def check_tag(tag: object) -> str:
     if len(tag.encode()) > _TAG_BYTES:
         raise InvalidArgumentError(f"tag {tag[:40]!r}… has more than {_TAG_BYTES} bytes; shorten it")
     return tag
+
+
+def check_integer(argument: str, value: Any, *, smallest: int) -> int:
+    """Return an integer of any type. Raises ``InvalidArgumentError``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = smallest - 1
+    if isinstance(value, bool) or number < smallest:
+        raise InvalidArgumentError(f"{argument} must be an integer of at least {smallest}; got {value!r}")
+    return number
 
 
 def is_tag(name: str) -> bool:
