@@ -234,6 +234,7 @@ class Checkpointer:
         tag: TagArgument = None,
         *,
         new_ok: Collection[str] = (),
+        init_from: str | PathLike[str] | None = None,
         options: LoadOptions | None = None,
         **more: Unpack[LoadKeywords],
     ) -> int:
@@ -251,6 +252,9 @@ class Checkpointer:
                 ``again=True`` to go back once more.
             new_ok: The names of registered objects, or of components such as ``"scheduler"``, that checkpoints may
                 lack because they are new. They keep their state, with a warning.
+            init_from: What a new run begins with: the weights of a model in any format that :func:`rankless.load_model`
+                reads, such as a checkpoint of another run or a folder of Hugging Face. It is loaded if the run
+                directory has no checkpoint; a job that is started again goes on.
             options: Options that few need: see :class:`rankless.LoadOptions`.
             more: Fields of :class:`rankless.LoadOptions`, such as ``strict={"model": False}``; they have precedence.
 
@@ -258,13 +262,15 @@ class Checkpointer:
             The last step that was completed, or 0 if the run directory has no checkpoint. The next step is one more.
 
         Raises:
-            InvalidArgumentError: ``new_ok`` has an unknown name.
+            InvalidArgumentError: ``new_ok`` has an unknown name, or there is no model for ``init_from``.
             StateError: The checkpoint has no step.
             NoCheckpointError: None of the checkpoints can be read, or there is none with this tag; and all other errors
                 of :func:`rankless.restore`. Outside of a ``with`` block signals have their earlier effect again then.
         """
         with collective_call(self._process_group, self._timeout):
             chosen = with_keywords(LoadOptions(), options, more, Checkpointer.resume)
+            if init_from is not None and "model" not in self._components:
+                raise InvalidArgumentError("init_from loads the weights of a model: pass model= to Checkpointer")
             missing = {*_as_names("allow_missing", chosen.allow_missing), *self._find_components(new_ok)}
             self._begin(resumes=True)
             try:
@@ -279,6 +285,8 @@ class Checkpointer:
                 self._directory.warn_of_unread_tiers()
                 level = logging.DEBUG if self._directory.rank else logging.INFO
                 _log.log(level, "training begins at step 1: %s", error)
+                if init_from is not None:
+                    self._load_weights(init_from, is_strict=chosen.strict is not False)
                 return 0
             except BaseException:
                 if not self._is_in_block:  # else its end closes this object
@@ -291,6 +299,13 @@ class Checkpointer:
             self._handle = None
             self._pending = {}
             return step
+
+    def _load_weights(self, path: str | PathLike[str], *, is_strict: bool) -> None:
+        """Load the weights with which a new run begins."""
+        from rankless.components.component_calls import load_model  # noqa: PLC0415 - few runs begin so
+
+        group, timeout = self._process_group, self._timeout
+        load_model(self._components["model"], path, strict=is_strict, process_group=group, timeout=timeout)
 
     def step(
         self,

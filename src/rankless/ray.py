@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -79,6 +80,7 @@ class RayCheckpointer(Checkpointer):
         tag: TagArgument = None,
         *,
         new_ok: Collection[str] = (),
+        init_from: str | PathLike[str] | None = None,
         options: LoadOptions | None = None,
         **more: Unpack[LoadKeywords],
     ) -> int:
@@ -90,6 +92,7 @@ class RayCheckpointer(Checkpointer):
         Args:
             tag: The checkpoint to load; the latest by default. There must be none of a later step.
             new_ok: See :meth:`rankless.Checkpointer.resume`.
+            init_from: See there, too.
             options: See :class:`rankless.LoadOptions`; its ``on_corruption`` is ignored.
             more: Fields of :class:`rankless.LoadOptions`, except ``on_corruption``.
 
@@ -113,7 +116,7 @@ class RayCheckpointer(Checkpointer):
             selected is None and not self._has_begun
         )  # else they are of this process, which has passed them to Ray
         more["on_corruption"] = "raise"
-        step = super().resume(tag, new_ok=new_ok, options=options, **more)
+        step = super().resume(tag, new_ok=new_ok, init_from=init_from, options=options, **more)
         for name, metrics in unreported if reports else ():
             self._report(self.path / name, metrics)
         return step

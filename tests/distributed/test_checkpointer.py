@@ -101,3 +101,41 @@ def test_ranks_must_have_the_same_settings(ranks: Ranks, tmp_path: Path, option:
     for error in ranks.outcomes(2, begin_differently, str(tmp_path), option):
         assert isinstance(error, RankMismatchError)
         assert option in str(error)
+
+
+def begin_from_weights(run: str, weights: str) -> tuple[int, list[float]]:
+    model = torch.nn.Linear(2, 2)
+    with rankless.Checkpointer(run, model=model, save_every=1, signals=()) as checkpointer:
+        last = checkpointer.resume(init_from=weights)
+        first = model.weight.detach().flatten().tolist()
+        with torch.no_grad():
+            model.weight += 1
+        checkpointer.step(last + 1)
+    return last, first
+
+
+@pytest.mark.parametrize("source", ["run", "Hugging Face"])
+def test_a_new_run_begins_with_the_weights_of_another_model(ranks: Ranks, tmp_path: Path, source: str) -> None:
+    base, weights = torch.nn.Linear(2, 2), tmp_path / "base"
+    if source == "run":
+        optimizer = torch.optim.AdamW(base.parameters())
+        rankless.save_checkpoint(weights, "step_70", base, optimizer, step=70)
+    else:
+        rankless.save_model(base, weights, shard=True)
+    expected = base.weight.detach()
+    for last, first in ranks(2, begin_from_weights, str(tmp_path / "run"), str(weights)):
+        assert (last, first) == (0, expected.flatten().tolist())
+    for last, first in ranks(2, begin_from_weights, str(tmp_path / "run"), str(weights)):
+        assert (last, first) == (1, (expected + 1).flatten().tolist())  # it goes on, and does not begin again
+    (info,) = {info.run for info in rankless.list_checkpoints(tmp_path / "run")}
+    assert source != "run" or info != rankless.list_checkpoints(weights)[0].run
+
+
+def test_weights_that_do_not_fit_or_have_no_model_are_refused(tmp_path: Path) -> None:
+    rankless.save_model(torch.nn.Linear(3, 2), tmp_path / "base", shard=True)
+    with pytest.raises(rankless.MismatchError):
+        rankless.Checkpointer(tmp_path / "run", model=torch.nn.Linear(2, 2), signals=()).resume(
+            init_from=tmp_path / "base"
+        )
+    with pytest.raises(rankless.InvalidArgumentError, match="pass model= to Checkpointer"):
+        rankless.Checkpointer(tmp_path / "run", signals=()).resume(init_from=tmp_path / "base")
