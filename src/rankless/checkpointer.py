@@ -38,6 +38,7 @@ from rankless.run_directory import RunDirectory
 from rankless.save.cadence import as_cadence
 from rankless.save.content_copy import copy_content
 from rankless.save.deferred_errors import DeferredErrors
+from rankless.save.failure_tolerance import FailureTolerance
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import check_metrics, copy_metrics
 from rankless.state.mismatches import COMPONENTS
@@ -94,6 +95,10 @@ class Checkpointer:
             replica groups, and any of them may save: what they save is the work of one job, and the highest step is the
             latest. All groups pass the same name, and a later job another one, such as the id that its scheduler has
             given to it. Not with ``local``.
+        on_failure: ``"warn"``: if storage fails in a save that :meth:`step` has begun, the training goes on with a
+            warning, and the next save tries again. The last save of a ``with`` block raises its error in any case. With
+            ``local``, :class:`rankless.LocalTier` has this argument.
+        max_unsaved: With ``on_failure="warn"``: the failure is an error all the same if nothing was saved for longer.
         options: Options of each save that few need: see :class:`rankless.SaveOptions`. Its ``on_event`` is called with
             the events of loads, too.
         more: Fields of :class:`rankless.SaveOptions`; they have precedence over ``options``.
@@ -119,10 +124,14 @@ class Checkpointer:
         timeout: float = 600.0,
         local: LocalTier | str | PathLike[str] | None = None,
         replica_groups: str | None = None,
+        on_failure: Literal["raise", "warn"] = "raise",
+        max_unsaved: timedelta | None = None,
         options: SaveOptions | None = None,
         **more: Unpack[SaveKeywords],
     ) -> None:
         self._save_every, self._cadence = save_every, as_cadence(save_every, parse_location(path))
+        self._tolerance = FailureTolerance.of(on_failure, max_unsaved, has_tier=local is not None)
+        chosen = with_keywords(SaveOptions(), options, more, Checkpointer)
         self._directory = RunDirectory(
             path,
             keep=keep,
@@ -131,7 +140,7 @@ class Checkpointer:
             timeout=timeout,
             local=local,
             replica_groups=replica_groups,
-            options=with_keywords(SaveOptions(), options, more, Checkpointer),
+            options=self._tolerance.listen_in(chosen),
         )
         self._components = {
             name: given
@@ -296,6 +305,7 @@ class Checkpointer:
             self._last = self._saved = step
             self._has_saved = False
             self._cadence.restart()
+            self._tolerance.note_durable()
             self._handle = None
             self._pending = {}
             return step
@@ -358,7 +368,8 @@ class Checkpointer:
         if stops_now:
             self._save(f"step_{step}", forced=True)
         elif self._cadence.is_due(step, self._directory.ask_rank_0):
-            self.save()
+            with self._tolerance.tolerating(f"step_{step}", self._directory.ask_rank_0):
+                self.save()
         elif not self._is_prepared:
             self._prepare_staging()
         return self._is_stopping
@@ -457,6 +468,7 @@ class Checkpointer:
         is_drained = not failures.is_rank_missing and failures.run(self._drain)
         if is_drained and self._last == self._saved and not self._has_last_failed():
             failures.add_note(f"step {self._last} is saved all the same")
+            self._tolerance.warn_instead(failures)
 
     def _drain(self) -> None:
         """Drain the newest checkpoint. If the tier has lost it, the step is saved again: its state is still here."""

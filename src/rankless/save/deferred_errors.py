@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rankless.errors import RankTimeoutError
+from rankless.observe.warning import warn_caller
 
 
 class DeferredErrors:
@@ -52,6 +53,13 @@ class DeferredErrors:
         """Add a note to the first error, if there is one."""
         if self._errors:
             self._errors[0].add_note(note)
+
+    def warn_of(self, kind: type[Exception]) -> None:
+        """Warn of the errors of one kind, which are not raised then."""
+        for error in self._errors:
+            if isinstance(error, kind):
+                warn_caller(f"a save has failed: {error}")
+        self._errors = [error for error in self._errors if not isinstance(error, kind)]
 
     def note_in(self, error: BaseException) -> None:
         """Add all errors to another one, which the caller sees instead of them."""
