@@ -217,6 +217,31 @@ def test_the_source_is_never_written_to(saved: Path, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
+def test_a_training_goes_on_from_files_that_name_no_step_if_it_is_passed(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    arguments = ["convert", str(tmp_path / "x.pt"), str(tmp_path / "run/step_700"), "--to", "native", "--step", "700"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert rankless.open(tmp_path / "run").step == 700
+    other = nn.Linear(4, 4)
+    resumed = torch.optim.AdamW(other.parameters())
+    with rankless.Checkpointer(tmp_path / "run", model=other, optimizer=resumed, signals=()) as checkpointer:
+        assert checkpointer.resume() == 700
+        assert torch.equal(other.weight, model.weight)
+        checkpointer.step(701)
+    assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_700", "step_701"]
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors", "torch", "dcp", "colossalai"])
+def test_a_step_is_refused_by_formats_without_a_place_for_it(saved: Path, tmp_path: Path, to: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="has no place for a training step"):
+        rankless.convert(saved, tmp_path / "out", to=to, step=5)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("to", "file"), [("lightning", "a.ckpt"), ("lightning-folder", "a.ckpt/meta.pt")])
 def test_lightning_gets_the_training_step(saved: Path, tmp_path: Path, to: str, file: str) -> None:
     rankless.convert(saved, tmp_path / "a.ckpt", to=to)

@@ -16,7 +16,7 @@ from rankless.formats.registry import LAYOUT, MEGATRON, NXD, load_target
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, WITH_ADAPTERS, parse_size
 from rankless.ondisk.dtypes import BY_TORCH_NAME, FLOATING
-from rankless.ondisk.validation import check_keys
+from rankless.ondisk.validation import check_keys, check_number
 from rankless.storage.object_path import parse_location
 from rankless.torch_import import explain_imports
 
@@ -40,6 +40,7 @@ def convert(
     model_only: bool = False,
     keys: Mapping[str, str] | None = None,
     layout: str | PathLike[str] | None = None,
+    step: float | None = None,
     max_shard_size: int | str = SHARD_SIZE,
     verify: bool = True,
     on_event: OnEvent | None = None,
@@ -75,6 +76,8 @@ def convert(
         layout: the tensor-parallel layout of parameters if NxD is read or written: ``"llama"``, ``"mixtral"``,
             ``"gpt-neox"``, or the path of a spec file. If Megatron's format is read: ``"hf"`` for the names of
             transformers, which is the default with ``to="hf"``, or ``"megatron"``.
+        step: the training step of the output, if the source does not name it or names another one. A ``Checkpointer``
+            needs it to go on from the output. For formats with a place for it.
         max_shard_size: the maximum bytes of tensors in one file, for formats with several files.
         verify: read the output back. The source is always verified if its format has checksums: rankless's own, the
             CRC-32s of ``torch.save`` files and of DCP, and the ``checksums.json`` of :mod:`rankless.dcp`.
@@ -123,6 +126,7 @@ def convert(
             key_map,
             parse_size(max_shard_size),
             options=format_options,
+            step=None if step is None else check_number("step", step),
         )
         if format_options and to not in {NXD, MEGATRON}:
             raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")

@@ -101,6 +101,9 @@ TARGETS: Mapping[str, Callable[[ConversionSource, Path, Path], ConversionTarget]
     MEGATRON: lambda source, pending, _: load_target(MEGATRON)(source, pending),
 }
 
+#: The formats with a place for the training step.
+HAVE_STEP = frozenset({"native", "lightning", LIGHTNING_FOLDER, DEEPSPEED_UNIVERSAL, MEGATRON})
+
 #: The formats that keep what an optimizer has in its state dict, or warn of what they leave out.
 KEEP_OWN_VALUES = frozenset({"native", "torch", "lightning", "colossalai"})
 
@@ -131,11 +134,15 @@ class ConversionRequest:
     #: The fingerprint that the source must have, if it was looked at before.
     fingerprint: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: The training step of the output, if the user has passed one.
+    step: int | float | None = None
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""
         if self.to not in {*TARGETS, NXD}:
             raise InvalidArgumentError(f"to must be one of {', '.join((*TARGETS, NXD))}; got {self.to!r}")
+        if self.step is not None and self.to not in HAVE_STEP:
+            raise InvalidArgumentError(f"the format {self.to!r} has no place for a training step: leave it out")
         if self.to in {"torch", "lightning"} and self.final.suffix == ".safetensors":
             raise InvalidArgumentError(
                 f"{self.final.name} would be read as a safetensors file: give it another extension, such as .pt or "
@@ -166,6 +173,7 @@ class ConversionRequest:
                 self.small_files,
                 self.options,
                 self.tensor_filter.dtype,
+                given_step=self.step,
             )
             adapted: ConversionSource = load_attribute(ADAPTERS[self.to])(source) if self.to in ADAPTERS else source
             return adapted

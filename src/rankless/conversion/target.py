@@ -22,7 +22,8 @@ class ConversionSource:
 
     ``limit``: the maximum bytes of tensors in one file. ``small_files``: further files for the output, by their names.
     ``options`` are those of the format, and ``dtype`` is the one that the user asked for, if any. ``notes`` are entries
-    of the metadata of each safetensors file of the model, whose names begin with ``stem``.
+    of the metadata of each safetensors file of the model, whose names begin with ``stem``. ``given_step`` is the
+    training step that the user has passed.
     """
 
     reader: Reader
@@ -34,10 +35,13 @@ class ConversionSource:
     dtype: str | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     stem: str = TRANSFORMERS[0]
+    given_step: int | float | None = None
 
     @property
     def step(self) -> int | float | None:
-        """The training step that the source names; ``None`` if it names none."""
+        """The training step that was passed, or that the source names; ``None`` if it names none."""
+        if self.given_step is not None:
+            return self.given_step
         return self.reader.manifest.step if isinstance(self.reader, NativeReader) else self.carried.step
 
     @property
