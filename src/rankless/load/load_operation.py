@@ -64,7 +64,7 @@ from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import format_lines
 from rankless.state.rank_states import RankState, SavedRankStates, restore_resized, restore_same_world_size
-from rankless.state.restore import LoadTargets
+from rankless.state.restore import LoadTargets, list_merged
 from rankless.state.training import TrainingObjects
 from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
@@ -291,7 +291,7 @@ class LoadOperation:
             tensors = list(global_spec.iter_tensors())
             keys = {key for spec in global_spec.specs for key in spec.known_names}
             known_names = {key: global_spec.known_names(key) for key in keys}
-            for merged in targets.list_merged(known_names)[self._session.rank :: self._session.size]:
+            for merged in list_merged(known_names)[self._session.rank :: self._session.size]:
                 if not are_equal(reader, *merged):
                     dropped.append(merged)
                     targets.add_dropped(*merged)

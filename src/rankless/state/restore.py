@@ -385,26 +385,16 @@ class LoadTargets:
             {_BETWEEN.join(pair) for pair in pairs if len(set(pair)) > 1}
         )
 
-    def list_merged(self, known: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
-        """Return, given the names that any rank knows, what is one tensor of a model on some rank.
+    def add_dropped(self, group: str, kept: str, dropped: str, there: str = "another one in the checkpoint") -> None:
+        """Report a stored tensor that is dropped although it is not known to equal the one that is loaded.
 
-        Each is a group, the stored tensor that is loaded, and one that is dropped.
+        ``there`` says how it differs in the checkpoint.
         """
-        kind = f"{_MERGED} "
-        return [
-            (key.removeprefix(kind), *name.split(_BETWEEN))  # type: ignore[misc]
-            for key in sorted(known)
-            if key.startswith(kind)
-            for name in sorted(known[key])
-        ]
-
-    def add_dropped(self, group: str, kept: str, dropped: str) -> None:
-        """Report a stored tensor that is dropped although it differs from the one that is loaded."""
         component = _component_of(group)
         if self._policy.is_strict(component):
             self.report.different.append(
-                f"{dropped}: the same tensor as {kept} here, and another one in the checkpoint, which would be "
-                f"dropped: untie them, or pass strict=False to load {kept} for both"
+                f"{dropped}: the same tensor as {kept} here, and {there}, which would be dropped: untie them, or "
+                f"pass strict=False to load {kept} for both"
             )
         else:
             is_state = component.partition("/")[0] == OPTIMIZER
@@ -541,7 +531,7 @@ class LoadTargets:
     def _note_merged_states(self, slot: str, optimizer_restore: OptimizerRestore, infos: Mapping[str, Any]) -> None:
         """Note the stored states of what is one tensor here: all but one of them are dropped if they are equal."""
         pairs = self._find_shared(slot, optimizer_restore.targets)
-        for group, *parameters in self.list_merged(self.inventory.names):
+        for group, *parameters in list_merged(self.inventory.names):
             kept, dropped = [_prefix_in(slot, group) + name for name in parameters]
             saved = self._values[slot]["groups"]
             states = pair_merged_states(saved, infos, kept, dropped) if group in self._views else None
@@ -610,6 +600,20 @@ class LoadTargets:
         for loader in view.loaders:
             if not fsdp1.uses_fsdp1(loader.module) and loader.run_hooks(self._resized_buffers.get(slot, {}) | others):
                 self.report.cast.add(slot)
+
+
+def list_merged(known: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
+    """Return, given the names that any rank knows, what is one tensor of a model on some rank.
+
+    Each is a group, the stored tensor that is loaded, and one that is dropped.
+    """
+    kind = f"{_MERGED} "
+    return [
+        (key.removeprefix(kind), *name.split(_BETWEEN))  # type: ignore[misc]
+        for key in sorted(known)
+        if key.startswith(kind)
+        for name in sorted(known[key])
+    ]
 
 
 def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
