@@ -20,13 +20,12 @@ from rankless.engine.plan.tensor_specs import PER_RANK, Meshes, Spec
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.formats.native import decode_values
 from rankless.live_copy.copy_negotiation import SourceState
-from rankless.live_copy.merged_tensors import Merged
 from rankless.ondisk.data_files import TensorInfo
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import RestorePolicy
 from rankless.state.own_mesh_rank import find_mesh_rank
 from rankless.state.rank_states import SavedRankStates, restore_newcomer
-from rankless.state.restore import LoadTargets
+from rankless.state.restore import LoadTargets, Merged
 from rankless.state.tensor_views import DTYPES, TensorView
 from rankless.state.training import TrainingObjects
 

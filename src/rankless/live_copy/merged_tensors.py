@@ -10,9 +10,7 @@ from rankless.engine.comm.session import Session
 from rankless.engine.integrity.replica_comparison import crc_of_shard
 from rankless.engine.io.device_streams import begin_copies
 from rankless.live_copy.copy_negotiation import SourceState
-
-#: A group, the tensor of the source that is copied, and one that is dropped.
-Merged = tuple[str, str, str]
+from rankless.state.restore import Merged
 
 #: The CRC of each shard of a tensor that a rank has: group, name, coordinate of the shard, CRC.
 _ShardCrcs = list[tuple[str, str, tuple[int, ...], int]]
@@ -23,9 +21,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def select_incomparable(pairs: Sequence[Merged], source: SourceState) -> list[Merged]:
     """Return the pairs of which the source has the tensors in shards that are not alike."""
     return [
-        (group, kept, dropped)
-        for group, kept, dropped in pairs
-        if source.tensors[group, kept].division != source.tensors[group, dropped].division
+        (kept, dropped) for kept, dropped in pairs if source.tensors[kept].division != source.tensors[dropped].division
     ]
 
 
@@ -54,7 +50,7 @@ def select_unequal(pairs: Sequence[Merged], source: SourceState, session: Sessio
 def _hash_shards(pairs: Sequence[Merged], source: SourceState, rank: int) -> _ShardCrcs:
     shards = source.captured.tensors
     begin_copies(shards.values())
-    keys = sorted({(group, name) for group, *names in pairs for name in names} & shards.keys())
+    keys = sorted({key for pair in pairs for key in pair} & shards.keys())
     coordinates = {key: source.tensors[key].coordinate_of(rank) for key in keys}
     return [
         (*key, coordinate, crc_of_shard(shards[key], 0, shards[key].nbytes))
@@ -65,9 +61,8 @@ def _hash_shards(pairs: Sequence[Merged], source: SourceState, rank: int) -> _Sh
 
 def _are_equal(pair: Merged, source: SourceState, crcs: dict[tuple[str, str], dict[tuple[int, ...], set[int]]]) -> bool:
     """Return whether both tensors have the same form and, in each shard on all ranks that have it, the same CRC."""
-    group, *names = pair
-    infos = [source.tensors[group, name].info for name in names]
-    first, second = (crcs.get((group, name), {}) for name in names)
+    infos = [source.tensors[key].info for key in pair]
+    first, second = (crcs.get(key, {}) for key in pair)
     return (
         infos[0] == infos[1]
         and first.keys() == second.keys()
