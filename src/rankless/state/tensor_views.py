@@ -279,12 +279,13 @@ def find_shared_memory(views: Mapping[Key, TensorView]) -> tuple[list[tuple[Key,
     """Return the keys of tensors that are views of the same elements in the same order, in pairs.
 
     Return, too, the keys of others that share memory in part or in another form. Of tensors that are not contiguous,
-    this is known of those that begin at the same address. Those without memory are the same if they are one object.
+    this is known of those that begin at the same address. Those without memory are the same if they are one object, and
+    share it in part if they are in one storage: each gets memory of its own.
     """
     alike: list[tuple[Key, Key]] = []
     partial: set[Key] = set()
     spans = sorted(
-        (str(local.device), id(local), False, key)
+        (*_place_in_meta_storage(local), local.is_contiguous(), key)
         if local.is_meta
         else (str(local.device), local.data_ptr(), local.is_contiguous(), key)
         for key, local in ((key, view.local) for key, view in views.items())
@@ -308,10 +309,17 @@ def find_shared_memory(views: Mapping[Key, TensorView]) -> tuple[list[tuple[Key,
     return alike, partial
 
 
+def _place_in_meta_storage(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return a name for the storage of a tensor without memory, and the place of its first byte there."""
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - its address, which all its tensors have
+    return f"meta {storage}", int(tensor.storage_offset()) * tensor.itemsize
+
+
 def _form_of(view: TensorView) -> tuple[object, ...]:
     """Return how a view uses its memory, and as which part of a tensor."""
     local = view.local
-    return local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg(), view.shape, view.layout
+    identity = id(local) if local.is_meta else None
+    return local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg(), view.shape, view.layout, identity
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

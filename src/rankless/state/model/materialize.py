@@ -7,6 +7,7 @@ the module's ``reset_parameters``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -136,6 +137,25 @@ def materialize(model: nn.Module, filled: set[int], set_outside: Collection[Meta
                 if values:
                     initialize_outside(model, owner, values)
     return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
+
+
+def find_held(tensors: Iterable[MetaTensor]) -> Iterator[MetaTensor]:
+    """Yield the tensors without memory that cannot be replaced in place, because others are views of them."""
+    for meta in tensors:
+        # The modules of recurrent layers keep weak references, which they can make anew.
+        if _is_held(meta.tensor) or (weakref.getweakrefs(meta.tensor) and not isinstance(meta.owner, nn.RNNBase)):
+            yield meta
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Return whether something else refers to a tensor than Python and, until the next backward pass, its gradient."""
+    count = tensor._use_count()  # type: ignore[attr-defined]  # noqa: SLF001 - what torch checks when it swaps tensors
+    if count == 2 and tensor.is_leaf and tensor.requires_grad:  # noqa: PLR2004 - with its gradient's node
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+        is_held: bool = tensor._use_count() != count  # type: ignore[attr-defined]  # noqa: SLF001
+        del node  # until here, so that it is the same one
+        return is_held
+    return bool(count > 1)
 
 
 def _release_weights(unallocated: Iterable[MetaTensor]) -> list[nn.RNNBase]:
