@@ -58,6 +58,39 @@ class ChangedInPlace(Table):
         self.table.add_(1)
 
 
+class ReplacesModules(Table):
+    """Makes a module anew, whose old weight is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0))
+        self.inner = nn.Linear(2, 2)
+
+
+class ReplacesAll(nn.Module):
+    """Makes all its tensors anew, one of them as a tensor of another kind. Two names are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.table = nn.Buffer(torch.arange(4.0), persistent=False)
+        self.tied = nn.Module()
+        self.tied.weight, self.tied.table = self.weight, self.table
+
+    def reset_parameters(self) -> None:
+        self.weight, self.table = nn.Parameter(torch.zeros(3)), torch.arange(4.0)
+        del self.other
+        self.register_buffer("other", torch.zeros(3))
+
+
+class ReplacesByAnotherForm(ReplacesAll):
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(6)
+
+
 class Random(Table):
     """Takes values of each generator, which both runs of the probe must find in the same state."""
 
@@ -150,6 +183,7 @@ def test_the_initializer_of_a_module_around_sets_the_buffer_and_no_loaded_tensor
         SetInPart,
         ReplacedWithoutValues,
         ChangedInPlace,
+        ReplacesModules,
         Failing,
         lambda: Initialized(sets=False),
     ],
@@ -163,3 +197,22 @@ def test_a_buffer_that_nothing_sets_is_refused_and_nothing_changes(
         rankless.restore(tmp_path, model=model, rng=False)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_model_keeps_the_tensors_that_are_loaded_if_its_initializer_makes_others(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, ReplacesAll)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    weight, other, table = model.weight, model.other, model.table
+    assert rankless.restore(tmp_path, model=model, rng=False).exact == ("model",)
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    assert model.weight is model.tied.weight is weight
+    assert model.other is other
+    assert model.table is model.tied.table is table
+    assert (weight.tolist(), other.tolist(), table.tolist()) == ([1.0] * 3, [1.0] * 3, [0, 1, 2, 3])
+
+
+def test_a_tensor_of_another_form_that_an_initializer_makes_is_in_all_places_of_the_old_one(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, ReplacesByAnotherForm)
+    rankless.restore(tmp_path, model=model, rng=False)
+    assert model.table is model.tied.table
+    assert model.tied.table.tolist() == [0, 1, 2, 3, 4, 5]

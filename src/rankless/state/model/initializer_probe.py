@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankless.errors import StateError
 from rankless.state.model.materialize import MetaTensor, find_initializer, initialize_outside
 from rankless.state.model.module_copies import copy_modules
 
@@ -119,10 +120,19 @@ def _initialize_copy(
         }
     owner_copy = copied.modules[id(owner)]
     initialize = find_initializer(copied.model, owner_copy)
+    parts = _list_parts(copied.model)
     if initialize is not None:
         with _keep_generators(), torch.no_grad(), _FillEmpty(pattern):
             initialize()
+    if not parts <= _list_parts(copied.model):
+        raise StateError("it replaces modules, whose tensors may be those that are loaded")
     return {meta.name: _bytes_of(getattr(owner_copy, meta.name.rpartition(".")[2])) for meta in tensors}
+
+
+def _list_parts(model: nn.Module) -> set[tuple[str, int]]:
+    """Return the modules of a model that have tensors, by name and ``id``."""
+    named = model.named_modules(remove_duplicate=False)
+    return {(name, id(module)) for name, module in named if module._parameters or module._buffers}  # noqa: SLF001
 
 
 @contextmanager

@@ -128,15 +128,62 @@ def materialize(model: nn.Module, filled: set[int], set_outside: Collection[Meta
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 _reset_fsdp_views(module)
-        for owner in dict.fromkeys(meta.owner for meta in unallocated if local_ids[id(meta.tensor)] not in filled):
-            with _ShardWholeValues():  # type: ignore[no-untyped-call]
-                initialize = find_initializer(model, owner)
-                if initialize is not None:
-                    initialize()
-                values = {id(meta.tensor): meta.tensor for meta in set_outside if meta.owner is owner}
-                if values:
-                    initialize_outside(model, owner, values)
+        unset = [meta for meta in unallocated if local_ids[id(meta.tensor)] not in filled]
+        if unset:
+            _initialize_tensors(model, unset, set_outside)
     return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
+
+
+def _initialize_tensors(model: nn.Module, unset: Collection[MetaTensor], set_outside: Collection[MetaTensor]) -> None:
+    """Run the initializers of the modules of some tensors. All modules have the same tensors afterwards."""
+    entries = list(_list_entries(model))
+    with _ShardWholeValues():  # type: ignore[no-untyped-call]
+        for owner in dict.fromkeys(meta.owner for meta in unset):
+            initialize = find_initializer(model, owner)
+            if initialize is not None:
+                initialize()
+            values = {id(meta.tensor): meta.tensor for meta in set_outside if meta.owner is owner}
+            if values:
+                initialize_outside(model, owner, values)
+        _put_back(entries, {id(meta.tensor) for meta in unset})
+
+
+def _list_entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Yield each tensor of a model with its module, the table that the module has it in, and its name there."""
+    for module in model.modules():
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, table).items():
+                if tensor is not None:
+                    yield module, table, name, tensor
+
+
+def _put_back(entries: Collection[tuple[nn.Module, str, str, torch.Tensor]], unset: set[int]) -> None:
+    """Give modules the tensors again that initializers have replaced: a load fills them, or other modules have them.
+
+    Those that are ``unset`` get the values of the new ones, unless these have another form: then all modules get these.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module, _, name, tensor in entries:
+        current = getattr(module, name, None)
+        if current is None or current is tensor or id(tensor) not in unset:
+            continue
+        if (current.shape, current.dtype) == (tensor.shape, tensor.dtype):
+            tensor.copy_(current)
+        else:
+            made[id(tensor)] = current
+    for module, table, name, tensor in entries:
+        kept = made.get(id(tensor), tensor)
+        if getattr(module, name, None) is not kept:
+            _set_entry(module, table, name, kept)
+
+
+def _set_entry(module: nn.Module, table: str, name: str, tensor: torch.Tensor) -> None:
+    for other in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001
+        if other is not getattr(module, table):
+            other.pop(name, None)
+    getattr(module, table)[name] = tensor
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()  # noqa: SLF001
 
 
 def find_held(tensors: Iterable[MetaTensor]) -> Iterator[MetaTensor]:
