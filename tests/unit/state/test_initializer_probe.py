@@ -58,6 +58,22 @@ class ChangedInPlace(Table):
         self.table.add_(1)
 
 
+class SetInPartByLogic(Table):
+    """Combines with what is in memory, where most bytes count as true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(4, dtype=torch.bool)
+
+    def reset_parameters(self) -> None:
+        self.table |= torch.tensor([True, False, True, False])
+
+
+class Clamped(Table):
+    def reset_parameters(self) -> None:
+        self.table.clamp_(max=-1)
+
+
 class ReplacesModules(Table):
     """Makes a module anew, whose old weight is loaded."""
 
@@ -183,6 +199,8 @@ def test_the_initializer_of_a_module_around_sets_the_buffer_and_no_loaded_tensor
         SetInPart,
         ReplacedWithoutValues,
         ChangedInPlace,
+        SetInPartByLogic,
+        Clamped,
         ReplacesModules,
         Failing,
         lambda: Initialized(sets=False),
