@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rankless
-from rankless.errors import MismatchError
+from rankless.errors import MismatchError, StateError
 
 
 class Table(nn.Module):
@@ -105,6 +105,20 @@ class ReplacesAll(nn.Module):
 class ReplacesByAnotherForm(ReplacesAll):
     def reset_parameters(self) -> None:
         self.table = torch.arange(6)
+
+
+class FailingLate(Table):
+    """Has no values the fifth time, when the model has memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def reset_parameters(self) -> None:
+        self.calls.append(1)
+        self.table.copy_(torch.arange(4.0))
+        if len(self.calls) > 4:
+            raise ValueError("no values")
 
 
 class Random(Table):
@@ -234,3 +248,9 @@ def test_a_tensor_of_another_form_that_an_initializer_makes_is_in_all_places_of_
     rankless.restore(tmp_path, model=model, rng=False)
     assert model.table is model.tied.table
     assert model.tied.table.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_code_that_fails_when_the_model_has_memory_is_named(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, lambda: nn.Sequential(nn.Linear(2, 2), FailingLate()))
+    with pytest.raises(StateError, match=r"module '1' \(FailingLate\) failed after the model got memory.*no values"):
+        rankless.restore(tmp_path, model=model, rng=False)

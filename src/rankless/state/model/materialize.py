@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankless.engine.comm.vote import describe_error
+from rankless.errors import RanklessError, StateError
 from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
 
@@ -139,12 +142,13 @@ def _initialize_tensors(model: nn.Module, unset: Collection[MetaTensor], set_out
     entries = list(_list_entries(model))
     with _ShardWholeValues():  # type: ignore[no-untyped-call]
         for owner in dict.fromkeys(meta.owner for meta in unset):
-            initialize = find_initializer(model, owner)
-            if initialize is not None:
-                initialize()
-            values = {id(meta.tensor): meta.tensor for meta in set_outside if meta.owner is owner}
-            if values:
-                initialize_outside(model, owner, values)
+            with _naming_code(model, owner):
+                initialize = find_initializer(model, owner)
+                if initialize is not None:
+                    initialize()
+                values = {id(meta.tensor): meta.tensor for meta in set_outside if meta.owner is owner}
+                if values:
+                    initialize_outside(model, owner, values)
         _put_back(entries, {id(meta.tensor) for meta in unset})
 
 
@@ -184,6 +188,22 @@ def _set_entry(module: nn.Module, table: str, name: str, tensor: torch.Tensor) -
     getattr(module, table)[name] = tensor
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()  # noqa: SLF001
+
+
+@contextmanager
+def _naming_code(model: nn.Module, owner: nn.Module) -> Iterator[None]:
+    """Raise ``StateError`` with the class and the name of a module if its initializer fails."""
+    try:
+        yield
+    except RanklessError:
+        raise
+    except Exception as error:
+        (path,) = (name for name, module in model.named_modules() if module is owner)
+        subject = f"module {path!r} ({type(owner).__qualname__})" if path else type(owner).__qualname__
+        raise StateError(
+            f"code that initializes {subject} failed after the model got memory, and it has no values now: do not use "
+            f"it. {describe_error(error)}"
+        ) from error
 
 
 def find_held(tensors: Iterable[MetaTensor]) -> Iterator[MetaTensor]:
