@@ -46,7 +46,7 @@ from rankless.state.repeated_objects import SavedPlace, find_repetitions
 from rankless.state.schedulers_by_params import find_entries, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description
-from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
+from rankless.state.tensor_views import TensorView, find_shared_memory, local_tensor, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 from rankless.state.user_objects import loading_code
 
@@ -124,10 +124,13 @@ class LoadTargets:
             else:
                 self.report.add_missing(slot, slot)
         self._match_stateful()
+        settings = [live for restore in self._optimizer_restores.values() for live, _ in restore.pair_settings()]
         single = [part for parts in (model_parts | optimizer_parts | scheduler_parts).values() for part in parts]
-        single += (self._training.stateful or {}).values()
+        single += [*(self._training.stateful or {}).values(), *settings]
         if len(set(map(id, single))) < len(single) or any(view.extra for view in self._views.values()):
             self._compare_repeated()
+        if any(isinstance(value, Tensor) for live in settings for value in live.values()):
+            self._note_shared_settings()
         self._match_rank_state()
         for group, arrays in ((STATE, self.shared), (PER_RANK, rank_arrays)):
             for name, tensor in arrays.tensors.items():
@@ -189,6 +192,24 @@ class LoadTargets:
             report.add_missing(PER_RANK_CONTENT, PER_RANK_CONTENT, state.lost[PER_RANK_CONTENT])
         elif PER_RANK_CONTENT in state.lost:
             report.missing.append(PER_RANK_CONTENT)
+
+    def _note_shared_settings(self) -> None:
+        """Note components as not exact if a setting is in the memory of a tensor that is loaded, and is filled later.
+
+        Called only if a setting is a tensor.
+        """
+        for slot, optimizer_restore in self._optimizer_restores.items():
+            values = [value for live, _ in optimizer_restore.pair_settings() for value in live.values()]
+            for value in (local_tensor(value) for value in values if isinstance(value, Tensor)):
+                start, stop = value.data_ptr(), value.data_ptr() + value.nbytes
+                self.report.cast |= {
+                    component
+                    for (group, *_), target in self._list_filled()
+                    if target.local.device == value.device
+                    and target.local.data_ptr() < stop
+                    and start < target.local.data_ptr() + target.local.nbytes
+                    for component in (slot, _component_of(group))
+                }
 
     def _compare_repeated(self) -> None:
         """Compare the saved values of what is one object here. Called only if something may be."""

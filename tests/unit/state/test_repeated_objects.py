@@ -134,6 +134,41 @@ def test_an_optimizer_under_two_names_cannot_have_two_states(difference: str, tm
     assert not {"optimizer/x", "optimizer/y"} & {*lenient.exact}
 
 
+class Outer(optim.Optimizer):
+    """Shares the groups of another optimizer, as wrappers do, and keeps states of its own."""
+
+    def __init__(self, inner: optim.Optimizer, slow: float) -> None:
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.param_groups = inner.param_groups
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"slow": torch.full_like(parameter, slow)}
+
+
+def test_optimizers_that_share_their_groups_get_one_value_and_their_own_states(tmp_path: Path) -> None:
+    model = Kept(1.0)
+    inner = step(model, 0.1, 1.0)
+    rankless.save_checkpoint(tmp_path, "equal", model, {"x": inner, "y": Outer(inner, 3.0)}, rng=False)
+    rankless.save_checkpoint(tmp_path, "other", model, {"x": inner, "y": Outer(step(model, 0.2, 1.0), 3.0)}, rng=False)
+    fresh = optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    both = {"x": fresh, "y": Outer(fresh, 0.0)}
+    assert_refused(tmp_path, "settings of group 0: the same object", tag="other", model=model, optimizer=both)
+    restored = rankless.restore(tmp_path, "equal", model, both, rng=False)
+    assert restored.exact == ("model", "optimizer/x", "optimizer/y")
+    assert both["y"].state[model.weight]["slow"].eq(3).all()
+    assert torch.equal(fresh.state[model.weight]["momentum_buffer"], inner.state[model.weight]["momentum_buffer"])
+
+
+def test_a_setting_that_is_a_buffer_of_the_model_is_not_called_exact(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("rate", torch.tensor(0.1))
+    optimizer = optim.SGD(model.parameters(), lr=torch.tensor(0.2))
+    rankless.save_checkpoint(tmp_path, "s", model, optimizer, rng=False)
+    assert rankless.restore(tmp_path, None, model, optimizer, rng=False).exact == ("model", "optimizer")
+    shared = optim.SGD(model.parameters(), lr=model.rate)
+    restored = rankless.restore(tmp_path, None, model, shared, rng=False)
+    assert restored.reconstructed == ("model", "optimizer")
+
+
 @pytest.mark.parametrize(
     ("one", "other"), [(1, 2), (torch.ones(50), torch.zeros(50)), (np.ones(50), np.zeros(50)), (torch.ones(1), None)]
 )

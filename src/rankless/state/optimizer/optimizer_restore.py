@@ -201,9 +201,11 @@ class OptimizerRestore:
             tensors.setdefault(parameter, {})[state] = Stored(slot, name)
         for group, member, _ in self._states:
             key = id(member.key) if isinstance(member.key, torch.Tensor) else member.key
+            # Optimizers that share their groups may keep states of their own.
+            table = getattr(getattr(group.adapter, "optimizer", None), "state", group.settings)
             states = [{**self._saved_states.get(ref.name, {}), **tensors.get(ref.name, {})} for ref in member.refs]
             subject = f"{slot}: state of {', '.join(ref.name for ref in member.refs)}"
-            yield SavedPlace(("state", id(group.settings), key), slot, subject, states)
+            yield SavedPlace(("state", id(table), key), slot, subject, states)
         for identity, values in (saved for own in self._own for saved in own.list_saved()):
             yield SavedPlace(("own", identity), slot, f"{slot}: own values", values)
 
