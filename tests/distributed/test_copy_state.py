@@ -531,6 +531,87 @@ def test_tied_weights_may_be_separate_here(tied: tuple[bool, bool]) -> None:
     assert torch.equal(new.b.weight, old.a.weight)
 
 
+def make_untied(change: float) -> tuple[Tied, torch.optim.Optimizer]:
+    """Two weights of one value, trained alike. The last element of the second weight's moments changes."""
+    old = Tied(tied=False)
+    old.b.weight.data.copy_(old.a.weight)
+    optimizer = torch.optim.Adam(old.parameters())
+    for parameter in old.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[old.b.weight]["exp_avg"][-1, -1] += change
+    return old, optimizer
+
+
+def test_a_tensor_that_a_copy_would_drop_is_named() -> None:
+    old, new = Tied(tied=False), Tied(tied=True)
+    before = new.a.weight.detach().clone()
+    with pytest.raises(
+        MismatchError, match=r"b\.weight: the same tensor as a\.weight here, and another one in the source"
+    ):
+        rankless.copy_state(new, source={"model": old})
+    assert torch.equal(new.a.weight, before)
+    result = rankless.copy_state(new, source={"model": old}, strict=False)
+    assert (result.exact, result.unexpected) == ((), ("b.weight",))
+    assert torch.equal(new.b.weight, old.a.weight)
+
+
+def test_a_state_of_an_optimizer_that_a_copy_would_drop_is_named() -> None:
+    old, optimizer = make_untied(change=1)
+    new = Tied(tied=True)
+    with pytest.raises(MismatchError, match=r"b\.weight/exp_avg: the same tensor as a\.weight/exp_avg here"):
+        rankless.copy_state(
+            new, torch.optim.Adam(new.parameters()), source={"model": old, "optimizer": optimizer}, rng=False
+        )
+
+
+def test_equal_tensors_and_states_of_them_are_copied_into_one() -> None:
+    old, optimizer = make_untied(change=0)
+    new = Tied(tied=True)
+    copied = torch.optim.Adam(new.parameters())
+    result = rankless.copy_state(new, copied, source={"model": old, "optimizer": optimizer}, rng=False)
+    assert result.exact == ("model", "optimizer")
+    assert torch.equal(new.b.weight, old.b.weight)
+    assert torch.equal(copied.state[new.a.weight]["exp_avg"], optimizer.state[old.b.weight]["exp_avg"])
+
+
+def copy_shards_into_tied(kind: str) -> Any:
+    """Copy two weights into a model in which they are one: shards of them, or one of them from each rank."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    first, second = torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4)
+    if kind == "differ":
+        second[-1, -1] = 0
+    parts = {"a.weight": first, "b.weight": second}
+    if kind == "stages":
+        parts = dict([[*parts.items()][rank]])
+    else:
+        dims = {"a.weight": 0, "b.weight": 1 if kind == "other shards" else 0}
+        parts = {
+            name: distribute_tensor(part, mesh, [Shard(dims[name])], src_data_rank=None) for name, part in parts.items()
+        }
+    new = Tied(tied=True)
+    try:
+        result = rankless.copy_state(new, source={"model": parts})
+    except MismatchError as error:
+        return str(error).splitlines()[1]
+    assert torch.equal(new.b.weight, second)
+    return result.exact
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("shards", ("model",)),
+        ("stages", ("model",)),
+        ("differ", "another one in the source, which would be dropped"),
+        ("other shards", "sharded in another way in the source, so that it may differ, which would be dropped"),
+    ],
+)
+def test_tensors_are_compared_on_the_ranks_that_have_them(ranks: Ranks, kind: str, expected: Any) -> None:
+    for outcome in ranks(2, copy_shards_into_tied, kind):
+        assert expected in outcome if isinstance(expected, str) else outcome == expected
+
+
 def split_alike(alike: bool) -> None:
     mesh = init_device_mesh("cpu", (2,))
     shared = torch.arange(16.0).view(4, 4)

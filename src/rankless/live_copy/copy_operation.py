@@ -23,10 +23,12 @@ from rankless.errors import RankFailedError, RankTimeoutError, ReplicaMismatchEr
 from rankless.live_copy.copy_negotiation import SourceState, agree_on_sources, exchange_source
 from rankless.live_copy.copy_request import CopyRequest
 from rankless.live_copy.copy_result import CopyResult
-from rankless.live_copy.copy_targets import RankNumbers, Receiver
+from rankless.live_copy.copy_targets import RankNumbers, Receiver, names_known_to_any
+from rankless.live_copy.merged_tensors import select_incomparable, select_unequal
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.state.mismatches import format_lines
+from rankless.state.restore import list_merged
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -52,6 +54,7 @@ class CopyOperation:
         given = self._request.find_given(self._session.rank)
         source = exchange_source(given, sources, self._session, self._ranks.global_ranks())
         receiver, requested = self._match_receivers(source)
+        self._compare_merged(source, receiver, requested)
         plan = self._plan_copy(source, receiver, requested)
         moved = self._copy_tensors(source, receiver, plan)
         self._session.run_on_all("putting values in place", receiver.apply)
@@ -84,6 +87,15 @@ class CopyOperation:
         )
         encoded_specs = msgspec.msgpack.decode(raw, type=list[_EncodedSpec])
         return receiver, directory.build_global_spec(encoded_specs, global_ranks, is_partial=True)
+
+    def _compare_merged(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> None:
+        """Report to the receiver of this rank what it would drop of the source. All ranks know what is one tensor."""
+        pairs = list_merged(names_known_to_any(requested))
+        if not pairs:
+            return
+        incomparable = select_incomparable(pairs, source)
+        comparable = [pair for pair in pairs if pair not in incomparable]
+        receiver.add_dropped(select_unequal(comparable, source, self._session), incomparable)
 
     def _plan_copy(self, source: SourceState, receiver: Receiver, requested: GlobalSpec) -> CopyPlan:
         """Run the last checks before the caller's objects are changed, and plan which rank sends what."""

@@ -25,7 +25,7 @@ from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import RestorePolicy
 from rankless.state.own_mesh_rank import find_mesh_rank
 from rankless.state.rank_states import SavedRankStates, restore_newcomer
-from rankless.state.restore import LoadTargets
+from rankless.state.restore import LoadTargets, Merged
 from rankless.state.tensor_views import DTYPES, TensorView
 from rankless.state.training import TrainingObjects
 
@@ -79,6 +79,15 @@ class Receiver:
             return Spec(), Meshes()
         return self.targets.inventory.build_spec(), self.targets.inventory.build_meshes()
 
+    def add_dropped(self, unequal: Collection[Merged], incomparable: Collection[Merged]) -> None:
+        """Report tensors that are one tensor on some rank, and are not known to be equal in the source."""
+        if self.targets is None:
+            return
+        for pair in unequal:
+            self.targets.add_dropped(*pair)
+        for pair in incomparable:
+            self.targets.add_dropped(*pair, there="sharded in another way in the checkpoint, so that it may differ")
+
     def check_matches(self, source: SourceState, requested: GlobalSpec, *, joins: bool) -> list[str]:
         """Raise ``MismatchError`` with all mismatches. Return messages about missing things that are tolerated.
 
@@ -87,7 +96,7 @@ class Receiver:
         if self.targets is None:
             return []
         keys = {(tensor.group, tensor.name) for tensor in requested.iter_tensors()}
-        known = {kind: requested.known_names(kind) for spec in requested.specs for kind in spec.known_names}
+        known = names_known_to_any(requested)
         with errors_about_a_source():
             self.targets.check_matches(
                 keys, known, str(source.name), is_part=joins and self._equals_a_source(source.spec)
@@ -135,6 +144,11 @@ class Receiver:
                 filled.copy_out(start, data)
                 sink.write(start, data)
         self.targets.apply()
+
+
+def names_known_to_any(requested: GlobalSpec) -> dict[str, set[str]]:
+    """Return the names that any receiver knows, by their kind."""
+    return {kind: requested.known_names(kind) for spec in requested.specs for kind in spec.known_names}
 
 
 #: What a mismatch is about: messages of loads say that it is a checkpoint.

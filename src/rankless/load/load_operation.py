@@ -64,7 +64,7 @@ from rankless.run.journal import append_entry, describe_event
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.mismatches import format_lines
 from rankless.state.rank_states import RankState, SavedRankStates, restore_resized, restore_same_world_size
-from rankless.state.restore import LoadTargets
+from rankless.state.restore import LoadTargets, Merged, list_merged
 from rankless.state.training import TrainingObjects
 from rankless.storage.filesystem_kind import is_local
 from rankless.storage.object_path import ObjectPath
@@ -101,7 +101,7 @@ class _Tolerated(msgspec.Struct, frozen=True, array_like=True):
     """The names that a rank lacks and may lack, and the stored tensors that would be dropped although they differ."""
 
     missing: list[str]
-    dropped: list[tuple[str, str, str]]
+    dropped: list[Merged]
 
 
 #: The group of the values that a load always returns.
@@ -285,13 +285,13 @@ class LoadOperation:
         exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
 
         #: What differs of the stored tensors that are one tensor of the model, of those that this rank compared.
-        dropped: list[tuple[str, str, str]] = []
+        dropped: list[Merged] = []
 
         def check_and_plan() -> Reads:
             tensors = list(global_spec.iter_tensors())
             keys = {key for spec in global_spec.specs for key in spec.known_names}
             known_names = {key: global_spec.known_names(key) for key in keys}
-            for merged in targets.list_merged(known_names)[self._session.rank :: self._session.size]:
+            for merged in list_merged(known_names)[self._session.rank :: self._session.size]:
                 if not are_equal(reader, *merged):
                     dropped.append(merged)
                     targets.add_dropped(*merged)
@@ -310,7 +310,7 @@ class LoadOperation:
 
         phase = "matching the checkpoint with what it is loaded into"
         reads, raw = self._session.vote(phase, check_and_plan, encode_tolerated, collect_tolerated)
-        for merged in msgspec.msgpack.decode(raw, type=list[tuple[str, str, str]]):
+        for merged in msgspec.msgpack.decode(raw, type=list[Merged]):
             if merged not in dropped:
                 targets.add_dropped(*merged)
         return reads

@@ -1,4 +1,4 @@
-"""Comparison of stored tensors that are one tensor of the model: weights that are tied only here."""
+"""Comparison of stored tensors that are one tensor here: tied weights, or several names of one memory."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from rankless.engine.plan.file_ranges import CHUNK
 from rankless.formats.reader import Reader
 
 
-def are_equal(reader: Reader, group: str, first: str, second: str) -> bool:
-    """Return whether two stored tensors are equal: by their CRCs if both have some, else by reading both.
+def are_equal(reader: Reader, first: tuple[str, str], second: tuple[str, str]) -> bool:
+    """Return whether two stored tensors, given by group and name, are equal.
+
+    They are compared by their CRCs if both have some, else by reading both.
 
     Called by :class:`rankless.load.load_operation.LoadOperation` before anything is changed.
     """
-    infos = [reader.groups[group][name] for name in (first, second)]
+    infos = [reader.groups[group][name] for group, name in (first, second)]
     if (infos[0].dtype, tuple(infos[0].shape)) != (infos[1].dtype, tuple(infos[1].shape)):
         return False
-    crcs = [reader.block_crcs(group, name) for name in (first, second)]
+    crcs = [reader.block_crcs(*key) for key in (first, second)]
     if crcs[0] is not None and crcs[1] is not None:
         return list(crcs[0]) == list(crcs[1])
     nbytes = infos[0].nbytes
     return all(
-        _read(reader, group, first, start, stop) == _read(reader, group, second, start, stop)
+        _read(reader, *first, start, stop) == _read(reader, *second, start, stop)
         for start, stop in ((start, min(start + CHUNK, nbytes)) for start in range(0, nbytes, CHUNK))
     )
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from rankless.state.model import fsdp1
 from rankless.state.model import model_traversal as models
-from rankless.state.model.materialize import MetaTensor, materialize, meta_tensors
+from rankless.state.model.materialize import MetaTensor, find_held, materialize, meta_tensors
 from rankless.state.model.wrapper_modules import NameCleaner
 from rankless.state.tensor_views import local_tensor
 from rankless.state.training import TrainingObjects
@@ -33,12 +33,14 @@ class MetaModels:
         return are_modules and self._training.optimizer is None
 
     def find_uninitialized(self, targeted: set[int]) -> Iterator[str]:
-        """Yield a message for each tensor without memory that would have no value.
+        """Yield a message for each tensor without memory that would have no value, or cannot get memory.
 
         ``targeted`` are the ``id`` of the local shards that are loaded. Other tensors need an initializer.
         """
         for module in self._iterate_modules():
-            unloaded = [meta for meta in meta_tensors(module) if id(local_tensor(meta.tensor)) not in targeted]
+            tensors = meta_tensors(module)
+            yield from (_explain_held(module, meta) for meta in (find_held(tensors) if tensors else ()))
+            unloaded = [meta for meta in tensors if id(local_tensor(meta.tensor)) not in targeted]
             if not unloaded:
                 continue
             from rankless.state.model.initializer_probe import probe_initializers  # noqa: PLC0415 - rarely needed
@@ -62,3 +64,10 @@ class MetaModels:
         for slot, parts in models.model_components(self._training.model).items():
             if self.can_materialize(slot):
                 yield from parts
+
+
+def _explain_held(module: nn.Module, meta: MetaTensor) -> str:
+    return (
+        f"{NameCleaner(module)(meta.name)}: on the meta device here, and another tensor is a view of it or code refers "
+        "to it, so that it cannot get memory in place: make the model on another device, or the views after the load"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -42,10 +42,11 @@ from rankless.state.optimizer.numbered_parameters import (
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
 from rankless.state.optimizer.param_groups import MatchTolerance, pair_merged_states
 from rankless.state.rank_states import LOADER, PER_RANK_CONTENT, RNG, RankState
+from rankless.state.repeated_objects import SavedPlace, find_repetitions
 from rankless.state.schedulers_by_params import find_entries, scheduled_params
 from rankless.state.split_parameters import split_refs, stored_names
 from rankless.state.tensor_subclasses import explain_difference, is_alike, is_description
-from rankless.state.tensor_views import TensorView, find_shared_memory, shares_elements, view_of
+from rankless.state.tensor_views import TensorView, find_shared_memory, local_tensor, shares_elements, view_of
 from rankless.state.training import TrainingObjects
 from rankless.state.user_objects import loading_code
 
@@ -56,8 +57,11 @@ Groups = Mapping[str, Mapping[str, TensorInfo]]
 #: optimizers, and stored tensors that a model has but that cannot be loaded into it.
 _VALUES, _TRAINED, _KNOWN = "values", "trained", "known"
 
-#: The kind of the names of stored tensors that are one tensor of the model: two names, with a character between them.
-_MERGED, _BETWEEN = "merged", "\0"
+#: The kind of the names of stored tensors that are one tensor here, in pairs: as JSON, the group and name of both.
+_MERGED = "merged"
+
+#: The group and name of a stored tensor that is loaded, and of one that is dropped, because both are one tensor here.
+Merged = tuple[tuple[str, str], tuple[str, str]]
 
 #: The component of the content that the user saved for all ranks.
 CONTENT = "user_content"
@@ -86,6 +90,7 @@ class LoadTargets:
         self.targets: dict[tuple[str, str], TensorView] = {}
         self.aliased_targets: list[tuple[tuple[str, str], TensorView]] = []
         self.filled: set[tuple[str, str]] = set()
+        self._merged: set[Merged] = set()
         self._meta_models = MetaModels(training)
         self.report = MismatchReport()
         #: How the parameters of each optimizer were matched: by ``"model"``, ``"names"`` or ``"places"``.
@@ -105,21 +110,32 @@ class LoadTargets:
     def match_targets(self, shared: Mapping[str, Any], rank_state: RankState, rank_arrays: ArrayDecoder) -> None:
         """Find a target for everything requested. Raises ``OptimizerMismatchError``."""
         self._values, self._rank_state = replace_shared(shared, rank_state.own), rank_state
-        for slot, parts in models.model_components(self._training.model).items():
+        model_parts = models.model_components(self._training.model)
+        for slot, parts in model_parts.items():
             self._match_model(slot, parts)
         self._match_differing()
-        for slot, parts in adapters.optimizer_components(self._training.optimizer).items():
+        optimizer_parts = adapters.optimizer_components(self._training.optimizer)
+        for slot, parts in optimizer_parts.items():
             self._match_optimizer(slot, parts)
-        for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
+        scheduler_parts = schedulers.scheduler_components(self._training.scheduler)
+        for slot, parts in scheduler_parts.items():
             if slot in shared:
                 self._match_schedulers(slot, parts)
             else:
                 self.report.add_missing(slot, slot)
         self._match_stateful()
+        settings = [live for restore in self._optimizer_restores.values() for live, _ in restore.pair_settings()]
+        single = [part for parts in (model_parts | optimizer_parts | scheduler_parts).values() for part in parts]
+        single += [*(self._training.stateful or {}).values(), *settings]
+        if len(set(map(id, single))) < len(single) or any(view.extra for view in self._views.values()):
+            self._compare_repeated()
+        if any(isinstance(value, Tensor) for live in settings for value in live.values()):
+            self._note_shared_settings()
         self._match_rank_state()
         for group, arrays in ((STATE, self.shared), (PER_RANK, rank_arrays)):
             for name, tensor in arrays.tensors.items():
                 self._add_target((group, name), view_of(tensor, f"{group} tensor {name!r}"))
+        self._find_shared()
 
     def _match_schedulers(self, slot: str, parts: Sequence[Any]) -> None:
         """Find the saved state of each scheduler: that of its stage, if stages had different ones."""
@@ -177,6 +193,63 @@ class LoadTargets:
         elif PER_RANK_CONTENT in state.lost:
             report.missing.append(PER_RANK_CONTENT)
 
+    def _note_shared_settings(self) -> None:
+        """Note components as not exact if a setting is in the memory of a tensor that is loaded, and is filled later.
+
+        Called only if a setting is a tensor.
+        """
+        for slot, optimizer_restore in self._optimizer_restores.items():
+            values = [value for live, _ in optimizer_restore.pair_settings() for value in live.values()]
+            for value in (local_tensor(value) for value in values if isinstance(value, Tensor)):
+                start, stop = value.data_ptr(), value.data_ptr() + value.nbytes
+                self.report.cast |= {
+                    component
+                    for (group, *_), target in self._list_filled()
+                    if target.local.device == value.device
+                    and target.local.data_ptr() < stop
+                    and start < target.local.data_ptr() + target.local.nbytes
+                    for component in (slot, _component_of(group))
+                }
+
+    def _compare_repeated(self) -> None:
+        """Compare the saved values of what is one object here. Called only if something may be."""
+        for repetition in find_repetitions([*self._list_places()], self.shared.tensors):
+            first, second, tensors = repetition
+            components = {first.component, second.component}
+            if not repetition.is_comparable() or not all(map(self._policy.is_strict, components)):
+                self.report.cast |= set() if tensors == [] else components
+            elif tensors is None:
+                self.report.different.append(
+                    f"{second.subject}: the same object as {first.subject} here, and another state in the checkpoint: "
+                    "only one of them can be loaded; pass separate objects"
+                )
+            else:
+                self._merged |= {((*one,), (*other,)) for one, other in tensors if one != other}
+
+    def _list_places(self) -> Iterator[SavedPlace]:
+        """Yield each object that a value is loaded into, with the saved value."""
+        for slot, view in self._views.items():
+            saved = self._values.get(slot, {})
+            for name in sorted(view.extra.keys() & saved.keys()):
+                for owner in view.owners[name]:
+                    yield SavedPlace(
+                        ("extra", *owner.find_identity()), _component_of(slot), f"{slot}/{name}", saved[name]
+                    )
+        for slot, optimizer_restore in self._optimizer_restores.items():
+            yield from optimizer_restore.list_places(slot)
+        kinds = (models.model_components(self._training.model), adapters.optimizer_components(self._training.optimizer))
+        for slot, parts in (item for components in kinds for item in components.items()):
+            yield from (SavedPlace(id(part), slot, slot, None) for part in parts)
+        for slot, parts in schedulers.scheduler_components(self._training.scheduler).items():
+            entries = schedulers.entry_per_scheduler(self._scheduler_entries.get(slot, []), len(parts))
+            for number, (part, entry) in enumerate(zip(parts, entries, strict=False)):
+                subject = slot if len(parts) == 1 else f"{slot}, part {number}"
+                yield SavedPlace(id(part), slot, subject, entry["state"])
+        saved = self._values.get("stateful", {})
+        for name, stateful_object in (self._training.stateful or {}).items():
+            if name in saved:
+                yield SavedPlace(id(stateful_object), "stateful", f"stateful/{name}", saved[name])
+
     def fill_inventory(self, rank: int) -> None:
         """Add to :attr:`inventory` the tensors that this rank requests, and the names that it knows."""
         for (group, name), tensor in self.targets.items():
@@ -185,6 +258,8 @@ class LoadTargets:
             self.inventory.add_tensor(*key, tensor, dtype=self._groups[group][name].dtype)
         for slot, view in self._views.items():
             self.inventory.names[f"{_VALUES} {slot}"] = [*view.extra, *view.wrappers]
+        if self._merged:
+            self.inventory.names[_MERGED] = [msgspec.json.encode(pair).decode() for pair in sorted(self._merged)]
 
     def check_matches(
         self, requested: set[tuple[str, str]], known: Mapping[str, set[str]], source: str, *, is_part: bool = False
@@ -367,48 +442,53 @@ class LoadTargets:
             source = tied.get(alias, alias)
             if source in stored and source not in sources:
                 sources.append(source)
-        pairs = [(sources[0], dropped) for sources in names.values() for dropped in sources[1:]]
-        live = {name: tensor for name, tensor in view.tensors.items() if tied.get(name, name) in stored}
-        pairs += [(tied.get(name, name), tied.get(other, other)) for name, other in self._find_shared(slot, live)]
-        self._add_merged(slot, pairs)
+        for kept, *dropped in filter(None, names.values()):
+            self._merged |= {((slot, kept), (slot, source)) for source in dropped}
 
-    def _find_shared(self, slot: str, live: Mapping[str, TensorView]) -> list[tuple[str, str]]:
-        """Return which tensors are the same memory. Note the component as not exact if memory is shared in part."""
-        alike, has_partial = find_shared_memory(live)
-        if has_partial:
-            self.report.cast.add(_component_of(slot))  # one value may replace a part of the other
-        return alike
+    def _find_shared(self) -> None:
+        """Note which stored tensors fill the same memory here, of whatever components.
 
-    def _add_merged(self, slot: str, pairs: Iterable[tuple[str, str]]) -> None:
-        """Note pairs of stored tensors for one tensor here: the second is dropped if it equals the first."""
-        self.inventory.names[f"{_MERGED} {slot}"] = sorted(
-            {_BETWEEN.join(pair) for pair in pairs if len(set(pair)) > 1}
-        )
-
-    def list_merged(self, known: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
-        """Return, given the names that any rank knows, what is one tensor of a model on some rank.
-
-        Each is a group, the stored tensor that is loaded, and one that is dropped.
+        Note the components as not exact if memory is shared in part: one value may replace a part of the other.
         """
-        kind = f"{_MERGED} "
-        return [
-            (key.removeprefix(kind), *name.split(_BETWEEN))  # type: ignore[misc]
-            for key in sorted(known)
-            if key.startswith(kind)
-            for name in sorted(known[key])
-        ]
+        alike, partial = find_shared_memory(dict(self._list_filled()))
+        self._merged |= {(kept[:2], dropped[:2]) for kept, dropped in alike if kept[:2] != dropped[:2]}
+        self.report.cast |= {_component_of(group) for group, *_ in partial}
 
-    def add_dropped(self, group: str, kept: str, dropped: str) -> None:
-        """Report a stored tensor that is dropped although it differs from the one that is loaded."""
-        component = _component_of(group)
-        if self._policy.is_strict(component):
+    def _list_filled(self) -> list[tuple[tuple[str, str, str], TensorView]]:
+        """Return all targets, each with its group, its name and its number."""
+        filled = [*self.targets.items(), *self.aliased_targets]
+        return [((*key, str(number)), target) for number, (key, target) in enumerate(filled)]
+
+    def add_dropped(
+        self, kept: tuple[str, str], dropped: tuple[str, str], there: str = "another one in the checkpoint"
+    ) -> None:
+        """Report a stored tensor that is dropped although it is not known to equal the one that is loaded.
+
+        ``there`` says how it differs in the checkpoint.
+        """
+        components = [_component_of(group) for group, _ in (kept, dropped)]
+        names = [key[1] if kept[0] == dropped[0] else "/".join(key) for key in (kept, dropped)]
+        if any(map(self._policy.is_strict, components)):
             self.report.different.append(
-                f"{dropped}: the same tensor as {kept} here, and another one in the checkpoint, which would be "
-                f"dropped: untie them, or pass strict=False to load {kept} for both"
+                f"{names[1]}: the same tensor as {names[0]} here, and {there}, which would be dropped: untie them, or "
+                f"pass strict=False to load {names[0]} for both"
             )
-        else:
-            is_state = component.partition("/")[0] == OPTIMIZER
-            self.report.add_unexpected(component, f"{component}/{dropped}" if is_state else dropped)
+            return
+        is_state = components[1].partition("/")[0] == OPTIMIZER
+        self.report.add_unexpected(components[1], "/".join(dropped) if is_state else names[1])
+        self._set_aside(kept, dropped)
+
+    def _set_aside(self, kept: tuple[str, str], dropped: tuple[str, str]) -> None:
+        """Give a tensor that is dropped memory of its own, so that it does not replace the one that is loaded."""
+        alike, _ = find_shared_memory({key: view for key, view in self._list_filled() if key[:2] in {kept, dropped}})
+        for group, name, number in (key for _, key in alike if key[:2] == dropped):
+            at = int(number) - len(self.targets)
+            view = self.targets[group, name] if at < 0 else self.aliased_targets[at][1]
+            aside = msgspec.structs.replace(view, local=torch.empty_like(view.local, device="cpu"))
+            if at < 0:
+                self.targets[dropped] = aside
+            else:
+                self.aliased_targets[at] = dropped, aside
 
     def _check_wrappers(self, slot: str, view: ModelView) -> None:
         """Report tensors that belong to another tensor subclass here than in the checkpoint, or to one on one side."""
@@ -523,7 +603,8 @@ class LoadTargets:
                     self.report.cast.add(slot)
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
-            self._note_merged_states(slot, optimizer_restore, infos)
+            if self._merged:
+                self._note_merged_states(slot, infos)
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
@@ -538,17 +619,19 @@ class LoadTargets:
         if optimizer_restore.has_inexact_own():
             self.report.cast.add(slot)
 
-    def _note_merged_states(self, slot: str, optimizer_restore: OptimizerRestore, infos: Mapping[str, Any]) -> None:
-        """Note the stored states of what is one tensor here: all but one of them are dropped if they are equal."""
-        pairs = self._find_shared(slot, optimizer_restore.targets)
-        for group, *parameters in self.list_merged(self.inventory.names):
-            kept, dropped = [_prefix_in(slot, group) + name for name in parameters]
-            saved = self._values[slot]["groups"]
-            states = pair_merged_states(saved, infos, kept, dropped) if group in self._views else None
+    def _note_merged_states(self, slot: str, infos: Mapping[str, Any]) -> None:
+        """Note the stored states of what is one tensor of a model: all but one of them are dropped if they are equal.
+
+        Called only if there is such a tensor.
+        """
+        saved = self._values[slot]["groups"]
+        for (group, *kept), (_, *dropped) in sorted(self._merged):
+            prefix = _prefix_in(slot, group)
+            names = prefix + kept[0], prefix + dropped[0]
+            states = pair_merged_states(saved, infos, *names) if group in self._views else None
             if states is not None:
-                pairs += states
-                self.inventory.names[f"{_TRAINED} {slot}"].append(dropped)
-        self._add_merged(slot, pairs)
+                self._merged |= {((slot, first), (slot, second)) for first, second in states}
+                self.inventory.names[f"{_TRAINED} {slot}"].append(names[1])
 
     def _saved_dtypes(self, slot: str) -> dict[str, str]:
         """Return the dtypes in the checkpoint of the parameters of an optimizer, if its states are cast with them."""
@@ -610,6 +693,11 @@ class LoadTargets:
         for loader in view.loaders:
             if not fsdp1.uses_fsdp1(loader.module) and loader.run_hooks(self._resized_buffers.get(slot, {}) | others):
                 self.report.cast.add(slot)
+
+
+def list_merged(known: Mapping[str, Collection[str]]) -> list[Merged]:
+    """Return, given the names that any rank knows, which stored tensors are one tensor on some rank."""
+    return [msgspec.json.decode(pair, type=Merged) for pair in sorted(known.get(_MERGED, ()))]
 
 
 def _without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

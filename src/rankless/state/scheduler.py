@@ -64,7 +64,7 @@ def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
     The reason is another class, also of a link in a chain, a chain of another length, or another number of parameter
     groups.
     """
-    saved_entries = _entry_per_scheduler(saved, len(parts))
+    saved_entries = entry_per_scheduler(saved, len(parts))
     if len(saved_entries) != len(parts):
         yield f"scheduler: {len(saved_entries)} of them in the checkpoint, {len(parts)} here"
         return
@@ -154,7 +154,7 @@ def load_scheduler(parts: Sequence[Any], saved: Any, loaded_groups: Collection[i
     The parameter groups that were not loaded with them get the learning rates of the schedule: torch's schedulers
     compute each rate from the one before. ``loaded_groups`` are the ``id`` of the groups that were.
     """
-    for scheduler, entry in zip(parts, _entry_per_scheduler(saved, len(parts)), strict=True):
+    for scheduler, entry in zip(parts, entry_per_scheduler(saved, len(parts)), strict=True):
         if isinstance(scheduler, dict):
             scheduler.clear()
             scheduler.update(entry["state"])
@@ -223,7 +223,7 @@ def _restore_integer_keys(live: Any, saved: Any) -> Any:
     return type(saved)({key: _restore_integer_keys(live.get(key), value) for key, value in saved.items()})
 
 
-def _entry_per_scheduler(saved: Any, number: int) -> list[Any]:
+def entry_per_scheduler(saved: Any, number: int) -> list[Any]:
     """Return the entry of each scheduler. A single saved entry is for all of them."""
     return saved if isinstance(saved, list) else [saved] * number
 

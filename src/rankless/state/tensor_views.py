@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -25,6 +25,9 @@ from rankless.ondisk.dtypes import TORCH_NAMES
 from rankless.ondisk.header import DIMENSIONS
 from rankless.state.declared_boxes import DeclaredBoxes, PackedBoxes, boxes_of_checkpointable, boxes_of_chunk_list
 from rankless.state.mesh_order import order_mesh, place_of
+
+#: What a caller of :func:`find_shared_memory` names tensors by; keys can be sorted.
+Key = TypeVar("Key", bound=tuple[str, ...])
 
 
 class _TorchDtypes(dict[str, torch.dtype]):
@@ -272,38 +275,51 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in axes)
 
 
-def find_shared_memory(views: Mapping[str, TensorView]) -> tuple[list[tuple[str, str]], bool]:
-    """Return the names of tensors that are views of the same elements in the same order, in pairs.
+def find_shared_memory(views: Mapping[Key, TensorView]) -> tuple[list[tuple[Key, Key]], set[Key]]:
+    """Return the keys of tensors that are views of the same elements in the same order, in pairs.
 
-    Return, too, whether others share memory in part or in another form. Of tensors that are not contiguous, this is
-    known of those that begin at the same address.
+    Return, too, the keys of others that share memory in part or in another form. Of tensors that are not contiguous,
+    this is known of those that begin at the same address. Those without memory are the same if they are one object, and
+    share it in part if they are in one storage: each gets memory of its own.
     """
-    alike: list[tuple[str, str]] = []
-    has_partial = False
+    alike: list[tuple[Key, Key]] = []
+    partial: set[Key] = set()
     spans = sorted(
-        (view.local.data_ptr(), view.local.is_contiguous(), name)
-        for name, view in views.items()
-        if not view.local.is_meta and view.local.numel()
+        (*_place_in_meta_storage(local), local.is_contiguous(), key)
+        if local.is_meta
+        else (str(local.device), local.data_ptr(), local.is_contiguous(), key)
+        for key, local in ((key, view.local) for key, view in views.items())
+        if local.numel()
     )
-    previous, end = None, 0
-    for start, is_contiguous, name in spans:
-        if previous is not None and start == previous[0]:
-            if _form_of(views[previous[1]]) == _form_of(views[name]):
-                alike.append((previous[1], name))
+    start, first = ("", 0), None
+    #: The end of the contiguous tensor that reaches farthest, and its key.
+    end, reaching = ("", 0), None
+    for device, address, is_contiguous, key in spans:
+        if first is not None and start == (device, address):
+            if _form_of(views[first]) == _form_of(views[key]):
+                alike.append((first, key))
                 continue
-            has_partial = True
-        elif is_contiguous and start < end:
-            has_partial = True
-        previous = start, name
-        if is_contiguous:
-            end = max(end, start + views[name].local.nbytes)
-    return alike, has_partial
+            partial |= {first, key}
+        elif is_contiguous and reaching is not None and (device, address) < end:
+            partial |= {reaching, key}
+        start, first = (device, address), key
+        stop = device, address + views[key].local.nbytes
+        if is_contiguous and stop > end:
+            end, reaching = stop, key
+    return alike, partial
+
+
+def _place_in_meta_storage(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return a name for the storage of a tensor without memory, and the place of its first byte there."""
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - its address, which all its tensors have
+    return f"meta {storage}", int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _form_of(view: TensorView) -> tuple[object, ...]:
     """Return how a view uses its memory, and as which part of a tensor."""
     local = view.local
-    return local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg(), view.shape, view.layout
+    identity = id(local) if local.is_meta else None
+    return local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg(), view.shape, view.layout, identity
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

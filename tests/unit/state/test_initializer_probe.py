@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rankless
-from rankless.errors import MismatchError
+from rankless.errors import MismatchError, StateError
 
 
 class Table(nn.Module):
@@ -56,6 +56,69 @@ class ReplacedWithoutValues(Table):
 class ChangedInPlace(Table):
     def reset_parameters(self) -> None:
         self.table.add_(1)
+
+
+class SetInPartByLogic(Table):
+    """Combines with what is in memory, where most bytes count as true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(4, dtype=torch.bool)
+
+    def reset_parameters(self) -> None:
+        self.table |= torch.tensor([True, False, True, False])
+
+
+class Clamped(Table):
+    def reset_parameters(self) -> None:
+        self.table.clamp_(max=-1)
+
+
+class ReplacesModules(Table):
+    """Makes a module anew, whose old weight is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0))
+        self.inner = nn.Linear(2, 2)
+
+
+class ReplacesAll(nn.Module):
+    """Makes all its tensors anew, one of them as a tensor of another kind. Two names are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.table = nn.Buffer(torch.arange(4.0), persistent=False)
+        self.tied = nn.Module()
+        self.tied.weight, self.tied.table = self.weight, self.table
+
+    def reset_parameters(self) -> None:
+        self.weight, self.table = nn.Parameter(torch.zeros(3)), torch.arange(4.0)
+        del self.other
+        self.register_buffer("other", torch.zeros(3))
+
+
+class ReplacesByAnotherForm(ReplacesAll):
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(6)
+
+
+class FailingLate(Table):
+    """Has no values the fifth time, when the model has memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def reset_parameters(self) -> None:
+        self.calls.append(1)
+        self.table.copy_(torch.arange(4.0))
+        if len(self.calls) > 4:
+            raise ValueError("no values")
 
 
 class Random(Table):
@@ -150,6 +213,9 @@ def test_the_initializer_of_a_module_around_sets_the_buffer_and_no_loaded_tensor
         SetInPart,
         ReplacedWithoutValues,
         ChangedInPlace,
+        SetInPartByLogic,
+        Clamped,
+        ReplacesModules,
         Failing,
         lambda: Initialized(sets=False),
     ],
@@ -163,3 +229,28 @@ def test_a_buffer_that_nothing_sets_is_refused_and_nothing_changes(
         rankless.restore(tmp_path, model=model, rng=False)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_model_keeps_the_tensors_that_are_loaded_if_its_initializer_makes_others(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, ReplacesAll)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    weight, other, table = model.weight, model.other, model.table
+    assert rankless.restore(tmp_path, model=model, rng=False).exact == ("model",)
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    assert model.weight is model.tied.weight is weight
+    assert model.other is other
+    assert model.table is model.tied.table is table
+    assert (weight.tolist(), other.tolist(), table.tolist()) == ([1.0] * 3, [1.0] * 3, [0, 1, 2, 3])
+
+
+def test_a_tensor_of_another_form_that_an_initializer_makes_is_in_all_places_of_the_old_one(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, ReplacesByAnotherForm)
+    rankless.restore(tmp_path, model=model, rng=False)
+    assert model.table is model.tied.table
+    assert model.tied.table.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_code_that_fails_when_the_model_has_memory_is_named(tmp_path: Path) -> None:
+    model = _make_on_meta(tmp_path, lambda: nn.Sequential(nn.Linear(2, 2), FailingLate()))
+    with pytest.raises(StateError, match=r"module '1' \(FailingLate\) failed after the model got memory.*no values"):
+        rankless.restore(tmp_path, model=model, rng=False)

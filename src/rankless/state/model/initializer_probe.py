@@ -1,7 +1,7 @@
 """Proof that initializers set tensors, found by running them on copies of the model that share no tensor with it.
 
-An initializer runs twice, from the same states of the random number generators. All memory that it gets without values
-has one pattern in the first run and another in the second. What differs afterwards depends on such memory.
+An initializer runs several times, from the same states of the random number generators. All memory that it gets without
+values has another pattern in each run. What differs afterwards depends on such memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankless.errors import StateError
 from rankless.state.model.materialize import MetaTensor, find_initializer, initialize_outside
 from rankless.state.model.module_copies import copy_modules
 
-#: The bytes of memory without values in the first and in the second run.
-_PATTERNS = (0xA5, 0x5A)
+#: The bytes of memory without values in each run: two that are neither true nor false, false and, as floats, no number.
+_PATTERNS = (0xA5, 0x5A, 0x00, 0xFF)
 
 #: The operations of torch that return memory without values.
 _EMPTY = {
@@ -75,20 +76,21 @@ def _explain_owner(model: nn.Module, owner: nn.Module, tensors: Collection[MetaT
     if find_initializer(model, owner) is None:
         return {meta.name: f"{kind} has no reset_parameters() to initialize it" for meta in tensors}
     try:
-        first, second = (_initialize_copy(model, owner, tensors, pattern) for pattern in _PATTERNS)
+        first, *others = (_initialize_copy(model, owner, tensors, pattern) for pattern in _PATTERNS)
     except Exception as error:  # noqa: BLE001 - code of the user
         return {meta.name: f"the code of {kind} that would initialize it failed: {error}" for meta in tensors}
     reason = f"neither reset_parameters() of {kind} nor _init_weights() of its model sets all of it"
-    return {meta.name: reason for meta in tensors if first[meta.name] is None or first[meta.name] != second[meta.name]}
+    unset = {name for name, value in first.items() if value is None or any(other[name] != value for other in others)}
+    return {meta.name: reason for meta in tensors if meta.name in unset}
 
 
 def _is_set_outside(model: nn.Module, owner: nn.Module, tensors: Collection[MetaTensor]) -> bool:
     """Return whether the initializers of the modules around ``owner`` set all of these tensors, in place."""
     try:
-        first, second = (_initialize_outside_copy(model, owner, tensors, pattern) for pattern in _PATTERNS)
+        first, *others = (_initialize_outside_copy(model, owner, tensors, pattern) for pattern in _PATTERNS)
     except Exception:  # noqa: BLE001 - code of the user
         return False
-    return first == second
+    return all(other == first for other in others)
 
 
 def _initialize_outside_copy(
@@ -119,10 +121,19 @@ def _initialize_copy(
         }
     owner_copy = copied.modules[id(owner)]
     initialize = find_initializer(copied.model, owner_copy)
+    parts = _list_parts(copied.model)
     if initialize is not None:
         with _keep_generators(), torch.no_grad(), _FillEmpty(pattern):
             initialize()
+    if not parts <= _list_parts(copied.model):
+        raise StateError("it replaces modules, whose tensors may be those that are loaded")
     return {meta.name: _bytes_of(getattr(owner_copy, meta.name.rpartition(".")[2])) for meta in tensors}
+
+
+def _list_parts(model: nn.Module) -> set[tuple[str, int]]:
+    """Return the modules of a model that have tensors, by name and ``id``."""
+    named = model.named_modules(remove_duplicate=False)
+    return {(name, id(module)) for name, module in named if module._parameters or module._buffers}  # noqa: SLF001
 
 
 @contextmanager

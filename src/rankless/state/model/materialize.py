@@ -7,7 +7,9 @@ the module's ``reset_parameters``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankless.engine.comm.vote import describe_error
+from rankless.errors import RanklessError, StateError
 from rankless.state.tensor_views import local_tensor
 from rankless.torch_versions import fsdp_param_groups
 
@@ -127,15 +131,98 @@ def materialize(model: nn.Module, filled: set[int], set_outside: Collection[Meta
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 _reset_fsdp_views(module)
-        for owner in dict.fromkeys(meta.owner for meta in unallocated if local_ids[id(meta.tensor)] not in filled):
-            with _ShardWholeValues():  # type: ignore[no-untyped-call]
+        unset = [meta for meta in unallocated if local_ids[id(meta.tensor)] not in filled]
+        if unset:
+            _initialize_tensors(model, unset, set_outside)
+    return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
+
+
+def _initialize_tensors(model: nn.Module, unset: Collection[MetaTensor], set_outside: Collection[MetaTensor]) -> None:
+    """Run the initializers of the modules of some tensors. All modules have the same tensors afterwards."""
+    entries = list(_list_entries(model))
+    with _ShardWholeValues():  # type: ignore[no-untyped-call]
+        for owner in dict.fromkeys(meta.owner for meta in unset):
+            with _naming_code(model, owner):
                 initialize = find_initializer(model, owner)
                 if initialize is not None:
                     initialize()
                 values = {id(meta.tensor): meta.tensor for meta in set_outside if meta.owner is owner}
                 if values:
                     initialize_outside(model, owner, values)
-    return {local_ids[id(meta.tensor)]: local_tensor(meta.tensor) for meta in unallocated}
+        _put_back(entries, {id(meta.tensor) for meta in unset})
+
+
+def _list_entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Yield each tensor of a model with its module, the table that the module has it in, and its name there."""
+    for module in model.modules():
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, table).items():
+                if tensor is not None:
+                    yield module, table, name, tensor
+
+
+def _put_back(entries: Collection[tuple[nn.Module, str, str, torch.Tensor]], unset: set[int]) -> None:
+    """Give modules the tensors again that initializers have replaced: a load fills them, or other modules have them.
+
+    Those that are ``unset`` get the values of the new ones, unless these have another form: then all modules get these.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for module, _, name, tensor in entries:
+        current = getattr(module, name, None)
+        if current is None or current is tensor or id(tensor) not in unset:
+            continue
+        if (current.shape, current.dtype) == (tensor.shape, tensor.dtype):
+            tensor.copy_(current)
+        else:
+            made[id(tensor)] = current
+    for module, table, name, tensor in entries:
+        kept = made.get(id(tensor), tensor)
+        if getattr(module, name, None) is not kept:
+            _set_entry(module, table, name, kept)
+
+
+def _set_entry(module: nn.Module, table: str, name: str, tensor: torch.Tensor) -> None:
+    for other in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001
+        if other is not getattr(module, table):
+            other.pop(name, None)
+    getattr(module, table)[name] = tensor
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()  # noqa: SLF001
+
+
+@contextmanager
+def _naming_code(model: nn.Module, owner: nn.Module) -> Iterator[None]:
+    """Raise ``StateError`` with the class and the name of a module if its initializer fails."""
+    try:
+        yield
+    except RanklessError:
+        raise
+    except Exception as error:
+        (path,) = (name for name, module in model.named_modules() if module is owner)
+        subject = f"module {path!r} ({type(owner).__qualname__})" if path else type(owner).__qualname__
+        raise StateError(
+            f"code that initializes {subject} failed after the model got memory, and it has no values now: do not use "
+            f"it. {describe_error(error)}"
+        ) from error
+
+
+def find_held(tensors: Iterable[MetaTensor]) -> Iterator[MetaTensor]:
+    """Yield the tensors without memory that cannot be replaced in place, because others are views of them."""
+    for meta in tensors:
+        # The modules of recurrent layers keep weak references, which they can make anew.
+        if _is_held(meta.tensor) or (weakref.getweakrefs(meta.tensor) and not isinstance(meta.owner, nn.RNNBase)):
+            yield meta
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Return whether something else refers to a tensor than Python and, until the next backward pass, its gradient."""
+    count = tensor._use_count()  # type: ignore[attr-defined]  # noqa: SLF001 - what torch checks when it swaps tensors
+    if count == 2 and tensor.is_leaf and tensor.requires_grad:  # noqa: PLR2004 - with its gradient's node
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+        is_held: bool = tensor._use_count() != count  # type: ignore[attr-defined]  # noqa: SLF001
+        del node  # until here, so that it is the same one
+        return is_held
+    return bool(count > 1)
 
 
 def _release_weights(unallocated: Iterable[MetaTensor]) -> list[nn.RNNBase]:

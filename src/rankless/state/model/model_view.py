@@ -50,6 +50,12 @@ class Owner(NamedTuple):
     name: str
     value: Any
 
+    def find_identity(self) -> tuple[int, str]:
+        """Return the ``id`` of the module or state dict itself, and the name that it has the value under."""
+        if not isinstance(self.holder, nn.Module) or not is_extra(self.name):
+            return id(self.holder), self.name
+        return id(self.holder.get_submodule(self.name.removesuffix(EXTRA).removesuffix("."))), EXTRA
+
 
 class ModelView(msgspec.Struct):
     """A model as a checkpoint sees it.

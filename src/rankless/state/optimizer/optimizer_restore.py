@@ -24,6 +24,7 @@ from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance,
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import addresses_of, cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
+from rankless.state.repeated_objects import SavedPlace, Stored
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
 
@@ -189,6 +190,26 @@ class OptimizerRestore:
         """Yield the settings of each group, live, with the saved ones that it gets; empty if it keeps its own."""
         for group, saved in zip(self._groups, self._matched, strict=True):
             yield group.settings, saved["settings"] if saved is not None else {}
+
+    def list_places(self, slot: str) -> Iterator[SavedPlace]:
+        """Yield what each group and each parameter here gets. Called if the optimizer may be in another slot, too."""
+        for group, saved in zip(self._groups, self._matched, strict=True):
+            if saved is not None:
+                subject = f"{slot}: settings of group {group.number}"
+                yield SavedPlace(("settings", id(group.settings)), slot, subject, saved["settings"])
+        tensors: dict[str, dict[str, Stored]] = {}
+        for name in self.targets:
+            parameter, state = split_state_key(name)
+            tensors.setdefault(parameter, {})[state] = Stored(slot, name)
+        for group, member, _ in self._states:
+            key = id(member.key) if isinstance(member.key, torch.Tensor) else member.key
+            # Optimizers that share their groups may keep states of their own.
+            table = getattr(getattr(group.adapter, "optimizer", None), "state", group.settings)
+            states = [{**self._saved_states.get(ref.name, {}), **tensors.get(ref.name, {})} for ref in member.refs]
+            subject = f"{slot}: state of {', '.join(ref.name for ref in member.refs)}"
+            yield SavedPlace(("state", id(table), key), slot, subject, states)
+        for identity, values in (saved for own in self._own for saved in own.list_saved()):
+            yield SavedPlace(("own", identity), slot, f"{slot}: own values", values)
 
     def loaded_groups(self) -> list[dict[str, Any]]:
         """Return the settings, live, of the groups that get saved ones."""

@@ -45,6 +45,10 @@ class OwnRestore:
         """The name of the optimizer's class."""
         return type(self._optimizer).__qualname__
 
+    def list_saved(self) -> list[tuple[int, Any]]:
+        """Return the ``id`` of the optimizer with what it gets, if it gets something."""
+        return [] if self._entry is None else [(id(self._optimizer), self._entry.get("values"))]
+
     @property
     def has_differed(self) -> bool:
         """True if ranks had different values, and only one rank's were saved."""
