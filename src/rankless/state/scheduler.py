@@ -91,7 +91,7 @@ def compare_schedulers(parts: Sequence[Any], saved: Any) -> Iterator[str]:
 
 def have_other_keys(parts: Sequence[Any], saved: Any) -> bool:
     """Return whether a scheduler keeps other values than the saved one: its class or its version may be another one."""
-    return any(True for _ in _list_key_differences(parts, _entry_per_scheduler(saved, len(parts))))
+    return any(True for _ in _list_key_differences(parts, entry_per_scheduler(saved, len(parts))))
 
 
 class _KeyDifferences(msgspec.Struct, frozen=True):
