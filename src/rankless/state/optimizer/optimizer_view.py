@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from rankless.errors import StateError, UnsupportedTensorError
-from rankless.ondisk.validation import state_key
+from rankless.errors import StateError, UnsupportedTensorError, UnsupportedValueError
+from rankless.ondisk.validation import check_utf8, state_key
 from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
@@ -54,6 +54,12 @@ class ParamGroup(msgspec.Struct, frozen=True):
             for name, value in self.settings.items()
             if name not in {"params", "param_names"}
         }
+        if not all(type(name) is str for name in settings):
+            unnamed = next(name for name in settings if type(name) is not str)
+            raise UnsupportedValueError(
+                f"group {self.number} of the optimizer ({self.adapter.class_name or 'a state dict'}) has the setting "
+                f"{unnamed!r}: settings are stored by name, so that this key must be text"
+            )
         return {
             "class": self.adapter.class_name,
             "number": self.number,
@@ -110,14 +116,29 @@ def refs_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[Para
 def _iterate_members(
     settings: Mapping[str, Any], refs: Mapping[int, tuple[ParamRef, ...]] | None, number: int, position: int
 ) -> Iterator[GroupMember]:
-    stored_names = settings.get("param_names")
     for i, entry in enumerate(settings["params"]):
         if isinstance(entry, torch.Tensor) and refs is not None:
             yield GroupMember(entry, _find_refs(entry, refs, f"parameter {i} of the optimizer's group {number}"))
         else:
-            name = entry if isinstance(entry, str) else stored_names[i] if stored_names else str(position + i)
+            name = _name_member(entry, settings, i, f"parameter {i} of the optimizer's group {number}")
+            name = str(position + i) if name is None else name
             tensor = view_outside(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
             yield GroupMember(entry, (ParamRef(name, tensor),))
+
+
+def _name_member(entry: Key, settings: Mapping[str, Any], i: int, subject: str) -> str | None:
+    """Return the name of a parameter without a model, its own in a state dict or that in its group; ``None`` if none.
+
+    Raises ``InvalidArgumentError`` if it is no text, or if the group has names of others only.
+    """
+    names: Any = settings.get("param_names")
+    if not isinstance(entry, str) and not names:
+        return None
+    try:
+        name = entry if isinstance(entry, str) else names[i]
+    except (TypeError, LookupError):
+        name = None
+    return check_utf8(name, f"the name of {subject}, from its state dict or from param_names,")
 
 
 #: A parameter in a state dict, of which nothing but its key is known.

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from rankless.errors import StateError, UnsupportedTensorError
+from rankless.errors import StateError, UnsupportedTensorError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import are_same
@@ -156,8 +156,20 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     own = own_values(optimizer)
     if not own:
         return None
+    numbered = _find_numbered(optimizer, own.get("entries", {})) if has_own_form(optimizer) else []
+    if numbered:
+        raise UnsupportedValueError(
+            f"the state of {type(optimizer).__qualname__} has an entry under the key {numbered[0]!r}, which is the "
+            "number of a parameter in its state_dict(), and would replace that one's state: use a text as the key"
+        )
     digests = [digest_tensor(tensor) for tensor in map(_find_stored, tree_leaves(own)) if tensor is not None]
     return {"params": list(names), **own, **({"digests": digests} if digests else {})}
+
+
+def _find_numbered(optimizer: Any, entries: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys of entries that torch's ``state_dict()`` takes for the number of a parameter."""
+    numbers = {*range(sum(len(group["params"]) for group in optimizer.param_groups))}
+    return [key for key in entries if key in numbers]
 
 
 def _find_stored(leaf: object) -> torch.Tensor | None:
@@ -259,7 +271,10 @@ def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
             existing.copy_(value)
         else:
             optimizer.state[key] = value
-    return has_own_form(optimizer) and _load_own_form(optimizer, saved.get("values", {}))
+    if not has_own_form(optimizer):
+        return False
+    is_changed = _load_own_form(optimizer, saved.get("values", {}))
+    return is_changed or bool(_find_numbered(optimizer, saved.get("entries", {})))
 
 
 def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:
