@@ -20,7 +20,13 @@ from rankless.state.optimizer.foreign_states import as_native_states, check_coll
 from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_restore import OwnRestore
-from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
+from rankless.state.optimizer.param_groups import (
+    EncodedGroups,
+    MatchTolerance,
+    check_trained,
+    match_groups,
+    pair_merged_states,
+)
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import addresses_of, cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
@@ -104,6 +110,14 @@ class OptimizerRestore:
     def check_trained(self, trained: set[str]) -> list[str]:
         """Return the parameters of the checkpoint that no rank trains; see :func:`check_trained`."""
         return check_trained(self._saved, trained, self._tolerance)
+
+    def saved_names(self) -> set[str]:
+        """Return the names of the parameters of the checkpoint."""
+        return {name for group in self._saved for name in group["params"]}
+
+    def pair_merged(self, infos: Mapping[str, TensorInfo], kept: str, dropped: str) -> list[tuple[str, str]] | None:
+        """Return which states of two parameters that are one tensor here must be equal: :func:`pair_merged_states`."""
+        return pair_merged_states(self._saved, infos, kept, dropped, self._tolerance)
 
     def _allocate_states(
         self, group: ParamGroup, member: GroupMember, infos: Mapping[str, Mapping[str, TensorInfo]]

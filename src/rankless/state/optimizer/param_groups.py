@@ -62,12 +62,19 @@ class MatchTolerance(msgspec.Struct, frozen=True):
 
     ``is_partial``: parameters may have no saved state, saved ones need not be trained, and groups may differ.
     ``by_name``: parameters are matched by name; if by position, it is unknown which of them have no state. ``tied``:
-    further names of parameters in the checkpoint, with the names under which their states are.
+    further names of parameters in the checkpoint, with the names under which their states are. ``unread``: see
+    :func:`are_same_decoded`. ``has_model``: the parameters have names here, and none in the checkpoint.
     """
 
     is_partial: bool = False
     by_name: bool = True
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
+    has_model: bool = False
+
+    def has_settings_of(self, saved: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        """Return whether two saved groups are of one class, and are known to have the same settings."""
+        return saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"], self.unread)
 
     def explain_missing(self, names: Sequence[str]) -> str:
         """Return a clause about a parameter without a state that was tied to another one."""
@@ -78,6 +85,11 @@ class MatchTolerance(msgspec.Struct, frozen=True):
         """Return advice for parameters that are only in the checkpoint, or only in the optimizer."""
         if self.by_name:
             return "pass strict=False to load the state of the others"
+        if self.has_model:
+            return (
+                "the checkpoint has its parameters by position only: create the optimizer as when it was saved, of a "
+                "model with the same parameters, such as one without tied weights"
+            )
         return (
             "its parameters are matched by position only: pass the model, or create the optimizer as when it was saved"
         )
@@ -112,8 +124,8 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
             f"the optimizer trains {_format_few(missing)}, and the checkpoint has no optimizer state of them"
             f"{tolerance.explain_missing(missing)}; " + tolerance.suggest_remedy()
         )
-    saved_groups = [_find_saved_groups(group, group_of, saved) for group in groups]
-    problems = _find_split_groups(groups, group_of)
+    saved_groups = [_find_saved_groups(group, group_of, saved, tolerance) for group in groups]
+    problems = _find_split_groups(groups, group_of, tolerance)
     problems |= {i: problem for i, problem in _find_merged_groups(groups, saved_groups).items() if i not in problems}
     if problems and not tolerance.is_partial:
         raise OptimizerMismatchError(
@@ -146,22 +158,26 @@ def check_trained(saved: EncodedGroups, trained: set[str], tolerance: MatchToler
 
 
 def pair_merged_states(
-    saved: EncodedGroups, infos: Mapping[str, TensorInfo], kept: str, dropped: str
+    saved: EncodedGroups, infos: Mapping[str, TensorInfo], kept: str, dropped: str, tolerance: MatchTolerance
 ) -> list[tuple[str, str]] | None:
-    """Return which state tensors of two saved parameters must be equal, if both parameters are one tensor here.
+    """Return which state tensors of two parameters must be equal, if both parameters are one tensor here.
 
-    ``None``: their settings, or what is no tensor of their states, differ already, or one of them has no state.
+    ``dropped`` is a saved one. ``None``: their settings, or what is no tensor of their states, may differ already, or
+    one of them has no state, or was not trained.
     """
     group_of = {name: group for group in saved for name in group["params"]}
-    if not {kept, dropped} <= group_of.keys() or not _has_settings_of(group_of[kept], group_of[dropped]):
+    if kept not in group_of or not tolerance.has_settings_of(group_of[kept], group_of[dropped]):
         return None
-    values_of = [group_of[name]["state"].get(name) for name in (kept, dropped)]
+    plain, other_plain = [group_of[name]["state"].get(name) for name in (kept, dropped)]
     tensors_of: dict[str, dict[str, str]] = {kept: {}, dropped: {}}
     for name in infos:
         parameter, state = split_state_key(name)
         if parameter in tensors_of:
             tensors_of[parameter][state] = name
-    if not are_same_decoded(*values_of) or tensors_of[kept].keys() != tensors_of[dropped].keys():
+    if (
+        not are_same_decoded(plain, other_plain, tolerance.unread)
+        or tensors_of[kept].keys() != tensors_of[dropped].keys()
+    ):
         return None
     return [(name, tensors_of[dropped][state]) for state, name in sorted(tensors_of[kept].items())]
 
@@ -175,13 +191,13 @@ def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
 
 
 def _find_saved_groups(
-    group: ParamGroup, group_of: Mapping[str, dict[str, Any]], saved: EncodedGroups
+    group: ParamGroup, group_of: Mapping[str, dict[str, Any]], saved: EncodedGroups, tolerance: MatchTolerance
 ) -> list[dict[str, Any]]:
     """Return the saved groups that have parameters of a group; for an empty group, the one that is alike."""
     names = group.param_names()
     if not names:
         alike = _find_alike(group, saved)
-        return alike[:1] if all(_has_settings_of(alike[0], other) for other in alike[1:]) else []
+        return alike[:1] if all(tolerance.has_settings_of(alike[0], other) for other in alike[1:]) else []
     saved_groups = list({id(group_of[name]): group_of[name] for name in names if name in group_of}.values())
     class_name = group.adapter.class_name
     for saved_group in saved_groups:
@@ -206,11 +222,9 @@ def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
     return [other for other in alike if not other["params"]] or alike
 
 
-def _has_settings_of(saved: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"])
-
-
-def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]]) -> dict[int, str]:
+def _find_split_groups(
+    groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]], tolerance: MatchTolerance
+) -> dict[int, str]:
     """Return a message for each group, by index, whose parameters are in groups of other settings in the checkpoint.
 
     Groups with equal settings are one here if a stage of a pipeline that saved had no parameter in an earlier group.
@@ -222,7 +236,8 @@ def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict
             (
                 name
                 for name in others
-                if group_of[name] is not group_of[first] and not _has_settings_of(group_of[name], group_of[first])
+                if group_of[name] is not group_of[first]
+                and not tolerance.has_settings_of(group_of[name], group_of[first])
             ),
             None,
         )
