@@ -525,3 +525,67 @@ def test_an_expanded_state_gets_elements_of_its_own(tmp_path: Path) -> None:
     optimizer.state[model.weight]["scale"] = torch.ones(1).expand(4)
     assert "optimizer" in rankless.restore(tmp_path, None, model, optimizer).exact
     assert torch.equal(optimizer.state[model.weight]["scale"], torch.arange(4.0))
+
+
+def test_the_state_of_a_tensor_in_no_group_is_named_and_not_exact(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters(), momentum=0.9)
+    removed = nn.Parameter(torch.ones(7, 5))
+    optimizer.state[removed]["momentum_buffer"] = torch.ones(7, 5)
+    with pytest.warns(UserWarning, match=r"SGD has the state \['momentum_buffer'\] of a tensor of shape \[7, 5\]"):
+        rankless.save_checkpoint(tmp_path, "a", model, optimizer, rng=False)
+    restored = rankless.restore(tmp_path, None, model, optim.SGD(model.parameters(), momentum=0.9), rng=False)
+    assert (restored.exact, restored.reconstructed) == (("model",), ("optimizer",))
+
+
+FURTHER = {"scale": {"a": (1, 2.5)}, "average": torch.arange(30_000.0), "small": torch.ones(3)}
+
+
+def as_state_dict(model: nn.Module, further: dict[str, Any]) -> dict[str, Any]:
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, float(len(further)))
+    state_dict = {**optimizer.state_dict(), **further}
+    state_dict["state"]["global"] = {"count": len(further)}
+    return state_dict
+
+
+def test_further_keys_of_a_state_dict_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    saved, loaded = as_state_dict(model, FURTHER), as_state_dict(model, {"small": torch.zeros(3)})
+    rankless.save_checkpoint(tmp_path, "a", model, saved, rng=False)
+    assert rankless.restore(tmp_path, None, model, loaded, rng=False).exact == ("model", "optimizer")
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+def test_a_state_dict_and_its_optimizer_load_each_others_values(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer, loaded = Overrides(model.named_parameters()), Overrides(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, saved in (("live", optimizer), ("dict", optimizer.state_dict())):
+        rankless.save_checkpoint(tmp_path, name, model, saved, rng=False)
+    assert "optimizer" in rankless.restore(tmp_path, "dict", model, loaded, rng=False).exact
+    assert loaded.norm == optimizer.norm
+    assert torch.equal(loaded.average, optimizer.average)
+    by_name = {"state": {}, "param_groups": [{"params": ["weight", "bias"]}], "norm": 0.0, "average": torch.zeros(1)}
+    assert "optimizer" in rankless.restore(tmp_path, "live", model, by_name, rng=False).exact
+    assert by_name["norm"] == optimizer.norm
+    assert torch.equal(by_name["average"], optimizer.average)  # type: ignore[arg-type]
+
+
+def test_further_keys_of_a_state_dict_that_the_checkpoint_lacks_do_not_match(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    rankless.save_checkpoint(tmp_path, "a", model, as_state_dict(model, {}), rng=False)
+    with pytest.raises(MismatchError, match="passed as a state dict keeps values in its state_dict"):
+        rankless.restore(tmp_path, None, model, as_state_dict(model, FURTHER), rng=False)
+
+
+def test_state_dicts_with_states_of_any_shape_are_matched_by_position(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    saved, loaded = as_state_dict(model, {}), as_state_dict(model, {})
+    loaded["state"][0]["momentum_buffer"] += 1
+    rankless.save_checkpoint(tmp_path, "a", optimizer=saved, rng=False)
+    assert rankless.restore(tmp_path, optimizer=loaded, rng=False).exact == ("optimizer",)
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)

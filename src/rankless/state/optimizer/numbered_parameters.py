@@ -121,7 +121,7 @@ def check_order(groups: Sequence[ParamGroup], saved: EncodedGroups, infos: Mappi
     shapes_of = _state_shapes(saved, infos)
     for group in groups:
         for member in group.members:
-            if _has_shape(group, member):
+            if _has_shape(member):
                 _check_member(group, member, shapes_of)
 
 
@@ -156,9 +156,9 @@ def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict
     return shapes
 
 
-def _has_shape(group: ParamGroup, member: GroupMember) -> bool:
-    """Return whether the shape of a parameter is known. In a state dict it is not if there are no states of it."""
-    return isinstance(member.key, torch.Tensor) or bool(group.adapter.get_states(member.key))
+def _has_shape(member: GroupMember) -> bool:
+    """Return whether the shape of a parameter is known: a state dict has only its number or name."""
+    return isinstance(member.key, torch.Tensor)
 
 
 def _can_spread(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:

@@ -19,9 +19,16 @@ from rankless.ondisk.validation import check_utf8, state_key
 from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
-from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
+from rankless.state.optimizer.adapters import (
+    Key,
+    OptimizerAdapter,
+    StateDictOptimizer,
+    TorchOptimizer,
+    ZeroOptimizer,
+    adapt_optimizer,
+)
 from rankless.state.optimizer.object_states import COLLECTIONS, describe_objects, split_states
-from rankless.state.optimizer.own_state import own_entry
+from rankless.state.optimizer.own_state import DIVIDED, own_entry, warn_left_out
 from rankless.state.optimizer.state_strides import describe_order
 from rankless.state.optimizer.storable_states import check_states
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
@@ -209,15 +216,35 @@ def owned_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Return what the optimizers of some groups keep besides states and settings, each with its parameters' names."""
-    entries = (own_entry(adapter.optimizer, names) for adapter, names in iterate_own(groups))
+    entries = (
+        own_entry(adapter.optimizer, names) if type(adapter) is TorchOptimizer else _other_entry(adapter, names)
+        for adapter, names in iterate_own(groups)
+    )
     return [entry for entry in entries if entry is not None]
 
 
-def iterate_own(groups: Sequence[ParamGroup]) -> Iterator[tuple[TorchOptimizer, list[str]]]:
-    """Yield each live optimizer that may keep more than states and settings, with the names of its parameters."""
+def _other_entry(adapter: TorchOptimizer | StateDictOptimizer, names: list[str]) -> dict[str, Any] | None:
+    """Return what a ``ZeroRedundancyOptimizer`` or a state dict keeps besides states and settings."""
+    if isinstance(adapter, StateDictOptimizer):
+        from rankless.state.optimizer.own_of_state_dicts import (  # noqa: PLC0415 - few optimizers are state dicts
+            entry_of_state_dict,
+        )
+
+        return entry_of_state_dict(adapter.state_dict, names)
+    entry = own_entry(adapter.optimizer, names)
+    if not isinstance(adapter, ZeroOptimizer):
+        return entry
+    if unread := adapter.explain_unread():
+        entry = {"params": names, **(entry or {}), "differed": warn_left_out(adapter.outer, unread)}
+    return entry and {**entry, **({DIVIDED: True} if adapter.outer.world_size > 1 else {})}
+
+
+def iterate_own(groups: Sequence[ParamGroup]) -> Iterator[tuple[TorchOptimizer | StateDictOptimizer, list[str]]]:
+    """Yield each optimizer, which may keep more than states and settings, with the names of the parameters it steps."""
     for adapter in {id(group.adapter): group.adapter for group in groups}.values():
-        if type(adapter) is TorchOptimizer:
-            yield adapter, parameter_names([group for group in groups if group.adapter is adapter])
+        if isinstance(adapter, TorchOptimizer | StateDictOptimizer):
+            members = [member for group in groups if group.adapter is adapter for member in group.members]
+            yield adapter, [ref.name for member in members if adapter.owns_state(member.key) for ref in member.refs]
 
 
 def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, Mapping[str, Any]]]:

@@ -20,15 +20,12 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES, digest_tensor
+from rankless.state.optimizer.adapters import HOOKS
 from rankless.state.optimizer.storable_states import check_tree
 from rankless.state.user_objects import read_state
 
-_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+#: Key of a flag until entries of ranks are merged: other ranks have the parameters, and other optimizers step them.
+DIVIDED = "divided"
 
 #: The parts of a state dict that are stored as the states of parameters and as their groups.
 STATE, GROUPS = "state", "param_groups"
@@ -41,7 +38,7 @@ def has_own_form(optimizer: Any) -> bool:
         not isinstance(optimizer, Optimizer)
         or kind.state_dict is not Optimizer.state_dict
         or kind.load_state_dict is not Optimizer.load_state_dict
-        or any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+        or any(getattr(optimizer, hooks, None) for hooks in HOOKS)
     )
 
 
@@ -154,6 +151,15 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     Tensors and arrays that are stored apart get a digest, so that ranks compare them.
     """
     own = own_values(optimizer)
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stale = [key for key in getattr(optimizer, "state", ()) if isinstance(key, torch.Tensor) and id(key) not in trained]
+    if stale:
+        state = optimizer.state[stale[0]]
+        own["differed"] = warn_left_out(
+            optimizer,
+            f"the state {list(state) if isinstance(state, Mapping) else type(state).__qualname__} of a tensor of shape {list(stale[0].shape)} that is in none of its groups, "
+            "such as a parameter that was removed from one: delete it from optimizer.state",
+        )
     if not own:
         return None
     numbered = _find_numbered(optimizer, own.get("entries", {})) if has_own_form(optimizer) else []
@@ -162,8 +168,21 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
             f"the state of {type(optimizer).__qualname__} has an entry under the key {numbered[0]!r}, which is the "
             "number of a parameter in its state_dict(), and would replace that one's state: use a text as the key"
         )
-    digests = [digest_tensor(tensor) for tensor in map(_find_stored, tree_leaves(own)) if tensor is not None]
-    return {"params": list(names), **own, **({"digests": digests} if digests else {})}
+    return add_digests({"params": list(names), **own})
+
+
+def add_digests(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with digests of its tensors and arrays that are stored apart."""
+    digests = [digest_tensor(tensor) for tensor in map(_find_stored, tree_leaves(entry)) if tensor is not None]
+    return {**entry, **({"digests": digests} if digests else {})}
+
+
+def warn_left_out(optimizer: Any, subject: str) -> bool:
+    """Warn of what a save leaves out. Return ``True``, the mark by which a load knows that it is not exact."""
+    warn_caller(
+        f"{type(optimizer).__qualname__} has {subject}. It is not saved, and a load calls the optimizer reconstructed"
+    )
+    return True
 
 
 def _find_numbered(optimizer: Any, entries: Mapping[Any, Any]) -> list[Any]:
@@ -196,6 +215,8 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "lowest rank are saved, and a load calls the optimizer reconstructed"
             )
             merged["\0".join(entry["params"])] = {**first, "differed": True}
+        elif entry.get("differed"):
+            merged["\0".join(entry["params"])] = {**first, "differed": True}
     return [merged[key] for key in sorted(merged)]
 
 
@@ -203,15 +224,18 @@ def add_blank_entries(ranks: Sequence[Sequence[dict[str, Any]]], names: Sequence
     """Return the entries of all ranks, with one without values for each that a rank lacks of parameters that it has.
 
     ``names`` are those of the parameters of each rank. So :func:`merge_own` finds that the ranks differ. An optimizer
-    without parameters, as in an empty stage, is that of one rank: others do not lack it.
+    without parameters, as in an empty stage, is that of one rank: others do not lack it. Nor do they lack that of a
+    rank which steps some parameters of all ranks, as under a ``ZeroRedundancyOptimizer``.
     """
-    keys = {tuple(entry["params"]) for entries in ranks for entry in entries if entry["params"]}
+    keys = {
+        tuple(entry["params"]) for entries in ranks for entry in entries if entry["params"] and not entry.get(DIVIDED)
+    }
     added = []
     for entries, of_rank in zip(ranks, names, strict=True):
         lacking = keys - {tuple(entry["params"]) for entry in entries}
         blank = [{"params": list(key)} for key in sorted(lacking) if of_rank.issuperset(key)]
         added += [*entries, *blank]
-    return added
+    return [{key: value for key, value in entry.items() if key != DIVIDED} for entry in added]
 
 
 def _without_mark(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,13 +251,12 @@ def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str], group_c
     exact = next((entry for entry in saved if entry["params"] == list(names)), None)
     if exact is not None and len(exact.get("values", {}).get(GROUPS, ())) in {0, group_count}:
         return exact
-    contents = [
-        {key: value for key, value in entry.items() if key in {"values", "entries"}}
-        for entry in find_related(saved, names)
-    ]
+    related = find_related(saved, names)
+    related = [entry for entry in related if entry.keys() & {"values", "entries"}] or related
+    contents = [{key: value for key, value in entry.items() if key in {"values", "entries"}} for entry in related]
     if not contents or any(_is_numbered(content) or not _are_equal(content, contents[0]) for content in contents):
         return None
-    return find_related(saved, names)[0]
+    return related[0]
 
 
 def find_related(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
