@@ -5,6 +5,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -332,6 +333,62 @@ def test_values_by_number_are_refused_if_parameters_are_in_another_order(place: 
     restored = rankless.restore(tmp_path, None, model, optimizer)
     assert "optimizer" in restored.exact
     assert optimizer.counts == [6, 2]
+
+
+class Holding(optim.SGD):
+    """Keeps any value, and gives it by its own state dict."""
+
+    value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(2.0),
+        np.arange(1),
+        {"a": (np.arange(2),)},
+        {0: 1.5, 1: 2.5},
+        {"0": 1.5, "1": 2.5},
+        {np.int64(0): 1.5},
+        {(0, "x"): 1.5},
+        deque([1, 2]),
+        (1, 2),
+        torch.ones(1),
+    ],
+)
+def test_values_of_any_class_that_may_be_by_number_are_refused_in_another_order(value: Any, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer, other = Holding(list(model.parameters())), Holding(list(model.parameters())[::-1])
+    optimizer.value = value
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    with pytest.raises(MismatchError, match="in another order"):
+        rankless.restore(tmp_path, None, model, other)
+
+
+@pytest.mark.parametrize("value", [np.array(2.5), np.float32(2.5), {"a": np.array(3)}, torch.tensor(1.5), {1.5, 2.5}])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_values_on_which_several_optimizers_agree_are_those_of_one_of_all(
+    value: Any, is_equal: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 2)
+    parts = [Holding([parameter]) for parameter in model.parameters()]
+    parts[0].value, parts[1].value = value, value if is_equal else {"a": np.array(4)}
+    rankless.save_checkpoint(tmp_path, "a", model, parts)
+    whole = Holding(model.parameters())
+    if is_equal:
+        assert "optimizer" in rankless.restore(tmp_path, None, model, whole).exact
+        assert type(whole.value) is type(value)
+        assert whole.value == value
+    else:
+        with pytest.raises(MismatchError, match="has for other parameters"):
+            rankless.restore(tmp_path, None, model, whole)
 
 
 class Doubling(optim.SGD):

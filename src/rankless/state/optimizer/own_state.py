@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rankless.errors import StateError, UnsupportedTensorError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
@@ -154,11 +155,12 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     stale = [key for key in getattr(optimizer, "state", ()) if isinstance(key, torch.Tensor) and id(key) not in trained]
     if stale:
-        state = optimizer.state[stale[0]]
+        state, shape = optimizer.state[stale[0]], list(stale[0].shape)
+        described = list(state) if isinstance(state, Mapping) else type(state).__qualname__
         own["differed"] = warn_left_out(
             optimizer,
-            f"the state {list(state) if isinstance(state, Mapping) else type(state).__qualname__} of a tensor of shape {list(stale[0].shape)} that is in none of its groups, "
-            "such as a parameter that was removed from one: delete it from optimizer.state",
+            f"the state {described} of a tensor of shape {shape} that is in none of its groups, such as a parameter "
+            "that was removed from one: delete it from optimizer.state",
         )
     if not own:
         return None
@@ -253,10 +255,25 @@ def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str], group_c
         return exact
     related = find_related(saved, names)
     related = [entry for entry in related if entry.keys() & {"values", "entries"}] or related
-    contents = [{key: value for key, value in entry.items() if key in {"values", "entries"}} for entry in related]
-    if not contents or any(_is_numbered(content) or not _are_equal(content, contents[0]) for content in contents):
+    if not related or any(_is_numbered(_values_of(entry)) for entry in related):
         return None
-    return related[0]
+    return related[0] if all(_have_same_values(entry, related[0]) for entry in related[1:]) else None
+
+
+def _values_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key in {"values", "entries"}}
+
+
+def _have_same_values(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two saved entries are known to have the same values. Arrays are not read yet: digests tell."""
+    values, other_values = map(_describe_arrays, (_values_of(entry), _values_of(other)))
+    has_arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(_values_of(entry)))
+    is_known = not has_arrays or "digests" in entry
+    return is_known and entry.get("digests") == other.get("digests") and _are_equal(values, other_values)
+
+
+def _describe_arrays(tree: Any) -> Any:
+    return tree_map(lambda leaf: (leaf.dtype.str, leaf.shape) if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def find_related(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -268,19 +285,34 @@ def _is_numbered(tree: Any) -> bool:
     """Return whether some value may have an element for each parameter, or refers to one, by its number."""
     if isinstance(tree, Mapping):
         return bool(tree.keys() & {STATE, GROUPS, _REFERENCE}) or any(
-            isinstance(key, int) or _is_numbered(value) for key, value in tree.items()
+            _may_be_number(key) or _is_numbered(value) for key, value in tree.items()
         )
-    return isinstance(tree, (list, tuple)) or (isinstance(tree, torch.Tensor) and tree.numel() > 1)
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        return tree.ndim > 0
+    return isinstance(tree, Sequence) and not isinstance(tree, str | bytes)
+
+
+def _may_be_number(key: Any) -> bool:
+    return isinstance(key, Integral) or (isinstance(key, str) and key.isdecimal()) or _is_numbered(key)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
+    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+        return _are_equal_arrays(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
+    if isinstance(a, Sequence) and type(a) is type(b) and not isinstance(a, str | bytes):
         return len(a) == len(b) and all(map(_are_equal, a, b))
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001 - code of a class of the user's
+        return False
+
+
+def _are_equal_arrays(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
 
 
 def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
