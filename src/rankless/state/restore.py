@@ -17,7 +17,7 @@ from rankless.errors import MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
-from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
+from rankless.ondisk.value_files import BY_NUMBER, MAY_SKIP_FROZEN, OWN_STATE
 from rankless.state import scheduler as schedulers
 from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
@@ -38,8 +38,10 @@ from rankless.state.optimizer.numbered_parameters import (
     has_only_numbers,
     match_by_number,
     match_by_position,
+    skip_frozen,
 )
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
+from rankless.state.optimizer.optimizer_view import ParamGroup
 from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.rank_states import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.schedulers_by_params import find_entries, scheduled_params
@@ -491,6 +493,7 @@ class LoadTargets:
         groups = optimizers.view_groups(parts, refs)
         self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER) or has_only_numbers(groups, self._values[slot]["groups"]):
+            groups = self._skip_frozen(slot, groups)
             groups = match_by_number(groups, self._values[slot]["groups"])
             check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
             self.matched_by[slot] = "places"
@@ -531,6 +534,15 @@ class LoadTargets:
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
             self._note_merged_states(slot, optimizer_restore, infos, views)
+
+    def _skip_frozen(self, slot: str, groups: list[ParamGroup]) -> list[ParamGroup]:
+        """Leave frozen parameters without a number, if the checkpoint may be so: the optimizer is reconstructed."""
+        if not self._values[slot].get(MAY_SKIP_FROZEN) and not self._policy.may_skip_frozen:
+            return groups
+        trained = skip_frozen(groups, self._values[slot]["groups"])
+        if trained is not groups:
+            self.report.cast.add(slot)
+        return trained
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""

@@ -24,13 +24,11 @@ _StateShapes = dict[str, tuple[int, ...]]
 def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
     """Return the same groups, with parameters named by their number, counted over all groups of an optimizer.
 
-    If ``saved`` has exactly as many parameters as are trained here, frozen ones are not counted, and have no number
-    (this is how ColossalAI's LowLevelZero saves them). Parameters that share a flat parameter are counted in its order.
-    With several optimizers the number of each is prepended: ``1.0``. Raises ``OptimizerMismatchError`` if a flat
-    parameter is used and the number of parameters differs.
+    Parameters that share a flat parameter are counted in its order. With several optimizers the number of each is
+    prepended: ``1.0``. Raises ``OptimizerMismatchError`` if a flat parameter is used and the number of parameters
+    differs.
     """
     number = sum(len(group["params"]) for group in saved)
-    groups = _skip_frozen(groups, number)
     _check_flat_params(groups, number)
     counts: dict[int, int] = {id(group.adapter): 0 for group in groups}
     order = list(counts)
@@ -85,8 +83,13 @@ def _rename_member(member: GroupMember, name: str) -> GroupMember:
     return GroupMember(member.key, tuple(ParamRef(name, ref.tensor, ref.flat) for ref in member.refs))
 
 
-def _skip_frozen(groups: Sequence[ParamGroup], number: int) -> Sequence[ParamGroup]:
-    """Return the groups, with no reference for frozen parameters if exactly ``number`` parameters are trained."""
+def skip_frozen(groups: list[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
+    """Return the groups, with no reference for frozen parameters if ``saved`` has as many as are trained here.
+
+    ColossalAI's LowLevelZero saves an optimizer so, and nothing in its files tells which parameters were trained: these
+    may have been others.
+    """
+    number = sum(len(group["params"]) for group in saved)
     members = [member for group in groups for member in group.members]
     trained = [member for member in members if not isinstance(member.key, torch.Tensor) or member.key.requires_grad]
     if len(members) == number or len(trained) != number:
