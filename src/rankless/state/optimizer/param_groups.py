@@ -12,6 +12,7 @@ from rankless.errors import OptimizerMismatchError, StateError
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key
+from rankless.ondisk.value_files import ORDERED
 from rankless.state.array_decoder import are_same_decoded
 from rankless.state.optimizer.optimizer_view import ParamGroup, parameter_names
 
@@ -252,17 +253,20 @@ def _find_split_groups(
 def _find_merged_groups(
     groups: Sequence[ParamGroup], saved_groups: Sequence[Sequence[dict[str, Any]]]
 ) -> dict[int, str]:
-    """Return a message for each group, by index, that is merged with another one in the checkpoint."""
+    """Return a message for each group, by index, that is merged with another one in the checkpoint.
+
+    A saved group whose order is unknown was several of equal settings, of several optimizers or stages of a pipeline.
+    """
     problems: dict[int, str] = {}
     first_of: dict[tuple[int, int], int] = {}
     for i, (group, candidates) in enumerate(zip(groups, saved_groups, strict=True)):
         for saved in candidates if group.members else ():
-            if saved["number"] is not None:
+            if saved["number"] is not None and saved.get(ORDERED):
                 first = first_of.setdefault((id(group.adapter), id(saved)), i)
                 if first != i:
                     problems[first] = problems[i] = (
-                        f"parameter groups {groups[first].number} and {group.number} of the optimizer are one group in "
-                        "the checkpoint"
+                        f"parameter groups {groups[first].number} and {group.number} of the optimizer hold parameters "
+                        "that are in one group in the checkpoint"
                     )
     return problems
 
