@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import rankless
-from rankless.errors import MismatchError
+from rankless.errors import MismatchError, UnsupportedValueError
 from tests.helpers.pool import Ranks
 
 
@@ -221,3 +221,37 @@ def test_states_that_all_ranks_of_a_parameter_have_are_exact(
     for exact, _, _, texts in ranks(2, resume_with_states_of, str(tmp_path), holders, kind):
         assert "optimizer" in exact
         assert not texts
+
+
+def save_a_number_as_a_setting(path: str) -> str:
+    """Save an optimizer that has, on rank 1 alone, a setting whose key is a number."""
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters())
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0][5] = 1  # type: ignore[index]
+    with pytest.raises(UnsupportedValueError) as error:
+        rankless.save_checkpoint(path, "a", model, optimizer)
+    return str(error.value)
+
+
+def test_all_ranks_refuse_a_setting_that_no_load_could_read(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, save_a_number_as_a_setting, str(tmp_path)):
+        assert "group 0 of the optimizer (SGD) has the setting 5" in message
+    assert not rankless.has_checkpoint(tmp_path)
+
+
+def save_a_stale_state(path: str) -> tuple[Any, ...]:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizer = optim.SGD(model.parameters(), momentum=0.9)
+    if dist.get_rank() == 1:
+        optimizer.state[torch.ones(7)]["x"] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rankless.save_checkpoint(path, "a", model, optimizer)
+    return rankless.restore(path, None, model, optimizer).reconstructed
+
+
+def test_a_state_of_no_parameter_on_one_rank_makes_no_rank_exact(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, save_a_stale_state, str(tmp_path)) == [("optimizer",)] * 2

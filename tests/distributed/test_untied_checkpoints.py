@@ -1,9 +1,11 @@
 """Tests of checkpoints with two tensors under names that are one tensor of the model."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,8 +136,103 @@ def test_a_parameter_with_other_settings_or_without_a_state_is_not_dropped(tmp_p
         optimizer = torch.optim.AdamW(parameters)
     rankless.save_checkpoint(tmp_path, "s", model=untied, optimizer=optimizer, rng=False)
     loaded = torch.optim.AdamW(tied.parameters())
-    with pytest.raises(OptimizerMismatchError, match=r"state of 'head\.weight', which this optimizer does not train"):
+    with pytest.raises(MismatchError, match=r"head\.weight is one tensor with embed\.weight here"):
         rankless.load_checkpoint(tmp_path, model=tied, optimizer=loaded, rng=False)
+    restored = rankless.restore(tmp_path, model=tied, optimizer=loaded, rng=False, strict=False)
+    assert "optimizer" not in restored.exact
+    assert "optimizer/head.weight" in restored.unexpected
+
+
+@pytest.mark.parametrize(
+    "rate", [torch.tensor(0.5), np.float64(0.5), np.full(3, 0.5), torch.full((30_000,), 0.5), [torch.ones(2)]]
+)
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_equal_settings_are_one_whatever_their_class(tmp_path: Path, rate: Any, is_equal: bool) -> None:
+    untied, tied = _build_equal(), Net(tied=True)
+    other = copy.deepcopy(rate) if is_equal else [torch.zeros(2)] if isinstance(rate, list) else rate / 2
+    optimizer = torch.optim.SGD(
+        [{"params": [untied.embed.weight], "x": rate}, {"params": [untied.head.weight], "x": other}]
+    )
+    rankless.save_checkpoint(tmp_path, "s", model=untied, optimizer=optimizer, rng=False)
+    loaded = torch.optim.SGD(tied.parameters())
+    if not is_equal:
+        with pytest.raises(MismatchError, match=r"head\.weight is one tensor with embed\.weight here"):
+            rankless.load_checkpoint(tmp_path, model=tied, optimizer=loaded, rng=False)
+        return
+    assert rankless.restore(tmp_path, model=tied, optimizer=loaded, rng=False).exact == ("model", "optimizer")
+    (setting,) = [group["x"] for group in loaded.param_groups]
+    torch.testing.assert_close(setting, rate, rtol=0, atol=0)
+
+
+class Three(nn.Module):
+    """Three layers, and the last one is one tensor with another one."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.c.weight = self.get_submodule(other).weight
+
+
+def _train_three(net: Three, b: dict[str, Any]) -> torch.optim.Optimizer:
+    net.b.weight.data.copy_(net.a.weight)
+    optimizer = torch.optim.SGD([{"params": [net.a.weight]}, {"params": [net.b.weight], **b}], lr=0.1, momentum=0.9)
+    optimizer.state[net.a.weight]["momentum_buffer"] = torch.ones(2, 2)
+    optimizer.state[net.b.weight]["momentum_buffer"] = torch.ones(2, 2)
+    return optimizer
+
+
+@pytest.mark.parametrize("difference", ["", "settings", "state", "no state"])
+def test_a_parameter_that_is_tied_to_another_one_now_is_named(tmp_path: Path, difference: str) -> None:
+    """The other one and the one before are trained here both, so that nothing is left over."""
+    net, here = Three("a"), Three("b")
+    optimizer = _train_three(net, {"lr": 0.5} if difference == "settings" else {})
+    if difference == "no state":
+        del optimizer.state[net.a.weight]
+    elif difference == "state":
+        optimizer.state[net.b.weight]["momentum_buffer"] *= 2
+    rankless.save_checkpoint(tmp_path, "s", model=net, optimizer=optimizer, rng=False)
+    loaded = _train_three(here, {"lr": 0.5})
+    if difference:
+        with pytest.raises(
+            MismatchError, match=r"(?s)a\.weight.*same tensor as b|c\.weight is one tensor with b\.weight here"
+        ):
+            rankless.load_checkpoint(tmp_path, model=here, optimizer=loaded, rng=False)
+        restored = rankless.restore(tmp_path, model=here, optimizer=loaded, rng=False, strict=False)
+        assert restored.exact == ("model",)
+        assert any("a.weight" in name for name in restored.unexpected)
+    else:
+        assert rankless.restore(tmp_path, model=here, optimizer=loaded, rng=False).exact == ("model", "optimizer")
+
+
+def test_two_parameters_of_one_memory_keep_their_own_states(tmp_path: Path) -> None:
+    net = Net(tied=False)
+    net.head.weight = nn.Parameter(net.embed.weight.data)
+    optimizer, loaded = (torch.optim.SGD(net.parameters(), momentum=0.9) for _ in range(2))
+    for number, parameter in enumerate(net.parameters()):
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((6, 4), float(number))
+    rankless.save_checkpoint(tmp_path, "s", model=net, optimizer=optimizer, rng=False)
+    assert "optimizer" in rankless.restore(tmp_path, model=net, optimizer=loaded, rng=False).exact
+    assert [loaded.state[p]["momentum_buffer"].mean() for p in net.parameters()] == [0, 1]
+
+
+def test_an_optimizer_alone_is_loaded_for_a_model_that_is_tied_now(tmp_path: Path) -> None:
+    untied, tied = _build_equal(), Net(tied=True)
+    saved, loaded = _train(untied), torch.optim.AdamW(tied.parameters())
+    rankless.save_optimizer(saved, tmp_path / "optimizer", model=untied)
+    rankless.load_optimizer(loaded, tmp_path / "optimizer", model=tied)
+    for name, value in saved.state[untied.embed.weight].items():
+        assert torch.equal(loaded.state[tied.embed.weight][name], value)
+    saved.state[untied.head.weight]["exp_avg"][3, 1] += 1
+    rankless.save_optimizer(saved, tmp_path / "other", model=untied)
+    with pytest.raises(MismatchError, match=r"head\.weight/exp_avg: the same tensor as embed\.weight/exp_avg here"):
+        rankless.load_optimizer(loaded, tmp_path / "other", model=tied)
+
+
+def test_parameters_by_number_are_not_matched_with_a_model_that_is_tied_now(tmp_path: Path) -> None:
+    untied, tied = _build_equal(), Net(tied=True)
+    torch.save({"model": untied.state_dict(), "optimizer": _train(untied).state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(OptimizerMismatchError, match="by position only: create the optimizer as when it was saved"):
+        rankless.restore(tmp_path / "x.pt", model=tied, optimizer=torch.optim.AdamW(tied.parameters()), rng=False)
 
 
 def _save_stage(path: str) -> torch.Tensor:

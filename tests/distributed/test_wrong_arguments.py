@@ -86,6 +86,8 @@ CALLS = [
     (_save, {"metrics": {"loss": torch.ones(2)}}),
     (_save, {"on_event": 5}),
     (_save, {"rng": 5}),
+    (_save, {"optimizer": {"state": {}, "param_groups": [{"params": [0], "param_names": [5]}]}}),
+    (_save, {"stateful": {"\ud800": nn.Linear(2, 2)}}),
     (_restore, {"tag": "a/b"}),
     (_restore, {"tag": 5}),
     (_restore, {"strict": 5}),

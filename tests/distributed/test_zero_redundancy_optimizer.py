@@ -1,5 +1,6 @@
 """Tests ``ZeroRedundancyOptimizer``: per-rank states without consolidation, to any world size and order."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,69 @@ def overlapped(path: str) -> str:
 def test_overlap_with_ddp_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, overlapped, str(tmp_path)) == ["refused"] * 2
     assert not list(tmp_path.iterdir())
+
+
+class Averaging(torch.optim.AdamW):
+    """Keeps a number by its own state dict."""
+
+    average = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict["average"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class Outer(ZeroRedundancyOptimizer):
+    """Has code of its own for a state dict that only one rank can give."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "number": 3}
+
+
+def save_own(path: str, average: float) -> list[str]:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Averaging, lr=0.1)
+    step(model, optimizer, 0)
+    optimizer.optim.average = average
+    optimizer.optim.state["global"] = {"count": 7}
+    rankless.save_checkpoint(path, "s", model, optimizer)
+    return list(optimizer.optim.state_dict())
+
+
+def load_own(path: str) -> tuple[Any, ...]:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Averaging, lr=0.7)
+    restored = rankless.restore(path, model=model, optimizer=optimizer)
+    inner = optimizer.optim
+    return "optimizer" in restored.exact, inner.average, inner.state["global"], inner.param_groups[0]["lr"]
+
+
+def test_the_inner_optimizer_gets_its_own_values_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, save_own, str(tmp_path), 5.0)[0][-1] == "average"
+    for number in (1, 2, 3):
+        assert ranks(number, load_own, str(tmp_path)) == [(True, 5.0, {"count": 7}, 0.1)] * number
+
+
+def save_and_load_outer(path: str, kind: str) -> tuple[Any, ...]:
+    model = net()
+    make = Outer if kind == "class" else ZeroRedundancyOptimizer
+    optimizer = make(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+    if kind == "hook":
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "number": 3})
+    elif kind == "entry":
+        optimizer.state["number"] = 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rankless.save_checkpoint(path, "s", model, optimizer)
+    texts = [str(warning.message) for warning in caught]
+    return rankless.restore(path, model=model, optimizer=optimizer).reconstructed, any(
+        "It is not saved" in t for t in texts
+    )
+
+
+@pytest.mark.parametrize("kind", ["class", "hook", "entry"])
+def test_what_the_outer_optimizer_keeps_is_not_exact(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    assert ranks(2, save_and_load_outer, str(tmp_path), kind) == [(("optimizer",), True)] * 2

@@ -221,7 +221,7 @@ class Booster:
             )
             training = TrainingObjects(optimizer=plain, naming_model=self._find_model(plain))
             return component_calls.load_component(
-                training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True
+                training, path, ComponentView("optimizer"), (None, _TIMEOUT), strict=True, may_skip_frozen=True
             )
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: _Path) -> None:

@@ -281,10 +281,11 @@ def load_component(
     *,
     strict: bool,
     ignores_unexpected: bool = False,
+    may_skip_frozen: bool = False,
 ) -> RestoreResult:
     """Load one component. ``ranks_and_timeout``: the ranks that load together, and how many seconds they wait.
 
-    ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
+    ``ignores_unexpected`` and ``may_skip_frozen``: see :class:`RestorePolicy`.
     """
     path = wait_for_path(checkpoint)
     group, timeout = ranks_and_timeout
@@ -296,7 +297,13 @@ def load_component(
         path=path,
         tag=None,
         training=training,
-        policy=RestorePolicy(strict=strict, cast_dtype=True, rng=False, ignores_unexpected=ignores_unexpected),
+        policy=RestorePolicy(
+            strict=strict,
+            cast_dtype=True,
+            rng=False,
+            ignores_unexpected=ignores_unexpected,
+            may_skip_frozen=may_skip_frozen,
+        ),
         verify=True,
         reader_adapter=view,
         reader_adapter_text=f"{view.kind} with the prefix {view.prefix!r} removed"

@@ -40,6 +40,9 @@ ORDERED = "ordered"
 #: Key of a flag: parameters have no names but numbers over all groups, as in ``Optimizer.state_dict()``.
 BY_NUMBER = "by_number"
 
+#: Key of a flag that is not in files: only the parameters that were trained may have a number.
+MAY_SKIP_FROZEN = "may_skip_frozen"
+
 #: For each group, the index in the sorted list of each parameter of the optimizer's list; ``None`` if unknown.
 Order = list[list[int] | None]
 

@@ -64,15 +64,40 @@ class ArrayDecoder:
         return self.tensors[str(key)]
 
 
-def are_same_decoded(first: Any, second: Any) -> bool:
-    """Return whether two decoded trees are the same. Tensors and arrays have no values yet: only one is the same."""
-    if type(first) is not type(second) or hasattr(first, "shape"):
-        return first is second
+def are_same_decoded(first: Any, second: Any, unread: frozenset[int] | None = None) -> bool:
+    """Return whether two decoded trees are the same.
+
+    ``unread`` are the addresses of the tensors that have no values yet, all of them if it is ``None``: only one that is
+    stored once is the same.
+    """
+    if type(first) is not type(second):
+        return False
+    if hasattr(first, "shape"):
+        return first is second or _are_same_arrays(first, second, unread)
     if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(are_same_decoded(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(are_same_decoded(first[key], second[key], unread) for key in first)
     if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(are_same_decoded, first, second))
+        return len(first) == len(second) and all(
+            are_same_decoded(a, b, unread) for a, b in zip(first, second, strict=True)
+        )
     return repr(first) == repr(second) if isinstance(first, float) else bool(first == second)
+
+
+def _are_same_arrays(first: Any, second: Any, unread: frozenset[int] | None) -> bool:
+    """Return whether two decoded tensors, arrays or scalars of NumPy, of one class, are known to be the same."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    if isinstance(first, np.generic):
+        return bool(first.tobytes() == second.tobytes())
+    one, other = map(_torch().as_tensor, (first, second))
+    if one.stride() != other.stride() or one.requires_grad != other.requires_grad:
+        return False
+    addresses = {one.data_ptr(), other.data_ptr()}
+    if len(addresses) == 1 or unread is None or not unread.isdisjoint(addresses):
+        return len(addresses) == 1
+    return bool(
+        _torch().equal(*(tensor.detach().contiguous().reshape(-1).view(_torch().uint8) for tensor in (one, other)))
+    )
 
 
 def encode_scalar(value: np.generic) -> Any:

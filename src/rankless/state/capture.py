@@ -213,6 +213,8 @@ def _view_naming_models(training: TrainingObjects) -> dict[str, ModelView]:
 
 
 def _add_model(captured: Capture, slot: str, view: ModelView, *, frozen_apart: bool) -> None:
+    for name in view.extra:
+        check_utf8(name, "a name of a value of a model")
     check_duplicate_tensors(view)
     _check_duplicate_values(view)
     for name, tensor in view.tensors.items():

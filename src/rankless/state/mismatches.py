@@ -22,6 +22,7 @@ class RestorePolicy(msgspec.Struct, frozen=True):
     ``allow_missing`` are the components that may be missing, wholly or partly, even if ``strict``. ``lenient`` are
     those whose names need not match. Both have kinds, of :data:`COMPONENTS`, or names such as ``"model/generator"`` and
     ``"stateful/scaler"``. ``ignores_unexpected``: the checkpoint may have more names, even if ``strict``.
+    ``may_skip_frozen``: an optimizer whose parameters are numbers may have none for frozen ones.
     """
 
     strict: bool
@@ -31,6 +32,7 @@ class RestorePolicy(msgspec.Struct, frozen=True):
     allow_missing: frozenset[str] = frozenset()
     lenient: frozenset[str] = frozenset()
     ignores_unexpected: bool = False
+    may_skip_frozen: bool = False
 
     def is_strict(self, component: str) -> bool:
         """Return whether all names of a component, such as ``"model"`` or ``"model/generator"``, must match."""

@@ -17,7 +17,7 @@ from rankless.errors import MismatchError, OptimizerMismatchError
 from rankless.observe.spans import traced
 from rankless.ondisk.data_files import ADAPTER_CONFIG, TensorInfo, is_adapter_group
 from rankless.ondisk.dtypes import FLOATING
-from rankless.ondisk.value_files import BY_NUMBER, OWN_STATE
+from rankless.ondisk.value_files import BY_NUMBER, MAY_SKIP_FROZEN, OWN_STATE
 from rankless.state import scheduler as schedulers
 from rankless.state import user_objects
 from rankless.state.array_decoder import ArrayDecoder
@@ -38,9 +38,11 @@ from rankless.state.optimizer.numbered_parameters import (
     has_only_numbers,
     match_by_number,
     match_by_position,
+    skip_frozen,
 )
 from rankless.state.optimizer.optimizer_restore import OptimizerRestore, put_settings
-from rankless.state.optimizer.param_groups import MatchTolerance, pair_merged_states
+from rankless.state.optimizer.optimizer_view import ParamGroup
+from rankless.state.optimizer.param_groups import MatchTolerance
 from rankless.state.rank_states import LOADER, PER_RANK_CONTENT, RNG, RankState
 from rankless.state.repeated_objects import SavedPlace, find_repetitions
 from rankless.state.schedulers_by_params import find_entries, scheduled_params
@@ -566,10 +568,12 @@ class LoadTargets:
         if slot not in self._values:
             self.report.add_missing(slot, slot)
             return
-        refs = optimizers.refs_for(slot, self._views or self._view_naming_models(slot))
+        views = self._views or self._view_naming_models(slot)
+        refs = optimizers.refs_for(slot, views)
         groups = optimizers.view_groups(parts, refs)
         self.matched_by[slot] = "model" if refs is not None else "names" if has_names(groups) else "places"
         if self._values[slot].get(BY_NUMBER) or has_only_numbers(groups, self._values[slot]["groups"]):
+            groups = self._skip_frozen(slot, groups)
             groups = match_by_number(groups, self._values[slot]["groups"])
             check_order(groups, self._values[slot]["groups"], self._groups.get(slot, {}))
             self.matched_by[slot] = "places"
@@ -582,7 +586,13 @@ class LoadTargets:
             infos = {} if self._has_mismatches() else self._groups.get(slot, {})
             by_name = self.matched_by[slot] != "places"
             tied = {alias: name for names in self._tied.values() for alias, name in names.items()}
-            tolerance = MatchTolerance(by_name and self._policy.may_be_missing(slot), by_name, tied)
+            tolerance = MatchTolerance(
+                by_name and self._policy.may_be_missing(slot),
+                by_name,
+                tied,
+                unread=frozenset(tensor.data_ptr() for tensor in self.shared.tensors.values()),
+                has_model=refs is not None,
+            )
             optimizer_restore = self._optimizer_restores[slot] = OptimizerRestore(
                 groups,
                 self._values[slot]["groups"],
@@ -603,8 +613,16 @@ class LoadTargets:
                     self.report.cast.add(slot)
                 self._add_target((slot, name), tensor)
                 self.filled.add((slot, name))
-            if self._merged:
-                self._note_merged_states(slot, infos)
+            self._note_tied_states(slot, optimizer_restore, infos, views)
+
+    def _skip_frozen(self, slot: str, groups: list[ParamGroup]) -> list[ParamGroup]:
+        """Leave frozen parameters without a number, if the checkpoint may be so: the optimizer is reconstructed."""
+        if not self._values[slot].get(MAY_SKIP_FROZEN) and not self._policy.may_skip_frozen:
+            return groups
+        trained = skip_frozen(groups, self._values[slot]["groups"])
+        if trained is not groups:
+            self.report.cast.add(slot)
+        return trained
 
     def _match_own_state(self, slot: str, optimizer_restore: OptimizerRestore) -> None:
         """Report what optimizers keep in their ``state_dict()`` besides states and settings, on one side only."""
@@ -619,19 +637,53 @@ class LoadTargets:
         if optimizer_restore.has_inexact_own():
             self.report.cast.add(slot)
 
-    def _note_merged_states(self, slot: str, infos: Mapping[str, Any]) -> None:
-        """Note the stored states of what is one tensor of a model: all but one of them are dropped if they are equal.
+    def _note_tied_states(
+        self,
+        slot: str,
+        optimizer_restore: OptimizerRestore,
+        infos: Mapping[str, TensorInfo],
+        views: Mapping[str, ModelView],
+    ) -> None:
+        """Note the stored states of what is one parameter here: all but one of them are dropped if they are equal."""
+        for group, view in views.items():
+            if view.tied:
+                pairs = self._pair_tied(slot, group, optimizer_restore, infos, view.tied)
+                self._merged |= {((slot, first), (slot, second)) for first, second in pairs if first != second}
 
-        Called only if there is such a tensor.
+    def _pair_tied(
+        self,
+        slot: str,
+        group: str,
+        optimizer_restore: OptimizerRestore,
+        infos: Mapping[str, TensorInfo],
+        tied: Mapping[str, str],
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the stored states that must be equal because their parameters, trained apart, are one tensor here.
+
+        Report parameters that had other settings, or other states than tensors.
         """
-        saved = self._values[slot]["groups"]
-        for (group, *kept), (_, *dropped) in sorted(self._merged):
-            prefix = _prefix_in(slot, group)
-            names = prefix + kept[0], prefix + dropped[0]
-            states = pair_merged_states(saved, infos, *names) if group in self._views else None
-            if states is not None:
-                self._merged |= {((slot, first), (slot, second)) for first, second in states}
-                self.inventory.names[f"{_TRAINED} {slot}"].append(names[1])
+        prefix, saved_names = _prefix_in(slot, group), self._tied.get(group, {})
+        trained = optimizer_restore.saved_names()
+        for alias, name in tied.items():
+            kept, dropped = [prefix + saved_names.get(known, known) for known in (name, alias)]
+            if dropped == kept or dropped not in trained:
+                continue
+            self.inventory.names[f"{_TRAINED} {slot}"].append(dropped)
+            states = optimizer_restore.pair_merged(infos, kept, dropped)
+            if states is None:
+                self._add_dropped_parameter(slot, prefix + alias, dropped, kept)
+            yield from states or ()
+
+    def _add_dropped_parameter(self, slot: str, alias: str, dropped: str, kept: str) -> None:
+        """Report a parameter that is one tensor with another one here, and was trained in another way."""
+        if not self._policy.is_strict(slot):
+            self.report.add_unexpected(slot, f"{slot}/{dropped}")
+            return
+        origin = "" if alias == dropped else f" under the name {dropped}"
+        self.report.different.append(
+            f"{slot}: {alias} is one tensor with {kept} here, and the checkpoint has other settings or another state "
+            f"of it{origin}, which would be dropped: untie them, or pass strict=False to load those of {kept} for both"
+        )
 
     def _saved_dtypes(self, slot: str) -> dict[str, str]:
         """Return the dtypes in the checkpoint of the parameters of an optimizer, if its states are cast with them."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from rankless.engine.comm.vote import describe_error
 from rankless.errors import InvalidArgumentError, RanklessError, StateError
+from rankless.ondisk.validation import check_utf8
 
 
 def check_stateful(stateful: object) -> Mapping[str, Any]:
@@ -20,7 +21,10 @@ def check_stateful(stateful: object) -> Mapping[str, Any]:
             "stateful must be a dict of objects by name, such as {'scaler': scaler}; got "
             f"{type(stateful).__qualname__}"
         )
-    return {name: check_stateful_object(candidate, f"stateful object {name!r}") for name, candidate in stateful.items()}
+    return {
+        check_utf8(name, "a name in stateful"): check_stateful_object(candidate, f"stateful object {name!r}")
+        for name, candidate in stateful.items()
+    }
 
 
 def check_stateful_object(candidate: Any, subject: str) -> Any:

@@ -242,8 +242,31 @@ def test_frozen_parameters_may_have_no_number(tmp_path: Path) -> None:
     torch.save(zero, tmp_path / "zero.bin")
     for file in ("ddp.bin", "zero.bin"):
         fresh = torch.optim.AdamW(model.parameters())
-        Booster().load_optimizer(fresh, tmp_path / file)
+        restored = Booster().load_optimizer(fresh, tmp_path / file)
         assert same(fresh.state_dict()["state"], state["state"]), file
+        # Nothing in the file tells which parameters were trained.
+        assert ("optimizer" in restored.exact) == (file == "ddp.bin")
+
+
+def test_only_colossalai_leaves_frozen_parameters_without_a_number(tmp_path: Path) -> None:
+    """Two were trained, and here two others are: the counts agree, and the states would go to other parameters."""
+    saved, here = (nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"}) for _ in range(2))
+    optimizer = trained_alone([saved["a"].weight, saved["b"].weight])
+    here["a"].requires_grad_(requires_grad=False)
+    torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    Booster().save_optimizer(optimizer, tmp_path / "o", shard=True)
+    with pytest.raises(OptimizerMismatchError, match="by position only"):
+        rankless.restore(tmp_path / "x.pt", model=here, optimizer=torch.optim.AdamW(here.parameters()), rng=False)
+    restored = rankless.load_optimizer(torch.optim.AdamW(here.parameters()), tmp_path / "o")
+    assert (restored.exact, restored.reconstructed) == ((), ("optimizer",))
+
+
+def trained_alone(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
 
 
 def test_what_an_optimizer_of_another_class_keeps_is_told(tmp_path: Path) -> None:

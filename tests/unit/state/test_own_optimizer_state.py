@@ -5,6 +5,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -334,6 +335,62 @@ def test_values_by_number_are_refused_if_parameters_are_in_another_order(place: 
     assert optimizer.counts == [6, 2]
 
 
+class Holding(optim.SGD):
+    """Keeps any value, and gives it by its own state dict."""
+
+    value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(2.0),
+        np.arange(1),
+        {"a": (np.arange(2),)},
+        {0: 1.5, 1: 2.5},
+        {"0": 1.5, "1": 2.5},
+        {np.int64(0): 1.5},
+        {(0, "x"): 1.5},
+        deque([1, 2]),
+        (1, 2),
+        torch.ones(1),
+    ],
+)
+def test_values_of_any_class_that_may_be_by_number_are_refused_in_another_order(value: Any, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer, other = Holding(list(model.parameters())), Holding(list(model.parameters())[::-1])
+    optimizer.value = value
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer)
+    with pytest.raises(MismatchError, match="in another order"):
+        rankless.restore(tmp_path, None, model, other)
+
+
+@pytest.mark.parametrize("value", [np.array(2.5), np.float32(2.5), {"a": np.array(3)}, torch.tensor(1.5), {1.5, 2.5}])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_values_on_which_several_optimizers_agree_are_those_of_one_of_all(
+    value: Any, is_equal: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 2)
+    parts = [Holding([parameter]) for parameter in model.parameters()]
+    parts[0].value, parts[1].value = value, value if is_equal else {"a": np.array(4)}
+    rankless.save_checkpoint(tmp_path, "a", model, parts)
+    whole = Holding(model.parameters())
+    if is_equal:
+        assert "optimizer" in rankless.restore(tmp_path, None, model, whole).exact
+        assert type(whole.value) is type(value)
+        assert whole.value == value
+    else:
+        with pytest.raises(MismatchError, match="has for other parameters"):
+            rankless.restore(tmp_path, None, model, whole)
+
+
 class Doubling(optim.SGD):
     """Gives twice its rate, and halves it when it loads."""
 
@@ -525,3 +582,67 @@ def test_an_expanded_state_gets_elements_of_its_own(tmp_path: Path) -> None:
     optimizer.state[model.weight]["scale"] = torch.ones(1).expand(4)
     assert "optimizer" in rankless.restore(tmp_path, None, model, optimizer).exact
     assert torch.equal(optimizer.state[model.weight]["scale"], torch.arange(4.0))
+
+
+def test_the_state_of_a_tensor_in_no_group_is_named_and_not_exact(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters(), momentum=0.9)
+    removed = nn.Parameter(torch.ones(7, 5))
+    optimizer.state[removed]["momentum_buffer"] = torch.ones(7, 5)
+    with pytest.warns(UserWarning, match=r"SGD has the state \['momentum_buffer'\] of a tensor of shape \[7, 5\]"):
+        rankless.save_checkpoint(tmp_path, "a", model, optimizer, rng=False)
+    restored = rankless.restore(tmp_path, None, model, optim.SGD(model.parameters(), momentum=0.9), rng=False)
+    assert (restored.exact, restored.reconstructed) == (("model",), ("optimizer",))
+
+
+FURTHER = {"scale": {"a": (1, 2.5)}, "average": torch.arange(30_000.0), "small": torch.ones(3)}
+
+
+def as_state_dict(model: nn.Module, further: dict[str, Any]) -> dict[str, Any]:
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, float(len(further)))
+    state_dict = {**optimizer.state_dict(), **further}
+    state_dict["state"]["global"] = {"count": len(further)}
+    return state_dict
+
+
+def test_further_keys_of_a_state_dict_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    saved, loaded = as_state_dict(model, FURTHER), as_state_dict(model, {"small": torch.zeros(3)})
+    rankless.save_checkpoint(tmp_path, "a", model, saved, rng=False)
+    assert rankless.restore(tmp_path, None, model, loaded, rng=False).exact == ("model", "optimizer")
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+def test_a_state_dict_and_its_optimizer_load_each_others_values(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer, loaded = Overrides(model.named_parameters()), Overrides(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, saved in (("live", optimizer), ("dict", optimizer.state_dict())):
+        rankless.save_checkpoint(tmp_path, name, model, saved, rng=False)
+    assert "optimizer" in rankless.restore(tmp_path, "dict", model, loaded, rng=False).exact
+    assert loaded.norm == optimizer.norm
+    assert torch.equal(loaded.average, optimizer.average)
+    by_name = {"state": {}, "param_groups": [{"params": ["weight", "bias"]}], "norm": 0.0, "average": torch.zeros(1)}
+    assert "optimizer" in rankless.restore(tmp_path, "live", model, by_name, rng=False).exact
+    assert by_name["norm"] == optimizer.norm
+    assert torch.equal(by_name["average"], optimizer.average)  # type: ignore[arg-type]
+
+
+def test_further_keys_of_a_state_dict_that_the_checkpoint_lacks_do_not_match(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    rankless.save_checkpoint(tmp_path, "a", model, as_state_dict(model, {}), rng=False)
+    with pytest.raises(MismatchError, match="passed as a state dict keeps values in its state_dict"):
+        rankless.restore(tmp_path, None, model, as_state_dict(model, FURTHER), rng=False)
+
+
+def test_state_dicts_with_states_of_any_shape_are_matched_by_position(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    saved, loaded = as_state_dict(model, {}), as_state_dict(model, {})
+    loaded["state"][0]["momentum_buffer"] += 1
+    rankless.save_checkpoint(tmp_path, "a", optimizer=saved, rng=False)
+    assert rankless.restore(tmp_path, optimizer=loaded, rng=False).exact == ("optimizer",)
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)

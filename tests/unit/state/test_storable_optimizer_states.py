@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import rankless
-from rankless.errors import UnsupportedTensorError, UnsupportedValueError
+from rankless.errors import InvalidArgumentError, UnsupportedTensorError, UnsupportedValueError
 
 
 class Keeps(optim.Optimizer):
@@ -185,3 +185,36 @@ def test_objects_that_are_more_than_their_attributes_are_refused(make: Callable[
     model = nn.Linear(2, 2)
     for value in (make(), {"deeper": [make()]}):
         is_refused(tmp_path, Keeps(model.parameters(), {"value": value}), model)
+
+
+@pytest.mark.parametrize("key", [5, 0.5, None, True, ("a", 1), b"x", torch.float32, Name.A])
+@pytest.mark.parametrize("form", [lambda optimizer: optimizer, optim.Optimizer.state_dict])
+def test_settings_without_a_name_that_is_text_are_refused(key: Any, form: Callable[[Any], Any], tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD([{"params": [model.weight]}, {"params": [model.bias], key: 1}])
+    message = is_refused(tmp_path, form(optimizer), model)
+    assert "group 1 of the optimizer" in message
+    assert repr(key) in message
+
+
+@pytest.mark.parametrize("names", [[0, 1], ["a"], [None, "b"], ["\ud800", "b"], 5])
+def test_names_in_a_group_that_are_none_are_refused(names: Any, tmp_path: Path) -> None:
+    optimizer = optim.SGD(nn.Linear(2, 2).parameters())
+    optimizer.param_groups[0]["param_names"] = names
+    with pytest.raises(InvalidArgumentError, match=r"the name of parameter . of the optimizer's group 0"):
+        rankless.save_checkpoint(tmp_path, "a", optimizer=optimizer)
+    assert not rankless.has_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("key", [1, True, -0.0])
+def test_an_entry_that_torch_takes_for_a_parameter_is_refused(key: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Gives(model.parameters())
+    optimizer.state[key] = {"value": 3}
+    assert repr(key) in is_refused(tmp_path, optimizer, model)
+
+
+@pytest.mark.parametrize("state", [{"stateful": {"\ud800": optim.SGD([torch.ones(1)])}}, {"model": {"\ud800": 5}}])
+def test_names_that_files_cannot_have_are_refused(state: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"must be text without lone surrogates; got '.ud800'"):
+        rankless.save_checkpoint(tmp_path, "a", **state)

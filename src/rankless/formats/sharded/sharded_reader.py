@@ -27,6 +27,7 @@ from rankless.formats.sharded.shard_files import PICKLED, merge_states
 from rankless.formats.tree.detect_components import Schema
 from rankless.formats.tree.tree_contents import classify_tree
 from rankless.formats.tree.tree_reader import TreeReader
+from rankless.ondisk.value_files import BY_NUMBER, MAY_SKIP_FROZEN
 from rankless.storage.store import store_of
 
 _GROUPS = "param_groups"
@@ -66,6 +67,9 @@ class ShardedReader(TreeReader):
         opened = self._opened
         format_name = "colossalai" if _is_colossalai(opened.paths) else "huggingface"
         contents = classify_tree(tree, keys, opened.budget, str(path), _SCHEMA)
+        for values in contents.tree.values() if format_name == "colossalai" else ():
+            if isinstance(values, dict) and values.get(BY_NUMBER):
+                values[MAY_SKIP_FROZEN] = True
         super().__init__(path, format_name, opened.paths, opened.fingerprint, contents)
 
     def _read_component(self, file: ModelFile) -> Any:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+import torch
 from torch.optim import Optimizer
 
 from rankless.errors import InvalidArgumentError, StateError
@@ -13,6 +14,17 @@ from rankless.state.components import name_components
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+#: The module of torch's ``ZeroRedundancyOptimizer``.
+_ZERO_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+
+#: The attributes of an optimizer with the hooks of its state dict.
+HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 #: An entry of a group: a parameter or, in a state dict, its number or name.
 Key = Any
@@ -89,21 +101,34 @@ class ZeroOptimizer(TorchOptimizer):
                 "optimizer, stepped inside the backward pass; create it with overlap_with_ddp=False"
             )
         super().__init__(inner)
-        self._outer = optimizer
+        self.outer = optimizer
         self._owned_ids = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """See :class:`OptimizerAdapter`."""
-        return self._outer.param_groups
+        return self.outer.param_groups
 
     def owns_state(self, key: Key) -> bool:
         """See :class:`OptimizerAdapter`."""
         return id(key) in self._owned_ids
 
+    def explain_unread(self) -> str:
+        """Return a clause about what the optimizer keeps besides the inner one; empty if nothing.
+
+        Its ``state_dict()`` cannot give it in a save: it is of one rank, after a collective operation.
+        """
+        kind, base = type(self.outer), sys.modules[_ZERO_MODULE].ZeroRedundancyOptimizer
+        if kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict:
+            return "code of its own for its state dict"
+        if any(getattr(self.outer, hooks, None) for hooks in HOOKS):
+            return "hooks for its state dict"
+        further = [key for key in self.outer.state if not isinstance(key, torch.Tensor)]
+        return f"a state under {further[0]!r}, outside of the inner optimizer" if further else ""
+
     def on_replaced(self) -> None:
         """See :class:`OptimizerAdapter`."""
-        for outer, inner in zip(self._outer.param_groups, self.optimizer.param_groups, strict=True):
+        for outer, inner in zip(self.outer.param_groups, self.optimizer.param_groups, strict=True):
             inner.update((name, value) for name, value in outer.items() if name != "params")
 
 
@@ -113,12 +138,12 @@ class StateDictOptimizer:
     class_name = None
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
-        self._state_dict = state_dict
+        self.state_dict = state_dict
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """See :class:`OptimizerAdapter`."""
-        return self._state_dict["param_groups"]  # type: ignore[no-any-return]
+        return self.state_dict["param_groups"]  # type: ignore[no-any-return]
 
     def owns_state(self, key: Key) -> bool:
         """See :class:`OptimizerAdapter`."""
@@ -127,14 +152,14 @@ class StateDictOptimizer:
 
     def get_states(self, key: Key) -> Mapping[str, Any]:
         """See :class:`OptimizerAdapter`."""
-        return self._state_dict["state"].get(key, {})  # type: ignore[no-any-return]
+        return self.state_dict["state"].get(key, {})  # type: ignore[no-any-return]
 
     def set_states(self, key: Key, states: dict[str, Any] | None) -> None:
         """See :class:`OptimizerAdapter`."""
         if states is None:
-            self._state_dict["state"].pop(key, None)
+            self.state_dict["state"].pop(key, None)
         else:
-            self._state_dict["state"][key] = states
+            self.state_dict["state"][key] = states
 
     def on_replaced(self) -> None:
         """See :class:`OptimizerAdapter`."""
@@ -147,7 +172,7 @@ def optimizer_components(optimizer: object) -> dict[str, list[Any]]:
 
 def _is_zero(optimizer: object) -> TypeGuard[ZeroRedundancyOptimizer]:
     """Return whether an optimizer is a ``ZeroRedundancyOptimizer``, without the slow import of its module."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    module = sys.modules.get(_ZERO_MODULE)
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 

@@ -24,13 +24,11 @@ _StateShapes = dict[str, tuple[int, ...]]
 def match_by_number(groups: Sequence[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
     """Return the same groups, with parameters named by their number, counted over all groups of an optimizer.
 
-    If ``saved`` has exactly as many parameters as are trained here, frozen ones are not counted, and have no number
-    (this is how ColossalAI's LowLevelZero saves them). Parameters that share a flat parameter are counted in its order.
-    With several optimizers the number of each is prepended: ``1.0``. Raises ``OptimizerMismatchError`` if a flat
-    parameter is used and the number of parameters differs.
+    Parameters that share a flat parameter are counted in its order. With several optimizers the number of each is
+    prepended: ``1.0``. Raises ``OptimizerMismatchError`` if a flat parameter is used and the number of parameters
+    differs.
     """
     number = sum(len(group["params"]) for group in saved)
-    groups = _skip_frozen(groups, number)
     _check_flat_params(groups, number)
     counts: dict[int, int] = {id(group.adapter): 0 for group in groups}
     order = list(counts)
@@ -85,8 +83,13 @@ def _rename_member(member: GroupMember, name: str) -> GroupMember:
     return GroupMember(member.key, tuple(ParamRef(name, ref.tensor, ref.flat) for ref in member.refs))
 
 
-def _skip_frozen(groups: Sequence[ParamGroup], number: int) -> Sequence[ParamGroup]:
-    """Return the groups, with no reference for frozen parameters if exactly ``number`` parameters are trained."""
+def skip_frozen(groups: list[ParamGroup], saved: EncodedGroups) -> list[ParamGroup]:
+    """Return the groups, with no reference for frozen parameters if ``saved`` has as many as are trained here.
+
+    ColossalAI's LowLevelZero saves an optimizer so, and nothing in its files tells which parameters were trained: these
+    may have been others.
+    """
+    number = sum(len(group["params"]) for group in saved)
     members = [member for group in groups for member in group.members]
     trained = [member for member in members if not isinstance(member.key, torch.Tensor) or member.key.requires_grad]
     if len(members) == number or len(trained) != number:
@@ -121,7 +124,7 @@ def check_order(groups: Sequence[ParamGroup], saved: EncodedGroups, infos: Mappi
     shapes_of = _state_shapes(saved, infos)
     for group in groups:
         for member in group.members:
-            if _has_shape(group, member):
+            if _has_shape(member):
                 _check_member(group, member, shapes_of)
 
 
@@ -156,9 +159,9 @@ def _state_shapes(saved: EncodedGroups, infos: Mapping[str, TensorInfo]) -> dict
     return shapes
 
 
-def _has_shape(group: ParamGroup, member: GroupMember) -> bool:
-    """Return whether the shape of a parameter is known. In a state dict it is not if there are no states of it."""
-    return isinstance(member.key, torch.Tensor) or bool(group.adapter.get_states(member.key))
+def _has_shape(member: GroupMember) -> bool:
+    """Return whether the shape of a parameter is known: a state dict has only its number or name."""
+    return isinstance(member.key, torch.Tensor)
 
 
 def _can_spread(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:

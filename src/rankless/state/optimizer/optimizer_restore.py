@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,18 +15,27 @@ from rankless.errors import OptimizerMismatchError
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key, state_key
 from rankless.state.model.model_view import ParamRef
-from rankless.state.optimizer.adapters import TorchOptimizer
+from rankless.state.optimizer.adapters import StateDictOptimizer, TorchOptimizer, ZeroOptimizer
 from rankless.state.optimizer.foreign_states import as_native_states, check_collections, check_state_names
 from rankless.state.optimizer.object_states import build_objects, join_states
 from rankless.state.optimizer.optimizer_view import GroupMember, ParamGroup, iterate_own, place_wrapper
 from rankless.state.optimizer.own_restore import OwnRestore
-from rankless.state.optimizer.param_groups import EncodedGroups, MatchTolerance, check_trained, match_groups
+from rankless.state.optimizer.param_groups import (
+    EncodedGroups,
+    MatchTolerance,
+    check_trained,
+    match_groups,
+    pair_merged_states,
+)
 from rankless.state.optimizer.probe import ProbedState, probe_states
 from rankless.state.optimizer.state_buffers import addresses_of, cast_with_parameter, provide_state_buffer, view_target
 from rankless.state.optimizer.state_strides import is_order
 from rankless.state.repeated_objects import SavedPlace, Stored
 from rankless.state.tensor_subclasses import explain_difference, is_description, is_wrapper
 from rankless.state.tensor_views import TensorView, local_tensor, view_of
+
+if TYPE_CHECKING:
+    from rankless.state.optimizer.own_of_state_dicts import StateDictOwnRestore
 
 
 class OptimizerRestore:
@@ -71,6 +80,8 @@ class OptimizerRestore:
         self._probed: dict[object, Mapping[str, ProbedState | None]] = {}
         self._own = [
             OwnRestore(adapter.optimizer, names, own, is_unclassed=not self._unclassed.isdisjoint(names))
+            if isinstance(adapter, TorchOptimizer)
+            else _restore_state_dict(adapter, names, own)
             for adapter, names in iterate_own(groups)
         ]
         #: Whether code of an optimizer changed states or settings while it loaded them. Known after :meth:`apply`.
@@ -102,11 +113,21 @@ class OptimizerRestore:
 
     def has_inexact_own(self) -> bool:
         """Return whether ranks had different values, or nothing loads what another system saved besides the states."""
-        return any(own.has_differed or (own.is_unclassed and own.unused_keys()) for own in self._own)
+        return any(own.has_differed or (own.is_unclassed and own.unused_keys()) for own in self._own) or any(
+            isinstance(group.adapter, ZeroOptimizer) and group.adapter.explain_unread() for group in self._groups
+        )
 
     def check_trained(self, trained: set[str]) -> list[str]:
         """Return the parameters of the checkpoint that no rank trains; see :func:`check_trained`."""
         return check_trained(self._saved, trained, self._tolerance)
+
+    def saved_names(self) -> set[str]:
+        """Return the names of the parameters of the checkpoint."""
+        return {name for group in self._saved for name in group["params"]}
+
+    def pair_merged(self, infos: Mapping[str, TensorInfo], kept: str, dropped: str) -> list[tuple[str, str]] | None:
+        """Return which states of two parameters that are one tensor here must be equal: :func:`pair_merged_states`."""
+        return pair_merged_states(self._saved, infos, kept, dropped, self._tolerance)
 
     def _allocate_states(
         self, group: ParamGroup, member: GroupMember, infos: Mapping[str, Mapping[str, TensorInfo]]
@@ -233,10 +254,21 @@ class OptimizerRestore:
                 plain = {name: build_objects(value, optimizer, device) for name, value in plain.items()}
             states = {**plain, **tensors}
             group.adapter.set_states(member.key, (join_states(states) if plain else states) or None)
-        for own in self._own:
-            self.has_changed_states |= own.apply()
         for group in self._groups:
             group.adapter.on_replaced()
+        for own in self._own:
+            self.has_changed_states |= own.apply()
+
+
+def _restore_state_dict(
+    adapter: StateDictOptimizer, names: Sequence[str], own: Sequence[Mapping[str, Any]]
+) -> StateDictOwnRestore:
+    """Return the restore of what a state dict has besides states and settings."""
+    from rankless.state.optimizer.own_of_state_dicts import (  # noqa: PLC0415 - few optimizers are state dicts
+        StateDictOwnRestore,
+    )
+
+    return StateDictOwnRestore(adapter.state_dict, names, own)
 
 
 def saved_wrappers(plain: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Mapping[str, Any]]:

@@ -14,14 +14,21 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from rankless.errors import StateError, UnsupportedTensorError
-from rankless.ondisk.validation import state_key
+from rankless.errors import StateError, UnsupportedTensorError, UnsupportedValueError
+from rankless.ondisk.validation import check_utf8, state_key
 from rankless.state.declared_boxes import is_checkpointable
 from rankless.state.model.flat_shards import flat_elements
 from rankless.state.model.model_view import ModelView, ParamRef
-from rankless.state.optimizer.adapters import Key, OptimizerAdapter, TorchOptimizer, adapt_optimizer
+from rankless.state.optimizer.adapters import (
+    Key,
+    OptimizerAdapter,
+    StateDictOptimizer,
+    TorchOptimizer,
+    ZeroOptimizer,
+    adapt_optimizer,
+)
 from rankless.state.optimizer.object_states import COLLECTIONS, describe_objects, split_states
-from rankless.state.optimizer.own_state import own_entry
+from rankless.state.optimizer.own_state import DIVIDED, own_entry, warn_left_out
 from rankless.state.optimizer.state_strides import describe_order
 from rankless.state.optimizer.storable_states import check_states
 from rankless.state.tensor_subclasses import WrapperView, is_wrapper, iter_inner, view_outside, view_wrapper
@@ -54,6 +61,12 @@ class ParamGroup(msgspec.Struct, frozen=True):
             for name, value in self.settings.items()
             if name not in {"params", "param_names"}
         }
+        if not all(type(name) is str for name in settings):
+            unnamed = next(name for name in settings if type(name) is not str)
+            raise UnsupportedValueError(
+                f"group {self.number} of the optimizer ({self.adapter.class_name or 'a state dict'}) has the setting "
+                f"{unnamed!r}: settings are stored by name, so that this key must be text"
+            )
         return {
             "class": self.adapter.class_name,
             "number": self.number,
@@ -110,14 +123,29 @@ def refs_for(slot: str, models: Mapping[str, ModelView]) -> dict[int, tuple[Para
 def _iterate_members(
     settings: Mapping[str, Any], refs: Mapping[int, tuple[ParamRef, ...]] | None, number: int, position: int
 ) -> Iterator[GroupMember]:
-    stored_names = settings.get("param_names")
     for i, entry in enumerate(settings["params"]):
         if isinstance(entry, torch.Tensor) and refs is not None:
             yield GroupMember(entry, _find_refs(entry, refs, f"parameter {i} of the optimizer's group {number}"))
         else:
-            name = entry if isinstance(entry, str) else stored_names[i] if stored_names else str(position + i)
+            name = _name_member(entry, settings, i, f"parameter {i} of the optimizer's group {number}")
+            name = str(position + i) if name is None else name
             tensor = view_outside(entry, f"parameter {name!r}") if isinstance(entry, torch.Tensor) else _UNKNOWN
             yield GroupMember(entry, (ParamRef(name, tensor),))
+
+
+def _name_member(entry: Key, settings: Mapping[str, Any], i: int, subject: str) -> str | None:
+    """Return the name of a parameter without a model, its own in a state dict or that in its group; ``None`` if none.
+
+    Raises ``InvalidArgumentError`` if it is no text, or if the group has names of others only.
+    """
+    names: Any = settings.get("param_names")
+    if not isinstance(entry, str) and not names:
+        return None
+    try:
+        name = entry if isinstance(entry, str) else names[i]
+    except (TypeError, LookupError):
+        name = None
+    return check_utf8(name, f"the name of {subject}, from its state dict or from param_names,")
 
 
 #: A parameter in a state dict, of which nothing but its key is known.
@@ -188,15 +216,35 @@ def owned_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 def own_entries(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Return what the optimizers of some groups keep besides states and settings, each with its parameters' names."""
-    entries = (own_entry(adapter.optimizer, names) for adapter, names in iterate_own(groups))
+    entries = (
+        own_entry(adapter.optimizer, names) if type(adapter) is TorchOptimizer else _other_entry(adapter, names)
+        for adapter, names in iterate_own(groups)
+    )
     return [entry for entry in entries if entry is not None]
 
 
-def iterate_own(groups: Sequence[ParamGroup]) -> Iterator[tuple[TorchOptimizer, list[str]]]:
-    """Yield each live optimizer that may keep more than states and settings, with the names of its parameters."""
+def _other_entry(adapter: TorchOptimizer | StateDictOptimizer, names: list[str]) -> dict[str, Any] | None:
+    """Return what a ``ZeroRedundancyOptimizer`` or a state dict keeps besides states and settings."""
+    if isinstance(adapter, StateDictOptimizer):
+        from rankless.state.optimizer.own_of_state_dicts import (  # noqa: PLC0415 - few optimizers are state dicts
+            entry_of_state_dict,
+        )
+
+        return entry_of_state_dict(adapter.state_dict, names)
+    entry = own_entry(adapter.optimizer, names)
+    if not isinstance(adapter, ZeroOptimizer):
+        return entry
+    if unread := adapter.explain_unread():
+        entry = {"params": names, **(entry or {}), "differed": warn_left_out(adapter.outer, unread)}
+    return entry and {**entry, **({DIVIDED: True} if adapter.outer.world_size > 1 else {})}
+
+
+def iterate_own(groups: Sequence[ParamGroup]) -> Iterator[tuple[TorchOptimizer | StateDictOptimizer, list[str]]]:
+    """Yield each optimizer, which may keep more than states and settings, with the names of the parameters it steps."""
     for adapter in {id(group.adapter): group.adapter for group in groups}.values():
-        if type(adapter) is TorchOptimizer:
-            yield adapter, parameter_names([group for group in groups if group.adapter is adapter])
+        if isinstance(adapter, TorchOptimizer | StateDictOptimizer):
+            members = [member for group in groups if group.adapter is adapter for member in group.members]
+            yield adapter, [ref.name for member in members if adapter.owns_state(member.key) for ref in member.refs]
 
 
 def _owned_states(groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupMember, Mapping[str, Any]]]:

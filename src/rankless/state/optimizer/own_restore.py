@@ -32,7 +32,9 @@ class OwnRestore:
     ) -> None:
         self._optimizer, self.is_unclassed = optimizer, is_unclassed
         self._entry = find_entry(saved, names, len(optimizer.param_groups))
-        self._is_related = bool(find_related(saved, names))
+        related = find_related(saved, names)
+        self._is_related = bool(related)
+        self._has_differed = any(entry.get("differed") for entry in (*related, self._entry or {}))
         if self._entry is None and is_unclassed and not self._is_related:
             self._entry = {"params": list(names), IN_STATE_DICT: True}
         self._in_place = self._entry is not None and bool(self._entry.get(IN_STATE_DICT))
@@ -51,8 +53,8 @@ class OwnRestore:
 
     @property
     def has_differed(self) -> bool:
-        """True if ranks had different values, and only one rank's were saved."""
-        return self._entry is not None and bool(self._entry.get("differed"))
+        """True if ranks had different values, and only one rank's were saved, or if something was left out."""
+        return self._has_differed
 
     def lacks_values(self, settings: Collection[str], states: Collection[str]) -> bool:
         """Return whether the checkpoint lacks values, given the names of all settings and states that it has."""

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from rankless.errors import StateError, UnsupportedTensorError
+from rankless.errors import StateError, UnsupportedTensorError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES, digest_tensor
+from rankless.state.optimizer.adapters import HOOKS
 from rankless.state.optimizer.storable_states import check_tree
 from rankless.state.user_objects import read_state
 
-_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+#: Key of a flag until entries of ranks are merged: other ranks have the parameters, and other optimizers step them.
+DIVIDED = "divided"
 
 #: The parts of a state dict that are stored as the states of parameters and as their groups.
 STATE, GROUPS = "state", "param_groups"
@@ -41,7 +39,7 @@ def has_own_form(optimizer: Any) -> bool:
         not isinstance(optimizer, Optimizer)
         or kind.state_dict is not Optimizer.state_dict
         or kind.load_state_dict is not Optimizer.load_state_dict
-        or any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+        or any(getattr(optimizer, hooks, None) for hooks in HOOKS)
     )
 
 
@@ -154,10 +152,45 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     Tensors and arrays that are stored apart get a digest, so that ranks compare them.
     """
     own = own_values(optimizer)
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stale = [key for key in getattr(optimizer, "state", ()) if isinstance(key, torch.Tensor) and id(key) not in trained]
+    if stale:
+        state, shape = optimizer.state[stale[0]], list(stale[0].shape)
+        described = list(state) if isinstance(state, Mapping) else type(state).__qualname__
+        own["differed"] = warn_left_out(
+            optimizer,
+            f"the state {described} of a tensor of shape {shape} that is in none of its groups, such as a parameter "
+            "that was removed from one: delete it from optimizer.state",
+        )
     if not own:
         return None
-    digests = [digest_tensor(tensor) for tensor in map(_find_stored, tree_leaves(own)) if tensor is not None]
-    return {"params": list(names), **own, **({"digests": digests} if digests else {})}
+    numbered = _find_numbered(optimizer, own.get("entries", {})) if has_own_form(optimizer) else []
+    if numbered:
+        raise UnsupportedValueError(
+            f"the state of {type(optimizer).__qualname__} has an entry under the key {numbered[0]!r}, which is the "
+            "number of a parameter in its state_dict(), and would replace that one's state: use a text as the key"
+        )
+    return add_digests({"params": list(names), **own})
+
+
+def add_digests(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with digests of its tensors and arrays that are stored apart."""
+    digests = [digest_tensor(tensor) for tensor in map(_find_stored, tree_leaves(entry)) if tensor is not None]
+    return {**entry, **({"digests": digests} if digests else {})}
+
+
+def warn_left_out(optimizer: Any, subject: str) -> bool:
+    """Warn of what a save leaves out. Return ``True``, the mark by which a load knows that it is not exact."""
+    warn_caller(
+        f"{type(optimizer).__qualname__} has {subject}. It is not saved, and a load calls the optimizer reconstructed"
+    )
+    return True
+
+
+def _find_numbered(optimizer: Any, entries: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys of entries that torch's ``state_dict()`` takes for the number of a parameter."""
+    numbers = {*range(sum(len(group["params"]) for group in optimizer.param_groups))}
+    return [key for key in entries if key in numbers]
 
 
 def _find_stored(leaf: object) -> torch.Tensor | None:
@@ -184,6 +217,8 @@ def merge_own(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "lowest rank are saved, and a load calls the optimizer reconstructed"
             )
             merged["\0".join(entry["params"])] = {**first, "differed": True}
+        elif entry.get("differed"):
+            merged["\0".join(entry["params"])] = {**first, "differed": True}
     return [merged[key] for key in sorted(merged)]
 
 
@@ -191,15 +226,18 @@ def add_blank_entries(ranks: Sequence[Sequence[dict[str, Any]]], names: Sequence
     """Return the entries of all ranks, with one without values for each that a rank lacks of parameters that it has.
 
     ``names`` are those of the parameters of each rank. So :func:`merge_own` finds that the ranks differ. An optimizer
-    without parameters, as in an empty stage, is that of one rank: others do not lack it.
+    without parameters, as in an empty stage, is that of one rank: others do not lack it. Nor do they lack that of a
+    rank which steps some parameters of all ranks, as under a ``ZeroRedundancyOptimizer``.
     """
-    keys = {tuple(entry["params"]) for entries in ranks for entry in entries if entry["params"]}
+    keys = {
+        tuple(entry["params"]) for entries in ranks for entry in entries if entry["params"] and not entry.get(DIVIDED)
+    }
     added = []
     for entries, of_rank in zip(ranks, names, strict=True):
         lacking = keys - {tuple(entry["params"]) for entry in entries}
         blank = [{"params": list(key)} for key in sorted(lacking) if of_rank.issuperset(key)]
         added += [*entries, *blank]
-    return added
+    return [{key: value for key, value in entry.items() if key != DIVIDED} for entry in added]
 
 
 def _without_mark(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,13 +253,27 @@ def find_entry(saved: Sequence[Mapping[str, Any]], names: Sequence[str], group_c
     exact = next((entry for entry in saved if entry["params"] == list(names)), None)
     if exact is not None and len(exact.get("values", {}).get(GROUPS, ())) in {0, group_count}:
         return exact
-    contents = [
-        {key: value for key, value in entry.items() if key in {"values", "entries"}}
-        for entry in find_related(saved, names)
-    ]
-    if not contents or any(_is_numbered(content) or not _are_equal(content, contents[0]) for content in contents):
+    related = find_related(saved, names)
+    related = [entry for entry in related if entry.keys() & {"values", "entries"}] or related
+    if not related or any(_is_numbered(_values_of(entry)) for entry in related):
         return None
-    return find_related(saved, names)[0]
+    return related[0] if all(_have_same_values(entry, related[0]) for entry in related[1:]) else None
+
+
+def _values_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key in {"values", "entries"}}
+
+
+def _have_same_values(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two saved entries are known to have the same values. Arrays are not read yet: digests tell."""
+    values, other_values = map(_describe_arrays, (_values_of(entry), _values_of(other)))
+    has_arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(_values_of(entry)))
+    is_known = not has_arrays or "digests" in entry
+    return is_known and entry.get("digests") == other.get("digests") and _are_equal(values, other_values)
+
+
+def _describe_arrays(tree: Any) -> Any:
+    return tree_map(lambda leaf: (leaf.dtype.str, leaf.shape) if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def find_related(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -233,19 +285,34 @@ def _is_numbered(tree: Any) -> bool:
     """Return whether some value may have an element for each parameter, or refers to one, by its number."""
     if isinstance(tree, Mapping):
         return bool(tree.keys() & {STATE, GROUPS, _REFERENCE}) or any(
-            isinstance(key, int) or _is_numbered(value) for key, value in tree.items()
+            _may_be_number(key) or _is_numbered(value) for key, value in tree.items()
         )
-    return isinstance(tree, (list, tuple)) or (isinstance(tree, torch.Tensor) and tree.numel() > 1)
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        return tree.ndim > 0
+    return isinstance(tree, Sequence) and not isinstance(tree, str | bytes)
+
+
+def _may_be_number(key: Any) -> bool:
+    return isinstance(key, Integral) or (isinstance(key, str) and key.isdecimal()) or _is_numbered(key)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
+    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+        return _are_equal_arrays(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
+    if isinstance(a, Sequence) and type(a) is type(b) and not isinstance(a, str | bytes):
         return len(a) == len(b) and all(map(_are_equal, a, b))
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001 - code of a class of the user's
+        return False
+
+
+def _are_equal_arrays(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
 
 
 def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
@@ -259,7 +326,10 @@ def put_own(optimizer: Any, saved: Mapping[str, Any]) -> bool:
             existing.copy_(value)
         else:
             optimizer.state[key] = value
-    return has_own_form(optimizer) and _load_own_form(optimizer, saved.get("values", {}))
+    if not has_own_form(optimizer):
+        return False
+    is_changed = _load_own_form(optimizer, saved.get("values", {}))
+    return is_changed or bool(_find_numbered(optimizer, saved.get("entries", {})))
 
 
 def _load_own_form(optimizer: Any, further: Mapping[Any, Any]) -> bool:

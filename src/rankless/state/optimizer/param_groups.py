@@ -12,6 +12,7 @@ from rankless.errors import OptimizerMismatchError, StateError
 from rankless.ondisk import values
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.validation import split_state_key
+from rankless.ondisk.value_files import ORDERED
 from rankless.state.array_decoder import are_same_decoded
 from rankless.state.optimizer.optimizer_view import ParamGroup, parameter_names
 
@@ -62,12 +63,19 @@ class MatchTolerance(msgspec.Struct, frozen=True):
 
     ``is_partial``: parameters may have no saved state, saved ones need not be trained, and groups may differ.
     ``by_name``: parameters are matched by name; if by position, it is unknown which of them have no state. ``tied``:
-    further names of parameters in the checkpoint, with the names under which their states are.
+    further names of parameters in the checkpoint, with the names under which their states are. ``unread``: see
+    :func:`are_same_decoded`. ``has_model``: the parameters have names here, and none in the checkpoint.
     """
 
     is_partial: bool = False
     by_name: bool = True
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
+    has_model: bool = False
+
+    def has_settings_of(self, saved: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        """Return whether two saved groups are of one class, and are known to have the same settings."""
+        return saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"], self.unread)
 
     def explain_missing(self, names: Sequence[str]) -> str:
         """Return a clause about a parameter without a state that was tied to another one."""
@@ -78,6 +86,11 @@ class MatchTolerance(msgspec.Struct, frozen=True):
         """Return advice for parameters that are only in the checkpoint, or only in the optimizer."""
         if self.by_name:
             return "pass strict=False to load the state of the others"
+        if self.has_model:
+            return (
+                "the checkpoint has its parameters by position only: create the optimizer as when it was saved, of a "
+                "model with the same parameters, such as one without tied weights"
+            )
         return (
             "its parameters are matched by position only: pass the model, or create the optimizer as when it was saved"
         )
@@ -112,8 +125,8 @@ def match_groups(groups: Sequence[ParamGroup], saved: EncodedGroups, tolerance: 
             f"the optimizer trains {_format_few(missing)}, and the checkpoint has no optimizer state of them"
             f"{tolerance.explain_missing(missing)}; " + tolerance.suggest_remedy()
         )
-    saved_groups = [_find_saved_groups(group, group_of, saved) for group in groups]
-    problems = _find_split_groups(groups, group_of)
+    saved_groups = [_find_saved_groups(group, group_of, saved, tolerance) for group in groups]
+    problems = _find_split_groups(groups, group_of, tolerance)
     problems |= {i: problem for i, problem in _find_merged_groups(groups, saved_groups).items() if i not in problems}
     if problems and not tolerance.is_partial:
         raise OptimizerMismatchError(
@@ -146,22 +159,26 @@ def check_trained(saved: EncodedGroups, trained: set[str], tolerance: MatchToler
 
 
 def pair_merged_states(
-    saved: EncodedGroups, infos: Mapping[str, TensorInfo], kept: str, dropped: str
+    saved: EncodedGroups, infos: Mapping[str, TensorInfo], kept: str, dropped: str, tolerance: MatchTolerance
 ) -> list[tuple[str, str]] | None:
-    """Return which state tensors of two saved parameters must be equal, if both parameters are one tensor here.
+    """Return which state tensors of two parameters must be equal, if both parameters are one tensor here.
 
-    ``None``: their settings, or what is no tensor of their states, differ already, or one of them has no state.
+    ``dropped`` is a saved one. ``None``: their settings, or what is no tensor of their states, may differ already, or
+    one of them has no state, or was not trained.
     """
     group_of = {name: group for group in saved for name in group["params"]}
-    if not {kept, dropped} <= group_of.keys() or not _has_settings_of(group_of[kept], group_of[dropped]):
+    if kept not in group_of or not tolerance.has_settings_of(group_of[kept], group_of[dropped]):
         return None
-    values_of = [group_of[name]["state"].get(name) for name in (kept, dropped)]
+    plain, other_plain = [group_of[name]["state"].get(name) for name in (kept, dropped)]
     tensors_of: dict[str, dict[str, str]] = {kept: {}, dropped: {}}
     for name in infos:
         parameter, state = split_state_key(name)
         if parameter in tensors_of:
             tensors_of[parameter][state] = name
-    if not are_same_decoded(*values_of) or tensors_of[kept].keys() != tensors_of[dropped].keys():
+    if (
+        not are_same_decoded(plain, other_plain, tolerance.unread)
+        or tensors_of[kept].keys() != tensors_of[dropped].keys()
+    ):
         return None
     return [(name, tensors_of[dropped][state]) for state, name in sorted(tensors_of[kept].items())]
 
@@ -175,13 +192,13 @@ def _check_class(group: ParamGroup, saved: EncodedGroups) -> None:
 
 
 def _find_saved_groups(
-    group: ParamGroup, group_of: Mapping[str, dict[str, Any]], saved: EncodedGroups
+    group: ParamGroup, group_of: Mapping[str, dict[str, Any]], saved: EncodedGroups, tolerance: MatchTolerance
 ) -> list[dict[str, Any]]:
     """Return the saved groups that have parameters of a group; for an empty group, the one that is alike."""
     names = group.param_names()
     if not names:
         alike = _find_alike(group, saved)
-        return alike[:1] if all(_has_settings_of(alike[0], other) for other in alike[1:]) else []
+        return alike[:1] if all(tolerance.has_settings_of(alike[0], other) for other in alike[1:]) else []
     saved_groups = list({id(group_of[name]): group_of[name] for name in names if name in group_of}.values())
     class_name = group.adapter.class_name
     for saved_group in saved_groups:
@@ -206,11 +223,9 @@ def _find_alike(group: ParamGroup, saved: EncodedGroups) -> EncodedGroups:
     return [other for other in alike if not other["params"]] or alike
 
 
-def _has_settings_of(saved: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return saved["class"] == other["class"] and are_same_decoded(saved["settings"], other["settings"])
-
-
-def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]]) -> dict[int, str]:
+def _find_split_groups(
+    groups: Sequence[ParamGroup], group_of: Mapping[str, dict[str, Any]], tolerance: MatchTolerance
+) -> dict[int, str]:
     """Return a message for each group, by index, whose parameters are in groups of other settings in the checkpoint.
 
     Groups with equal settings are one here if a stage of a pipeline that saved had no parameter in an earlier group.
@@ -222,7 +237,8 @@ def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict
             (
                 name
                 for name in others
-                if group_of[name] is not group_of[first] and not _has_settings_of(group_of[name], group_of[first])
+                if group_of[name] is not group_of[first]
+                and not tolerance.has_settings_of(group_of[name], group_of[first])
             ),
             None,
         )
@@ -237,17 +253,20 @@ def _find_split_groups(groups: Sequence[ParamGroup], group_of: Mapping[str, dict
 def _find_merged_groups(
     groups: Sequence[ParamGroup], saved_groups: Sequence[Sequence[dict[str, Any]]]
 ) -> dict[int, str]:
-    """Return a message for each group, by index, that is merged with another one in the checkpoint."""
+    """Return a message for each group, by index, that is merged with another one in the checkpoint.
+
+    A saved group whose order is unknown was several of equal settings, of several optimizers or stages of a pipeline.
+    """
     problems: dict[int, str] = {}
     first_of: dict[tuple[int, int], int] = {}
     for i, (group, candidates) in enumerate(zip(groups, saved_groups, strict=True)):
         for saved in candidates if group.members else ():
-            if saved["number"] is not None:
+            if saved["number"] is not None and saved.get(ORDERED):
                 first = first_of.setdefault((id(group.adapter), id(saved)), i)
                 if first != i:
                     problems[first] = problems[i] = (
-                        f"parameter groups {groups[first].number} and {group.number} of the optimizer are one group in "
-                        "the checkpoint"
+                        f"parameter groups {groups[first].number} and {group.number} of the optimizer hold parameters "
+                        "that are in one group in the checkpoint"
                     )
     return problems
 
