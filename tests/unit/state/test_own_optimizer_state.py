@@ -595,6 +595,54 @@ def test_the_state_of_a_tensor_in_no_group_is_named_and_not_exact(tmp_path: Path
     assert (restored.exact, restored.reconstructed) == (("model",), ("optimizer",))
 
 
+def keep_a_shared_tensor(weight: dict[str, Any], bias: dict[str, Any]) -> None:
+    weight["x"] = bias["x"] = torch.ones(2)
+
+
+def keep_a_tensor_twice(weight: dict[str, Any], bias: dict[str, Any]) -> None:
+    bias["x"] = bias["y"] = torch.ones(2)
+    weight["x"] = torch.ones(2)
+
+
+def keep_a_shared_list(weight: dict[str, Any], bias: dict[str, Any]) -> None:
+    weight["x"] = bias["x"] = [1, 2]
+
+
+def keep_a_shared_tensor_in_lists(weight: dict[str, Any], bias: dict[str, Any]) -> None:
+    weight["x"] = [torch.ones(2), 1]
+    bias["y"] = {"z": (weight["x"][0],)}
+
+
+def keep_separate_states(weight: dict[str, Any], bias: dict[str, Any]) -> None:
+    shared = (1, "text", None)
+    for states in (weight, bias):
+        states.update(x=torch.ones(2), y=[torch.ones(2)], z=shared)
+
+
+@pytest.mark.parametrize(
+    "keep", [keep_a_shared_tensor, keep_a_tensor_twice, keep_a_shared_list, keep_a_shared_tensor_in_lists]
+)
+def test_states_that_are_one_object_are_named_and_not_exact(keep: Any, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters())
+    keep(optimizer.state[model.weight], optimizer.state[model.bias])
+    with pytest.warns(
+        UserWarning, match=r"SGD has one (Tensor|list) as two states, of a parameter of shape \[.*\] and"
+    ):
+        rankless.save_checkpoint(tmp_path, "a", model, optimizer, rng=False)
+    restored = rankless.restore(tmp_path, None, model, optim.SGD(model.parameters()), rng=False)
+    assert (restored.exact, restored.reconstructed) == (("model",), ("optimizer",))
+
+
+@pytest.mark.filterwarnings("error")
+def test_states_that_only_share_what_no_step_changes_are_exact(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters())
+    keep_separate_states(optimizer.state[model.weight], optimizer.state[model.bias])
+    rankless.save_checkpoint(tmp_path, "a", model, optimizer, rng=False)
+    assert "optimizer" in rankless.restore(tmp_path, None, model, optim.SGD(model.parameters()), rng=False).exact
+
+
 FURTHER = {"scale": {"a": (1, 2.5)}, "average": torch.arange(30_000.0), "small": torch.ones(3)}
 
 

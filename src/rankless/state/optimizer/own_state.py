@@ -6,7 +6,8 @@ The optimizer gives it by its own ``state_dict``, with hooks, and takes it by it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Any
@@ -22,11 +23,15 @@ from rankless.ondisk.dtypes import dtype_of_array
 from rankless.ondisk.values import are_same
 from rankless.state.array_encoder import INLINE_BYTES, digest_tensor
 from rankless.state.optimizer.adapters import HOOKS
+from rankless.state.optimizer.object_states import COLLECTIONS
 from rankless.state.optimizer.storable_states import check_tree
 from rankless.state.user_objects import read_state
 
 #: Key of a flag until entries of ranks are merged: other ranks have the parameters, and other optimizers step them.
 DIVIDED = "divided"
+
+#: Classes of states that cannot change: it does not matter if parameters share one.
+_IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 #: The parts of a state dict that are stored as the states of parameters and as their groups.
 STATE, GROUPS = "state", "param_groups"
@@ -152,16 +157,13 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     Tensors and arrays that are stored apart get a digest, so that ranks compare them.
     """
     own = own_values(optimizer)
+    state = getattr(optimizer, "state", {})
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    stale = [key for key in getattr(optimizer, "state", ()) if isinstance(key, torch.Tensor) and id(key) not in trained]
-    if stale:
-        state, shape = optimizer.state[stale[0]], list(stale[0].shape)
-        described = list(state) if isinstance(state, Mapping) else type(state).__qualname__
-        own["differed"] = warn_left_out(
-            optimizer,
-            f"the state {described} of a tensor of shape {shape} that is in none of its groups, such as a parameter "
-            "that was removed from one: delete it from optimizer.state",
-        )
+    values = [value for states in state.values() if isinstance(states, Mapping) for value in states.values()]
+    complex_values = [value for value in values if type(value) not in _IMMUTABLE]
+    tensors = {id(value) for value in complex_values if isinstance(value, torch.Tensor)}
+    if len(tensors) != len(complex_values) or not trained.issuperset(map(id, state)):
+        own |= _find_lost(optimizer, trained)
     if not own:
         return None
     numbered = _find_numbered(optimizer, own.get("entries", {})) if has_own_form(optimizer) else []
@@ -179,12 +181,51 @@ def add_digests(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, **({"digests": digests} if digests else {})}
 
 
-def warn_left_out(optimizer: Any, subject: str) -> bool:
+def warn_left_out(optimizer: Any, subject: str, fate: str = "It is not saved") -> bool:
     """Warn of what a save leaves out. Return ``True``, the mark by which a load knows that it is not exact."""
-    warn_caller(
-        f"{type(optimizer).__qualname__} has {subject}. It is not saved, and a load calls the optimizer reconstructed"
-    )
+    warn_caller(f"{type(optimizer).__qualname__} has {subject}. {fate}, and a load calls the optimizer reconstructed")
     return True
+
+
+def _find_lost(optimizer: Any, trained: Container[int]) -> dict[str, Any]:
+    """Return the mark of an entry whose optimizer has states that a load cannot give back as they are, if it has any.
+
+    They are those of tensors in no group, and those that are one object for several parameters. Warn of them.
+    """
+    lost, seen, places = False, set[int](), dict[int, str]()
+    for key, states in optimizer.state.items():
+        if isinstance(key, torch.Tensor) and id(key) not in trained:
+            described = list(states) if isinstance(states, Mapping) else type(states).__qualname__
+            lost = warn_left_out(
+                optimizer,
+                f"the state {described} of a tensor of shape {list(key.shape)} that is in none of its groups, such as "
+                "a parameter that was removed from one: delete it from optimizer.state",
+            )
+        elif isinstance(key, torch.Tensor) and isinstance(states, Mapping):
+            place = f"a parameter of shape {list(key.shape)}, which keeps {list(states)}"
+            for value in _list_mutable(states):
+                other = places.setdefault(id(value), place)
+                lost = lost or (id(value) in seen and _warn_of_shared(optimizer, value, other, place))
+                seen.add(id(value))
+    return {"differed": True} if lost else {}
+
+
+def _warn_of_shared(optimizer: Any, value: Any, *places: str) -> bool:
+    return warn_left_out(
+        optimizer,
+        f"one {type(value).__qualname__} as two states, of {' and of '.join(places)}",
+        "After a load each is an object of its own",
+    )
+
+
+def _list_mutable(states: Mapping[Any, Any]) -> list[Any]:
+    """Return the tensors, arrays and collections in the states of a parameter that a step may change in place."""
+    found, level = [], list(states.values())
+    while level:
+        found += [value for value in level if isinstance(value, torch.Tensor | np.ndarray | list | dict | deque)]
+        collections = [value for value in level if type(value) in COLLECTIONS]
+        level = [child for value in collections for child in (value.values() if type(value) is dict else value)]
+    return found
 
 
 def _find_numbered(optimizer: Any, entries: Mapping[Any, Any]) -> list[Any]:
