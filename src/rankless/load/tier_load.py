@@ -78,7 +78,8 @@ class TierLoad:
     def assemble_latest(self, key: GenerationKey) -> None:
         """Assemble and verify the generation that this job has saved last.
 
-        It is the one with this key, or a later one of a process that was forked from one of this job.
+        It is the one with this key, or a later one of a process that was forked from one of this job. Raises
+        ``SupersededError`` if parts are lost because another job uses the folder of a host now.
         """
         session = self._ranks.open_session(self._timeout)
         later = self._find_later(session)
@@ -90,7 +91,13 @@ class TierLoad:
             else:
                 self.tier.note_complete(later)
                 return
-        self._assemble(session, key)
+        try:
+            self._assemble(session, key)
+        except CorruptCheckpointError:
+            session = self._ranks.open_session(self._timeout)
+            session.run_on_all("looking for another job that uses the local tier", self.tier.check_owner)
+            session.leave()
+            raise
 
     def _find_later(self, session: Session) -> GenerationKey | None:
         """Return the newest generation of this job that is later than those of its processes, on any host."""

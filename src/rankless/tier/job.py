@@ -265,12 +265,10 @@ class TierJob:
     def find_later(self) -> GenerationKey | None:
         """Return the newest generation of this job on this host, if a process that was forked from this one made it.
 
-        It is later than the newest one of this process then. Raises ``SupersededError`` if another job has taken over
-        the folder.
+        It is later than the newest one of this process then.
         """
         newest = self.newest
         with suppress(StorageError):  # the folder is lost
-            self._check_owner()
             keys = [key for key in self.folder.list_parts() if newest and key.incarnation == newest.incarnation]
             return max((key for key in keys if newest and key > newest), default=None)
         return None
@@ -325,9 +323,9 @@ class TierJob:
         """
         if self._has_folder and self.folder.is_lost():
             raise StorageError(errno.ENOENT, f"{self.folder.path} was removed while the job was running")
-        self._check_owner()
+        self.check_owner()
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
         """Raise ``SupersededError`` if another job has taken over the folder of this host."""
         if self._has_folder and self.folder.is_owned_by_other(self.job):
             raise SupersededError(f"another job has continued the run {self.run}, and uses {self.folder.path} now")
