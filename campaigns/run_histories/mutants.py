@@ -57,10 +57,20 @@ MUTANTS = (
         "a run that went on is continued", _CLAIMS, "    if base.newest is not None and (last", "    if False and (last"
     ),
     Mutant(
-        "a rollback since the load is undone", _CLAIMS, "return (run, Claim(base.run, branch.inc", "return False and ("
+        "a rollback since the load is undone", _CLAIMS, "return not _has_claimed(", "return False and not _has_claimed("
     ),
-    Mutant("a superseded job saves", _CLAIMS, "    if claimed is None or not newest", "    if True or not newest"),
-    Mutant("a claim of another job is taken", _CLAIMS, "and own.job.token == job.token else None", "else None"),
+    Mutant(
+        "a superseded job saves",
+        _CLAIMS,
+        "    if not newest.has_continued(",
+        "    if True or not newest.has_continued(",
+    ),
+    Mutant(
+        "a claim of another job is taken",
+        _CLAIMS,
+        "(own.job.groups == job.groups if job.groups else own.job.token == job.token)",
+        "True",
+    ),
     Mutant(
         "the latest checkpoint counts as named if the tier has it",
         "load/selection.py",
