@@ -1,8 +1,8 @@
 """``python -m campaigns.run_histories.mutants``: change the rules of the history, and see whether histories notice.
 
 Each mutant is a copy of the sources with one change: a comparison, an order, a check that is left out, a line that is
-not cut. It prints for each whether the model of the rules (``tests/unit/test_history_rules.py``) and the random
-histories have found a violation, and exits with 1 if neither has.
+not cut. It prints for each whether the tests of the rules (a model of them, and claims) and the random histories have
+found a violation, and exits with 1 if neither has.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for mutant in [mutant for mutant in MUTANTS if mutant.name in (options.names or {mutant.name})]:
-        by_model, by_histories = try_mutant(mutant, options.histories)
-        rows.append((mutant.name, "yes" if by_model else "no", "yes" if by_histories else "no"))
+        by_tests, by_histories = try_mutant(mutant, options.histories)
+        rows.append((mutant.name, "yes" if by_tests else "no", "yes" if by_histories else "no"))
         print(*rows[-1], sep=": ", file=sys.stderr, flush=True)
-    print(format_table(("mutant", "found by the model", "found by histories"), rows))
+    print(format_table(("mutant", "found by tests", "found by histories"), rows))
     return int(any(row[1:] == ("no", "no") for row in rows))
 
 
 def try_mutant(mutant: Mutant, histories: int) -> tuple[bool, bool]:
-    """Return whether the model, and whether the histories, find a violation."""
+    """Return whether the tests, and whether the histories, find a violation."""
     folder = Path(tempfile.mkdtemp())
     try:
         shutil.copytree(_ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
@@ -106,9 +106,16 @@ def try_mutant(mutant: Mutant, histories: int) -> tuple[bool, bool]:
         if text.count(mutant.old) != 1:
             raise ValueError(f"{mutant.name}: {mutant.file} has {mutant.old!r} {text.count(mutant.old)} times")
         file.write_text(text.replace(mutant.old, mutant.new))
-        model = ["pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_history_rules.py"]
+        tests = [
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/unit/test_history_rules.py",
+            "tests/unit/test_claims.py",
+        ]
         history = ["campaigns.run_histories", "--kinds", "tmpfs", "--stop", "--histories", str(histories)]
-        return _fails(folder, model), _fails(folder, history)
+        return _fails(folder, tests), _fails(folder, history)
     finally:
         shutil.rmtree(folder)
 
