@@ -228,15 +228,20 @@ class Checkpointer:
     def _keep_untaken(self, tag: str) -> None:
         """Keep the resumed checkpoint, besides what retention keeps, while nothing else has the state of an object.
 
-        Raises ``StateError`` if a save under ``tag`` would replace it.
+        Raises ``StateError`` if a save of its own step would replace it. A later step may, with a warning.
         """
         untaken, restored = self._list_untaken(), self.restored
         self._directory.kept_besides = KeepTags(restored.tag) if untaken and restored is not None else None
-        if untaken and restored is not None and restored.tag == tag and restored.source == "run directory":
+        if not untaken or restored is None or (restored.tag, restored.source) != (tag, "run directory"):
+            return
+        names = ", ".join(map(repr, untaken))
+        if self._last == _step_of(restored):
             raise StateError(
-                f"{restored.path} alone has the state of {', '.join(map(repr, untaken))}, which would be lost: "
-                "register the object, or save under another tag"
+                f"{restored.path} alone has the state of {names}, which would be lost: register the object, or save "
+                "under another tag"
             )
+        if not self._has_saved:
+            warn_caller(f"{restored.path} is replaced, which alone has the state of {names}: nothing was registered")
 
     def resume(
         self,
@@ -294,13 +299,13 @@ class Checkpointer:
                 self._directory.warn_of_unread_tiers()
                 level = logging.DEBUG if self._directory.rank else logging.INFO
                 _log.log(level, "training begins at step 1: %s", error)
-                if init_from is not None:
-                    self._load_weights(init_from, is_strict=chosen.strict is not False)
-                return 0
+                restored, step = None, 0
             except BaseException:
-                if not self._is_in_block:  # else its end closes this object
-                    self.close()
+                self._close_outside_block()
                 raise
+            if restored is None:
+                self._begin_with(init_from, is_strict=chosen.strict is not False)
+                return 0
             self.restored = restored
             self._last = self._saved = step
             self._has_saved = False
@@ -310,12 +315,24 @@ class Checkpointer:
             self._pending = {}
             return step
 
-    def _load_weights(self, path: str | PathLike[str], *, is_strict: bool) -> None:
-        """Load the weights with which a new run begins."""
+    def _begin_with(self, path: str | PathLike[str] | None, *, is_strict: bool) -> None:
+        """Load the weights with which a new run begins, if a path was passed. All ranks must pass the same."""
         from rankless.components.component_calls import load_model  # noqa: PLC0415 - few runs begin so
 
         group, timeout = self._process_group, self._timeout
-        load_model(self._components["model"], path, strict=is_strict, process_group=group, timeout=timeout)
+        settings = {"init_from": "None" if path is None else str(path)}
+        try:
+            self._directory.compare_calls(CallDescription("Checkpointer.resume", settings), lambda: None)
+            if path is not None:
+                load_model(self._components["model"], path, strict=is_strict, process_group=group, timeout=timeout)
+        except BaseException:
+            self._close_outside_block()
+            raise
+
+    def _close_outside_block(self) -> None:
+        """Restore the signal handlers after an error. In a block, its end does that."""
+        if not self._is_in_block:
+            self.close()
 
     def step(
         self,
@@ -499,7 +516,11 @@ class Checkpointer:
     def _begin(self, *, resumes: bool) -> None:
         """Compare the settings of all ranks in the first call, and watch for signals from then on."""
         if not self._has_begun:
-            settings = {"save_every": repr(self._save_every), "signals": repr(sorted(self._signals))}
+            settings = {
+                "save_every": repr(self._save_every),
+                "signals": repr(sorted(self._signals)),
+                **self._tolerance.describe(),
+            }
             check = _check_resumable if resumes else _check_new
             self._directory.compare_calls(CallDescription("Checkpointer", settings), partial(check, self.path))
             if not resumes and self._directory.is_ahead_of_run():

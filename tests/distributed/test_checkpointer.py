@@ -139,3 +139,26 @@ def test_weights_that_do_not_fit_or_have_no_model_are_refused(tmp_path: Path) ->
         )
     with pytest.raises(rankless.InvalidArgumentError, match="pass model= to Checkpointer"):
         rankless.Checkpointer(tmp_path / "run", signals=()).resume(init_from=tmp_path / "base")
+
+
+def begin_from_weights_on_one_rank(run: str, weights: str) -> str:
+    checkpointer = rankless.Checkpointer(run, model=torch.nn.Linear(2, 2), signals=())
+    with pytest.raises(rankless.RankMismatchError) as caught:
+        checkpointer.resume(init_from=weights if dist.get_rank() else None)
+    return str(caught.value)
+
+
+def test_all_ranks_must_begin_with_the_same_weights(ranks: Ranks, tmp_path: Path) -> None:
+    """Else the others would wait for those that load."""
+    rankless.save_model(torch.nn.Linear(2, 2), tmp_path / "base", shard=True)
+    arguments = str(tmp_path / "run"), str(tmp_path / "base")
+    assert all("init_from" in message for message in ranks(2, begin_from_weights_on_one_rank, *arguments))
+
+
+def test_weights_that_do_not_fit_leave_signals_as_they_were(tmp_path: Path) -> None:
+    rankless.save_model(torch.nn.Linear(3, 2), tmp_path / "base", shard=True)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(rankless.MismatchError) as caught:
+        rankless.Checkpointer(tmp_path / "run", model=torch.nn.Linear(2, 2)).resume(init_from=tmp_path / "base")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not isinstance(caught.value.__context__, rankless.EmptyRunError)

@@ -129,3 +129,16 @@ def test_all_ranks_go_on_although_one_has_failed(ranks: Ranks, tmp_path: Path) -
 def test_what_is_no_rule_for_failures_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"on_failure|max_unsaved"):
         rankless.Checkpointer(tmp_path, **options)
+
+
+def _train_with_other_rules(path: str) -> str:
+    on_failure = "warn" if dist.get_rank() else "raise"
+    checkpointer = rankless.Checkpointer(path, model=torch.nn.Linear(2, 2), signals=(), on_failure=on_failure)
+    with pytest.raises(rankless.RankMismatchError) as caught:
+        checkpointer.resume()
+    return str(caught.value)
+
+
+def test_ranks_must_have_the_same_rule(ranks: Ranks, tmp_path: Path) -> None:
+    """Else some would raise the error, and others would wait for them."""
+    assert all("on_failure" in message for message in ranks(2, _train_with_other_rules, str(tmp_path)))

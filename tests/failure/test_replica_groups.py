@@ -189,3 +189,11 @@ def test_a_local_tier_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_name_of_a_job_is_refused(tmp_path: Path, name: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="replica_groups must be the name of the job"):
         rankless.Checkpointer(tmp_path, replica_groups=name)
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), -3, 0.5, None])
+def test_any_step_is_saved(tmp_path: Path, step: float | None) -> None:
+    directory = rankless.RunDirectory(tmp_path, replica_groups="job")
+    for tag in ("a", "b"):
+        directory.save(tag, model=torch.nn.Linear(1, 1), step=step)
+    assert sorted(listed(tmp_path)) == ["a", "b"]

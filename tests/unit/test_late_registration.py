@@ -1,6 +1,7 @@
 """Tests that what a checkpoint has is not lost because its object came late, or never."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,21 @@ def test_a_save_of_any_name_is_one_without_the_object(run: Path) -> None:
         resumed.save("best")
         with pytest.raises(StateError, match="this job has saved without it since"):
             average_of(resumed)
+
+
+def test_a_later_step_replaces_a_checkpoint_that_has_a_state_which_nothing_takes_any_more(tmp_path: Path) -> None:
+    """A training that keeps one checkpoint under one name may drop an object."""
+    model = nn.Linear(2, 2)
+    stateful = {"ema": AveragedModel(model)}
+    with rankless.Checkpointer(tmp_path, model=model, signals=(), stateful=stateful) as trained:
+        trained.step(1)
+        trained.save("last")
+    shutil.rmtree(tmp_path / "step_1", ignore_errors=True)
+    with rankless.Checkpointer(tmp_path, model=model, signals=()) as resumed:
+        resumed.resume("last")
+        resumed.step(2)
+        with pytest.warns(UserWarning, match="is replaced, which alone has the state of 'ema'"):
+            resumed.save("last", overwrite=True)
+        resumed.step(3)
+        resumed.save("last", overwrite=True)
+    assert rankless.open(tmp_path, "last").step == 3

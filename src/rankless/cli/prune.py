@@ -110,8 +110,8 @@ def prune(  # noqa: PLR0917 - options of the command
         )
     else:
         _print_removed(removable, protected, "would remove" if dry_run else "removed")
-    for failure in failures:
-        raise failure
+    if failures:
+        raise failures[0]
 
 
 def _prune_tier(run: str, local: str, *, with_undrained: bool, dry_run: bool, as_json: bool) -> None:

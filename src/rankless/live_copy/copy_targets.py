@@ -84,9 +84,9 @@ class Receiver:
         if self.targets is None:
             return
         for pair in unequal:
-            self.targets.add_dropped(*pair)
+            self.targets.add_dropped(*pair, there="another one in the source")
         for pair in incomparable:
-            self.targets.add_dropped(*pair, there="sharded in another way in the checkpoint, so that it may differ")
+            self.targets.add_dropped(*pair, there="sharded in another way in the source, so that it may differ")
 
     def check_matches(self, source: SourceState, requested: GlobalSpec, *, joins: bool) -> list[str]:
         """Raise ``MismatchError`` with all mismatches. Return messages about missing things that are tolerated.

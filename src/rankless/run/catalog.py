@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -110,7 +111,7 @@ def next_identity(path: Path, job: JobHistory, step: float | None) -> Checkpoint
     elif claimed.run not in history.runs and history.number < claimed.incarnation:
         warn_of_lost_history(path, claimed)
     sequence = max(history.next_sequence(found, claimed.run), job.sequence + 1, job.numbering.highest + 1)
-    if job.groups and step is not None and claimed.run in history.runs:
+    if job.groups and step is not None and math.isfinite(step) and claimed.run in history.runs:
         # Several groups may save at a time, and none sees what another one has begun: their steps order what they save.
         sequence = history.runs[claimed.run].sequence + max(0, int(step))
     return CheckpointIdentity(min(sequence, LARGEST), claimed.run, secrets.token_hex(8), claimed.incarnation)

@@ -42,6 +42,10 @@ class FailureTolerance:
             raise InvalidArgumentError(f"max_unsaved must be a timedelta above 0; got {max_unsaved!r}")
         return cls(max_unsaved.total_seconds(), warns=warns)
 
+    def describe(self) -> dict[str, str]:
+        """Return the arguments as text: all ranks must have the same, or some would wait for others."""
+        return {"on_failure": "warn" if self._warns else "raise", "max_unsaved": repr(self._max_seconds)}
+
     def note_durable(self) -> None:
         """Note that all is saved now: a checkpoint is durable, or was loaded. On any rank, from any thread."""
         self._durable_at = self._clock()

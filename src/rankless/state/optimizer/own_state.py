@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -159,10 +160,14 @@ def own_entry(optimizer: Any, names: Sequence[str]) -> dict[str, Any] | None:
     own = own_values(optimizer)
     state = getattr(optimizer, "state", {})
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    values = [value for states in state.values() if isinstance(states, Mapping) for value in states.values()]
-    complex_values = [value for value in values if type(value) not in _IMMUTABLE]
-    tensors = {id(value) for value in complex_values if isinstance(value, torch.Tensor)}
-    if len(tensors) != len(complex_values) or not trained.issuperset(map(id, state)):
+    tables = list(state.values())
+    values = list(chain.from_iterable(map(dict.values, tables))) if {*map(type, tables)} <= {dict} else tables
+    kinds = {*map(type, values)}
+    if kinds & _IMMUTABLE:
+        values = [value for value in values if type(value) not in _IMMUTABLE]
+    are_tensors = all(issubclass(kind, torch.Tensor) for kind in kinds - _IMMUTABLE)
+    # This runs in each save, while the training waits: a look for an object that is two states, in loops of C.
+    if not are_tensors or len({*map(id, values)}) != len(values) or not trained.issuperset(map(id, state)):
         own |= _find_lost(optimizer, trained)
     if not own:
         return None
