@@ -207,10 +207,10 @@ class History:
         for job in pair:
             job.send("resume")
         replies = [job.wait() for job in pair]
-        before, worlds = [*self._state.jobs], site.worlds
+        before, worlds, unsure_runs = [*self._state.jobs], site.worlds, site.unsure_runs
         results = set()
         for order in ([0, 1], [1, 0]):
-            site.worlds, self._state.jobs = worlds, [*before]
+            site.worlds, site.unsure_runs, self._state.jobs = worlds, unsure_runs, [*before]
             for place in order:
                 self._judge.judge_resume(site, pair[place], None, replies[place], has_slept=True)
             results |= site.worlds or set()
@@ -229,9 +229,9 @@ class History:
             site.worlds |= {claimed(world, savers[0].run, savers[0].content, savers[0].number) for world in site.worlds}
         if len(savers) == 2 and not has_tier and savers[0].run and savers[0].run == savers[1].run:
             good = [job for job, content in zip(savers, contents, strict=True) if job.content == content]
-            if len(good) != 1:
+            if len(good) != 1 and (good or not site.is_merged):  # the other copy may have both tags
                 raise ViolationError(f"{len(good)} of two jobs at once have saved")
-            if site.worlds is not None:
+            if site.worlds is not None and good:
                 site.worlds = {world for world in site.worlds if owner_of(world, good[0].run) == good[0].number}
 
     def read(self) -> None:
@@ -251,8 +251,10 @@ class History:
         if reply.error:
             if site.contents and not self._judge.may_fail(site, host, reply):
                 raise ViolationError(f"a reader failed: {reply.error}: {reply.message}")
-        elif site.worlds is not None and not any(
-            worlds_that_load(site.worlds, reply.content, must, any_run=site.had_tiers)
+        elif (
+            site.worlds is not None
+            and self._state.run_of[reply.content] not in site.unsure_runs
+            and not any(worlds_that_load(site.worlds, reply.content, must, any_run=site.had_tiers))
         ):
             raise ViolationError(f"a reader got {reply.content}")
 
@@ -293,7 +295,7 @@ class History:
         site = self._any_site(with_known=True)
         self._end_jobs(site)
         site.place.remove()
-        site.worlds, site.known, site.went_back = {()}, [], {}
+        site.worlds, site.known, site.went_back, site.unsure_runs = {()}, [], {}, frozenset()
         site.is_removed = site.had_tiers
         self._state.note(f"{site.place.name} is removed")
 
@@ -346,6 +348,8 @@ class History:
         target.worlds, target.is_removed, target.went_back = None, target.had_tiers, {}
         target.lacks_history |= source.lacks_history
         target.is_merged = True
+        target.unsure_runs = frozenset(self._state.run_of.values() if target.had_tiers or source.had_tiers else ())
+        target.had_tiers |= source.had_tiers
         # The pointer of an overwrite in the one has a higher number than that of the same tag in the other.
         self._state.look(target, target.contents if isinstance(target.place, BucketPlace) else set())
         self._state.note(f"{source.place.name} is merged into {target.place.name}")
@@ -379,7 +383,7 @@ class History:
         self._state.note(f"{site.place.name} is pruned to {kept}")
         before = site.contents
         self._state.look(site, before - self._state.pinned(site))
-        if site.worlds is not None:
+        if site.worlds is not None and not site.unsure_runs:
             latest = {world: latest_of(world, before, any_run=site.had_tiers) for world in site.worlds}
             site.worlds = {world for world, found in latest.items() if not found or site.contents.intersection(found)}
             if not site.worlds:

@@ -58,6 +58,7 @@ class Judge:
             self._check_goes_back_once(site, run, named, must)
             site.went_back[run] = named
             site.worlds = {claimed(world, run, named, job.number) for world in site.worlds or {()}}
+            site.unsure_runs -= {run}
         else:
             site.worlds = self._worlds_after(site, job, reply.content, must, keeps=has_slept or not claims)
         run = self._state.run_of[reply.content]
@@ -80,8 +81,12 @@ class Judge:
         if content not in self._state.run_of:
             raise ViolationError(f"a resume got {content}, which was never saved")
         run = self._state.run_of[content]
+        is_unsure, site.unsure_runs = run in site.unsure_runs, site.unsure_runs - {run}
         if site.worlds is None:
             return {(Head(run, content, job.number),)}
+        if is_unsure:
+            new = {claimed(world, run, content, job.number) for world in site.worlds}
+            return new | (site.worlds if keeps else set())
         fits = list(worlds_that_load(site.worlds, content, must, any_run=site.had_tiers))
         if not fits and not job.is_doubtful and not keeps:
             raise ViolationError(f"a resume got {content}, and should be one of {self._describe(site, must)}")
@@ -192,7 +197,7 @@ class Judge:
         for other in [*self._state.jobs, *self._state.stopped]:
             # One that has loaded just this checkpoint continues it.
             is_behind = other.run == run and not other.has_claimed and other.content != content
-            if is_behind and other.place.name == site.place.name:
+            if is_behind and other.place.name == site.place.name and not job.is_challenged:
                 other.is_challenged |= job.tier is None
                 other.is_doubtful = True
         for tier in site.tiers.values():

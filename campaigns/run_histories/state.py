@@ -43,6 +43,8 @@ class Site:
     lacks_history: bool = False
     #: Jobs of both copies may have had the same number, so a checkpoint of the one can count as one of the other.
     is_merged: bool = False
+    #: The runs that a tier may have gone on with in one of the copies: the next load of each decides.
+    unsure_runs: frozenset[int] = frozenset()
     #: The contents that jobs have named last to go on from, by their runs, as far as that is certain.
     went_back: dict[int, Content] = field(default_factory=dict)
 

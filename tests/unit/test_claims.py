@@ -128,6 +128,18 @@ def test_a_job_cannot_continue_what_another_one_has_continued_since_it_was_loade
     assert not read_history(tmp_path).is_current(later)
 
 
+def test_a_job_that_stood_still_since_its_load_leaves_a_run_that_was_saved_since_the_latest(tmp_path: Path) -> None:
+    begun = claim(tmp_path, JobHistory(), [])
+    first = info(begun.run, begun.incarnation, 1)
+    loaded = JobHistory(base=base_of(first, newest=1))
+    other = claim(tmp_path, JobHistory(), [first])
+    found = [first, info(other.run, other.incarnation, 2)]
+    claim(tmp_path, JobHistory(base=base_of(found[1], newest=None)), found)  # as `rankless rollback` does
+    claim(tmp_path, loaded, [first])
+    assert read_history(tmp_path).find_latest(found) == found[1]
+    assert read_history(tmp_path).next_sequence(found, first.run) > found[1].sequence
+
+
 def test_a_load_by_name_completes_one_of_the_latest(tmp_path: Path) -> None:
     """A framework has read its own state from the latest checkpoint; another job has saved one more meanwhile."""
     first = claim(tmp_path, JobHistory(), [])

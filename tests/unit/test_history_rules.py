@@ -47,6 +47,8 @@ class World:
     found: list[Checkpoint] = field(default_factory=list)
     jobs: list[Training] = field(default_factory=list)
     intended: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: What jobs have loaded as the latest checkpoint, with the highest number of its run then, and continue later.
+    loaded: list[tuple[Checkpoint, int]] = field(default_factory=list)
     #: The runs, from the one that was claimed or saved last to the first.
     recent: list[str] = field(default_factory=list)
     steps: int = 0
@@ -64,6 +66,22 @@ class World:
         line = self.history.line_to(base, self.found) if self.history.is_current(base) else self._own_line(base)
         entry = self.history.continue_run(base, line, Job("job"), self.found, is_rollback=is_rollback)
         self._claim(entry, base.content)
+
+    def load(self, latest: Checkpoint) -> None:
+        current = [one.sequence for one in self.found if one.run == latest.run and self.history.is_current(one)]
+        self.loaded.append((latest, max(current)))
+
+    def continue_loaded(self) -> None:
+        """Claim, as a job does that stood still since its load: refused if its run went on meanwhile."""
+        base, newest = self.loaded.pop(self.random.randrange(len(self.loaded)))
+        current = [one.sequence for one in self.found if one.run == base.run and self.history.is_current(one)]
+        if base.content != self.intended[base.run] or max(current, default=0) != newest:
+            return
+        line = self.history.line_to(base, self.found)
+        recent = self.recent
+        entry = self.history.continue_run(base, line, Job("job"), self.found, is_rollback=False, newest=newest)
+        self._claim(entry, base.content)
+        self.recent = recent
 
     def _own_line(self, base: Checkpoint) -> Line:
         own = next((entry for entry in self.entries if entry.number == base.incarnation), Entry())
@@ -112,6 +130,10 @@ class World:
             self.save(self.random.choice(superseded), ahead=self.random.choice([0, 0, 50]))
         elif event == "resume" and latest is not None:
             self.resume(latest)
+        elif event == "load" and latest is not None:
+            self.load(latest)
+        elif event == "continue what was loaded" and self.loaded:
+            self.continue_loaded()
         elif event == "crash loop" and latest is not None:
             for _ in range(5):
                 self.resume(latest)
@@ -133,6 +155,8 @@ EVENTS = [
     *["save"] * 6,
     *["resume"] * 2,
     *["save of a superseded job"] * 2,
+    "load",
+    "continue what was loaded",
     "crash loop",
     "rollback",
     "another run",

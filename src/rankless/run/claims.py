@@ -523,7 +523,7 @@ def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[Found
     else:
         is_rollback = True
         line = cut_line(_line_of(run, base), base, found)
-    return newest.continue_run(base, line, me, found, is_rollback=is_rollback, above=above)
+    return newest.continue_run(base, line, me, found, is_rollback=is_rollback, newest=base.newest, above=above)
 
 
 def _was_claimed_since(run: Path, base: LoadedBase, newest: Entry) -> bool:

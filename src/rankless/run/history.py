@@ -82,8 +82,8 @@ def is_newer(existing: TaggedCheckpoint, saved: TaggedCheckpoint) -> bool:
 class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
     """The knowledge of the history about one run.
 
-    ``incarnation`` is the newest, and ``sequence`` the number that its first checkpoint gets at least. ``line`` are the
-    incarnations before it. ``rolled_back_to`` is the id of the checkpoint to which the line went back last, or that
+    ``incarnation`` is the newest, and ``sequence`` the number that its claim counts as: its first checkpoint gets that at
+    least. ``line`` are the incarnations before it. ``rolled_back_to`` is the id of the checkpoint to which the line went back last, or that
     a job has named, which may have been the latest one then; or "".
     """
 
@@ -203,13 +203,29 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         found: Collection[KnownCheckpoint],
         *,
         is_rollback: bool,
+        newest: int | None = None,
         above: int = 0,
     ) -> Entry:
-        """Return the entry of a job that continues a checkpoint. ``line`` is that of the base: see :meth:`line_to`."""
+        """Return the entry of a job that continues a checkpoint. ``line`` is that of the base: see :meth:`line_to`.
+
+        ``newest`` is the highest sequence number of the run when the job loaded the base as the latest checkpoint;
+        ``None`` if the job has named the base.
+        """
         before = self.runs.get(base.run)
         rolled_back_to = base.id if is_rollback else "" if before is None else before.rolled_back_to
-        branch = Branch(self.next_number(above, [*found, base]), self.next_sequence(found), line, rolled_back_to)
+        sequence = self.next_sequence(found) if newest is None else self._sequence_after(base.run, newest, found)
+        branch = Branch(self.next_number(above, [*found, base]), sequence, line, rolled_back_to)
         return self._claim(base.run, branch, job, found)
+
+    def _sequence_after(self, run: str, newest: int, found: Collection[KnownCheckpoint]) -> int:
+        """Return the number of a claim that continues the checkpoint which was the latest a while ago.
+
+        If another run was saved or continued since, that run stays the latest until this job saves.
+        """
+        own = max(newest, self.runs[run].sequence if run in self.runs else 0)
+        claimed = [branch.sequence for name, branch in self.runs.items() if name != run]
+        saved = [other.sequence for other in found if other.run != run and self.is_current(other)]
+        return own if max([*claimed, *saved], default=0) > own else self.next_sequence(found)
 
     def _claim(self, run: str, branch: Branch, job: Job, found: Collection[KnownCheckpoint]) -> Entry:
         runs = {name: other for name, other in self.runs.items() if name != run}
