@@ -53,7 +53,10 @@ MUTANTS = (
     Mutant("lines without entries are empty", _HISTORY, "unknown[saved.incarnation] = saved.sequence", "pass"),
     Mutant("a rollback is not noted", _HISTORY, "rolled_back_to = base.id if", 'rolled_back_to = "" if'),
     Mutant(
-        "a late claim comes before other runs", _HISTORY, "return own if max([*claimed", "return own + 99 if max([*claimed"
+        "a late claim comes before other runs",
+        _HISTORY,
+        "return own if max([*claimed",
+        "return own + 99 if max([*claimed",
     ),
     Mutant("other runs are forgotten", _HISTORY, "{**runs, run: branch}", "{run: branch}"),
     Mutant(

@@ -121,24 +121,26 @@ class World:
         return max(prefixes, key=lambda one: len(one.content), default=None)
 
     def act(self, event: str) -> None:
-        newest = [job for job in self.jobs if self.is_newest(job)]
-        superseded = [job for job in self.jobs if not self.is_newest(job)]
         latest = self.latest()
-        if event == "save" and newest:
-            self.save(self.random.choice(newest))
-        elif event == "save of a superseded job" and superseded:
-            self.save(self.random.choice(superseded), ahead=self.random.choice([0, 0, 50]))
-        elif event == "resume" and latest is not None:
-            self.resume(latest)
+        if latest is not None and event in {"resume", "crash loop"}:
+            for _ in range(5 if event == "crash loop" else 1):
+                self.resume(latest)
         elif event == "load" and latest is not None:
             self.load(latest)
         elif event == "continue what was loaded" and self.loaded:
             self.continue_loaded()
-        elif event == "crash loop" and latest is not None:
-            for _ in range(5):
-                self.resume(latest)
         elif event == "rollback" and self.found:
             self.resume(self.random.choice(self.found), is_rollback=True)
+        else:
+            self._act_without_load(event)
+
+    def _act_without_load(self, event: str) -> None:
+        newest = [job for job in self.jobs if self.is_newest(job)]
+        superseded = [job for job in self.jobs if not self.is_newest(job)]
+        if event == "save" and newest:
+            self.save(self.random.choice(newest))
+        elif event == "save of a superseded job" and superseded:
+            self.save(self.random.choice(superseded), ahead=self.random.choice([0, 0, 50]))
         elif event == "another run":
             self.begin()
         elif event == "retention" and newest:

@@ -82,9 +82,9 @@ def is_newer(existing: TaggedCheckpoint, saved: TaggedCheckpoint) -> bool:
 class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
     """The knowledge of the history about one run.
 
-    ``incarnation`` is the newest, and ``sequence`` the number that its claim counts as: its first checkpoint gets that at
-    least. ``line`` are the incarnations before it. ``rolled_back_to`` is the id of the checkpoint to which the line went back last, or that
-    a job has named, which may have been the latest one then; or "".
+    ``incarnation`` is the newest, and ``sequence`` the number that its claim counts as: its first checkpoint gets that
+    at least. ``line`` are the incarnations before it. ``rolled_back_to`` is the id of the checkpoint to which the line
+    went back last, or that a job has named, which may have been the latest one then; or "".
     """
 
     incarnation: int
