@@ -46,10 +46,14 @@ def run(script: str, argument: str, *, in_one_process: bool = True) -> subproces
 
 
 def tokens_of(result: subprocess.CompletedProcess[str]) -> list[int]:
-    lines = [line for line in result.stdout.splitlines() if line.startswith("TOKENS ")]
-    assert len(lines) == 1, result.stdout[-3000:] + result.stderr[-3000:]
-    tokens: list[int] = json.loads(lines[0].removeprefix("TOKENS "))
+    (tokens,) = lists_of(result)
     return tokens
+
+
+def lists_of(result: subprocess.CompletedProcess[str]) -> list[list[int]]:
+    lines = [line.removeprefix("TOKENS ") for line in result.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert lines, result.stdout[-3000:] + result.stderr[-3000:]
+    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,50 @@ def test_what_vllm_packs_late_was_loaded_before(name: str, tmp_path: Path) -> No
     assert "EQUAL True" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
 
 
+class TestReloadInPlace:
+    """``reload_weights`` of vLLM: what it loads is proven, too, and may come from the option ``path``."""
+
+    @pytest.fixture
+    def changed(self, model: Path, tmp_path: Path) -> Path:
+        folder = shutil.copytree(model, tmp_path / "changed")
+        stored = {name: tensor.flip(0) for name, tensor in load_file(model / "model.safetensors").items()}
+        save_file(stored, folder / "model.safetensors")
+        return folder
+
+    def reload(
+        self, model: Path, options: dict[str, Any], reload: dict[str, Any], saved: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        options = {"model": str(model), "load_format": "rankless", **options}
+        return run(
+            "reload", json.dumps([options, reload, saved]), in_one_process="tensor_parallel_size" not in options
+        )
+
+    @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["tp1", "tp2"])
+    def test_from_another_folder(
+        self, model: Path, expected: list[int], changed: Path, options: dict[str, Any]
+    ) -> None:
+        result = self.reload(model, options, {"weights_path": str(changed)})
+        assert lists_of(result) == [expected, tokens_of(generate(changed))]
+        assert f"rankless has loaded {changed}: " in result.stdout + result.stderr
+
+    @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["tp1", "tp2"])
+    def test_from_the_newest_checkpoint_of_a_training(
+        self, model: Path, saved: Path, expected: list[int], changed: Path, options: dict[str, Any]
+    ) -> None:
+        options = {"model_loader_extra_config": {"path": str(saved)}, **options}
+        result = self.reload(model, options, {}, f"{saved} {changed / 'model.safetensors'}")
+        assert lists_of(result) == [expected, tokens_of(generate(changed))]
+        assert f"rankless has loaded {saved / 'step_3'}: " in result.stdout + result.stderr
+        assert (result.stdout + result.stderr).count("; verified; ") == 2
+
+    def test_a_flipped_bit_is_named(self, model: Path, saved: Path, expected: list[int]) -> None:
+        file = saved / "step_2/model/model.safetensors"
+        flip_tensor_bit(file, "model.layers.0.self_attn.o_proj.weight")
+        result = self.reload(model, {}, {"weights_path": str(saved / "step_2")})
+        assert lists_of(result) == [expected]
+        assert f"model tensor 'model.layers.0.self_attn.o_proj.weight' in {file} is corrupt" in result.stderr
+
+
 class TestWhatCannotBeLoaded:
     def test_a_truncated_file(self, model: Path, tmp_path: Path) -> None:
         folder = shutil.copytree(model, tmp_path / "model")
@@ -171,6 +219,17 @@ def test_show_for_vllm_says_what_its_ranks_need(name: str, layout: str, options:
     assert [[r["needed"], r["parameters"]] for r in ranks] == [[n, p] for n, _, p in json.loads(lines[0][7:])]
     assert planned["from_disk"] <= planned["bytes"]
     assert sum(r["from_store"] for r in ranks) <= planned["bytes"] + sum(r["alone"] for r in ranks if r["computed"])
+
+
+def test_show_for_vllm_refuses_stages_without_layers(tmp_path: Path) -> None:
+    from campaigns.engines.tiny_models import write_model
+
+    folder = write_model("llama", tmp_path)
+    command = [sys.executable, "-m", "rankless", "show", str(folder), "--for", "vllm", "--pp", "5"]
+    env = {**os.environ, **ENVIRONMENT}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert shown.returncode == 2
+    assert "has fewer layers than pipeline stages" in shown.stderr
 
 
 def test_show_for_vllm_says_that_a_checkpoint_lacks_parameters(tmp_path: Path) -> None:

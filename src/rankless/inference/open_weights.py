@@ -155,6 +155,11 @@ class ModelWeights:
             raise StateError("the weights are not open: iterate inside of `with open_weights(...) as weights`")
         return self._loader.iterate()
 
+    def read_held(self) -> None:
+        """Read the tensors that the caller still has, so that they can be used after the block. Plugins call it."""
+        if self._loader is not None:
+            self._loader.read_held()
+
     def slices(self) -> dict[str, StoredSlice]:
         """Return the tensors as objects from which parts are read, for loaders that cut what they need themselves.
 

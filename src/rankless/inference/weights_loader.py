@@ -166,6 +166,11 @@ class WeightsLoader(ClosingMixin):
         self._run_now([copy])
         return target
 
+    def read_held(self) -> None:
+        """Read the contents of which a lazy tensor exists, whole: they are plain tensors from now on."""
+        for content in [*self.contents]:
+            content.make_real("held")
+
     def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
         """See :class:`~rankless.inference.copies_first.FillingLoader`."""
         if self._pending or self._running:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import vllm
@@ -16,12 +18,15 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
-from rankless.errors import FormatError
+from rankless.errors import FormatError, StateError
 from rankless.inference.loader_options import LoaderOptions
 from rankless.inference.open_weights import ModelWeights, open_weights
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
+
+#: The names with which the models of this process were loaded: another name is a reload from elsewhere.
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 #: What is used of vLLM's own loader, besides its public methods.
 _USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
@@ -63,6 +68,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         self._late_steps = None
         self._log_reports()
+        _names[model] = model_config.model
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -89,17 +95,29 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield the names and the tensors of all weights. Outside of :meth:`load_weights` they are vLLM's own."""
+        """Yield the names and the tensors of all weights. Outside of :meth:`load_weights` they are for a reload."""
         if self._opened:
             for prefix, weights in self._opened:
                 yield from ((prefix + name, tensor) for name, tensor in weights)
-        elif self._path is None:
-            _log.warning_once("rankless does not reload weights: vLLM's own loader does, and verifies nothing")
-            yield from super().get_all_weights(model_config, model)
         else:
-            raise NotImplementedError(
-                "the load format rankless does not reload weights in place from the option 'path': restart the engine"
-            )
+            yield from self._iterate_reload(model_config, model)
+
+    def _iterate_reload(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the weights for ``reload_weights`` of vLLM, which makes a loader for it. All workers call it."""
+        if model not in _names:
+            raise StateError("rankless did not load this model, so it cannot reload it: restart the engine")
+        if model_config.model != _names[model]:  # weights_path=
+            self._path = model_config.model if _is_place(model_config.model) else None
+            self._options = dataclasses.replace(self._options, tag=None)
+        with ExitStack() as loads:
+            for source in self._list_sources(model, model_config):
+                weights = loads.enter_context(self._open(source))
+                self._unreported.append(weights)
+                yield from ((source.prefix + name, tensor) for name, tensor in weights)
+                weights.read_held()  # vLLM finishes some layers after the last tensor
+        self._log_reports()
 
     def _list_sources(self, model: nn.Module, model_config: ModelConfig) -> Iterable[DefaultModelLoader.Source]:
         """Return where the weights are: of some models, parts are in folders of their own."""
@@ -125,6 +143,11 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
                 raise FormatError(f"{path} has no safetensors files: use --load-format auto")
         group: ProcessGroupArgument = ranks.cpu_group if ranks.world_size > 1 else SELF
         return open_weights(path, tag, verify=options.verify, process_group=group, timeout=options.timeout)
+
+
+def _is_place(name: str) -> bool:
+    """Return whether a name is a folder or a URL, and not that of a model of the Hub."""
+    return "://" in name or Path(name).is_dir()
 
 
 def _is_quantized_late(model: nn.Module) -> bool:
