@@ -228,3 +228,33 @@ def test_a_job_whose_files_the_next_one_has_removed_is_superseded(earlier: list[
             pytest.raises(SupersededError, match="another job has continued the run"),
         ):
             directory.save("step_2", {"w": torch.ones(2)}, step=2)
+
+
+def test_a_job_that_stops_right_after_its_commit_deletes_nothing_when_it_wakes_up() -> None:
+    """Another one has gone back meanwhile, and has saved under the tag: what the first has saved got another tag."""
+    fake = FakeS3(AWS)
+    with fake.connected():
+        path = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
+        directory = rankless.RunDirectory(path)
+        directory.save("step_1", {"w": torch.ones(2)}, step=1)
+        find_highest_number = object_publication.find_highest_number
+
+        def stop(*arguments: Any) -> Any:
+            with (
+                mock.patch.object(object_publication, "find_highest_number", find_highest_number),
+                mock.patch.object(claims, "_claimed", {}),  # as in another process
+            ):
+                other = rankless.RunDirectory(path)
+                with pytest.warns(UserWarning, match="goes back to 'step_1'"):
+                    other.restore("step_1", {"w": torch.zeros(2)}, resume=True)
+                other.save("step_2", {"w": torch.ones(2) * 3}, step=2)
+            return find_highest_number(*arguments)
+
+        with (
+            mock.patch.object(object_publication, "find_highest_number", stop),
+            pytest.raises((SupersededError, TagExistsError)),
+        ):
+            directory.save("step_2", {"w": torch.ones(2) * 2}, step=2)
+        tags = [info.tag for info in rankless.list_checkpoints(path)]
+        values = {tag: float(rankless.open(path, tag)["model/w"][0]) for tag in tags}
+        assert values == {"step_1": 1, "step_2@1": 2, "step_2": 3}
