@@ -198,7 +198,7 @@ class Judge:
             # One that has loaded just this checkpoint continues it.
             is_behind = other.run == run and not other.has_claimed and other.content != content
             if is_behind and other.place.name == site.place.name and not job.is_challenged:
-                other.is_challenged |= job.tier is None
+                other.is_challenged |= job.tier is None and not job.is_doubtful
                 other.is_doubtful = True
         for tier in site.tiers.values():
             if tier.path == job.tier:

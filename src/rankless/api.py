@@ -20,7 +20,7 @@ from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.save.job_memory import JobMemory
 from rankless.save.metrics import read_metrics
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
 #: The settings of a default run directory: path, timeout in seconds, process group, local tier.

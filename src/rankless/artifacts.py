@@ -17,7 +17,8 @@ from rankless import view
 from rankless.errors import CheckpointReplacedError, FormatError, InvalidArgumentError, NoCheckpointError
 from rankless.loggers import current_wandb_run, find_mlflow_run, is_first_rank
 from rankless.run.tag_arguments import TagArgument
-from rankless.storage.object_path import RUN_PREFIX, ObjectPath
+from rankless.storage.location import RUN_PREFIX
+from rankless.storage.object_path import ObjectPath
 from rankless.view import Checkpoint
 
 #: The prefix of the tags of a model of MLflow.

@@ -45,7 +45,7 @@ from rankless.state.mismatches import COMPONENTS
 from rankless.state.staged_size import estimate_staged_bytes
 from rankless.state.step_mark import StepMark
 from rankless.state.user_objects import check_stateful_object
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.tier.tier_options import LocalTier
 
 _log = logging.getLogger("rankless")

@@ -20,7 +20,8 @@ from rankless.run.pin import held_pin, is_being_removed
 from rankless.run.pointers import Pointer, find_tag
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import Best, TagArgument
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 from rankless.view import Checkpoint
 

@@ -8,7 +8,7 @@ from rankless.run import aliases, catalog
 from rankless.run.aliases import delete_alias
 from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_alias
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
 #: The seconds that ranks wait for each other when they look for a checkpoint in their local tiers.

@@ -46,7 +46,8 @@ from rankless.save.metrics import copy_metrics
 from rankless.save.save_request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.state.training import TrainingObjects
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
 #: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.

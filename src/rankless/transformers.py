@@ -31,7 +31,8 @@ from rankless.options import FROZEN
 from rankless.run.lookup import resolve_checkpoint_path
 from rankless.run.retention import KeepLast, KeepTags, Retention
 from rankless.storage.directory_trees import remove_tree
-from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.storage.posix import is_file, list_names, local_path, make_directory, path_exists, read_small, write_small
 from rankless.storage.store import store_of
 

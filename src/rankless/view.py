@@ -42,7 +42,7 @@ from rankless.run.object_run import tag_of
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.state.array_decoder import ArrayDecoder, allocate_tensor, tensor_sink
 from rankless.storage.aligned_memory import aligned_buffer
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import rankless
 from campaigns.common.reserved_port import reserve_port
-from tests.engines.test_vllm import ENVIRONMENT, generate, tokens_of
+from tests.helpers.vllm_programs import ENVIRONMENT, generate, tokens_of
 
 pytest.importorskip("vllm")
 

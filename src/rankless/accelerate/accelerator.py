@@ -20,7 +20,8 @@ from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
 from rankless.run.catalog import list_checkpoints
 from rankless.run.retention import KeepLast
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 
 #: Accelerate's name of a checkpoint, and of the folder of checkpoints in the project.
 _TAG, _FOLDER = "checkpoint_{}", "checkpoints"

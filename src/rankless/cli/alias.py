@@ -15,7 +15,7 @@ from rankless.observe.terminal import escape_control_characters, terminal_consol
 from rankless.run.aliases import delete_alias, list_meant
 from rankless.run.catalog import list_checkpoints
 from rankless.run.tag_arguments import give_alias
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 
 def alias(

@@ -15,7 +15,7 @@ from rankless.formats.detect import is_checkpoint
 from rankless.run.aliases import list_aliases
 from rankless.run.catalog import list_checkpoints
 from rankless.run.lookup import checkpoint_path
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 
 #: The option ``--tag`` of commands that read one checkpoint of a run.

@@ -18,7 +18,7 @@ from rankless.observe.events import Event, OnEvent, Progress
 from rankless.observe.terminal import escape_control_characters, progress_bar, terminal_console
 from rankless.observe.units import format_size
 from rankless.ondisk.data_files import SHARD_SIZE
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.storage.store import count_stored_bytes
 
 #: The format of each file suffix. All other suffixes mean Lightning.

@@ -20,7 +20,7 @@ from rankless.observe.terminal import escape_control_characters, terminal_consol
 from rankless.observe.units import format_count
 from rankless.run.catalog import StaleDirectory, list_checkpoints
 from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 if TYPE_CHECKING:
     from rankless.cli.ls_tree import TreeListing

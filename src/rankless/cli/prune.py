@@ -19,7 +19,7 @@ from rankless.run.catalog import StaleDirectory, list_stale_directories
 from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, find_protection, seems_alive
 from rankless.run.retention import KeepLast
 from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 
 

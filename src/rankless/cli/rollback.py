@@ -17,7 +17,7 @@ from rankless.observe.units import format_count
 from rankless.run.catalog import find_checkpoint
 from rankless.run.rollback import roll_back
 from rankless.run.tag_arguments import resolve_tag
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 
 def rollback(

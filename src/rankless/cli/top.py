@@ -26,7 +26,8 @@ from rankless.run.catalog import StaleDirectory, list_checkpoints
 from rankless.run.journal import JournalEntry, read_journal
 from rankless.run.pin import is_pinned
 from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import free_bytes
 from rankless.storage.store import store_of
 

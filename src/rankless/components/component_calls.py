@@ -27,7 +27,8 @@ from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
 from rankless.state.mismatches import RestorePolicy
 from rankless.state.training import TrainingObjects
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 
 #: The pending saves of all calls.
 saves = PendingSaves()

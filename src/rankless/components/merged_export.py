@@ -28,7 +28,7 @@ from rankless.state.model.peft_adapters import BASE
 from rankless.state.tensor_views import DTYPES
 from rankless.state.training import TrainingObjects
 from rankless.storage import posix
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 #: How many seconds ranks would wait for each other; there is only one.
 _TIMEOUT = 600.0

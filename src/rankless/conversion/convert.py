@@ -17,7 +17,7 @@ from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, WITH_ADAPTERS, parse_size
 from rankless.ondisk.dtypes import BY_TORCH_NAME, FLOATING
 from rankless.ondisk.validation import check_keys, check_number
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.torch_import import explain_imports
 
 if TYPE_CHECKING:

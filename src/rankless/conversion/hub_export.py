@@ -39,7 +39,7 @@ from rankless.ondisk.weight_names import DIFFUSERS, find_stems
 from rankless.ondisk.wrapper_prefixes import has_adapters
 from rankless.run.lookup import open_latest
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,8 @@ from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointErr
 from rankless.run.cleanup import finish_interrupted_replace
 from rankless.save.background import background_saves
 from rankless.storage import posix
-from rankless.storage.object_path import ObjectPath, is_supported, parse_location
+from rankless.storage.location import is_supported, parse_location
+from rankless.storage.object_path import ObjectPath
 
 
 class FileSystemReader(StorageReader):

@@ -35,7 +35,7 @@ from rankless.engine.comm.process_group_argument import check_ranks_are_joined
 from rankless.engine.comm.vote import RankFailure
 from rankless.engine.io.device_streams import synchronize_devices
 from rankless.errors import InvalidArgumentError, StorageError
-from rankless.storage.object_path import is_supported, parse_location
+from rankless.storage.location import is_supported, parse_location
 from rankless.storage.reader_pool import ReaderPool
 
 

@@ -35,7 +35,8 @@ from rankless.observe.events import Event, OnEvent, Progress, ProgressCounter
 from rankless.observe.reporter import notify_listener
 from rankless.run.lookup import open_latest
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import host_id
 
 _log = logging.getLogger("rankless")

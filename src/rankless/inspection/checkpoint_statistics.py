@@ -12,7 +12,7 @@ from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedChec
 from rankless.inspection.name_patterns import match_names
 from rankless.inspection.tensor_statistics import TensorStatistics
 from rankless.ondisk.dtypes import PACKED_BITS
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rankless.inspection.inspected_checkpoint import inspect_path
 from rankless.inspection.tensor_pairs import info_of
 from rankless.inspection.value_differences import ABSENT
 from rankless.ondisk.data_files import TensorInfo
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import STATISTICS
 from rankless.process.prepared_types import prepared
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 
 #: The number of bytes of the CRC, and the most bytes of a file.

@@ -27,7 +27,8 @@ from rankless.run.scan import CheckpointInfo
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.storage.atomic_rename import rename_noreplace
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import local_path, path_exists
 
 #: Seconds that ranks wait for each other.

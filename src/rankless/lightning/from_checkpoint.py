@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from rankless.conversion.state_dict_schemas import lightning_schema
 from rankless.lightning.checkpoint_dict import ResumedCheckpoint
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 
 _M = TypeVar("_M", bound=LightningModule | LightningDataModule)
 

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpo
 
 from rankless.errors import InvalidArgumentError
 from rankless.lightning.run_filesystem import RunFileSystem
-from rankless.storage.object_path import RUN_PREFIX, ObjectPath, parse_location
+from rankless.storage.location import RUN_PREFIX, parse_location
+from rankless.storage.object_path import ObjectPath
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -17,7 +17,7 @@ from rankless.errors import InvalidArgumentError
 from rankless.run.catalog import list_checkpoints
 from rankless.run.lookup import resolve_checkpoint_path
 from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import RUN_PREFIX, parse_location
+from rankless.storage.location import RUN_PREFIX, parse_location
 from rankless.storage.store import store_of
 
 

@@ -23,7 +23,7 @@ from rankless.lightning.hook_overrides import ON_LOAD, ON_SAVE, NotRead, is_hook
 from rankless.lightning.load_state import load_model, load_optimizers
 from rankless.lightning.removal import remove_checkpoint as remove
 from rankless.state.model.fsdp1 import uses_fsdp1
-from rankless.storage.object_path import RUN_PREFIX
+from rankless.storage.location import RUN_PREFIX
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -24,6 +24,7 @@ from rankless.run.scan import CheckpointInfo, read_info_strictly
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import path_exists
+from rankless.storage.store import store_of
 
 #: How often a look at a folder is repeated that another job is about to delete, and the seconds between.
 _ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
@@ -95,7 +96,7 @@ def _is_whole(folder: ObjectPath) -> bool:
     folder, and then looks for tags: see :func:`rankless.run.object_removal.discard_abandoned`.
     """
     for _ in range(_ATTEMPTS):
-        if not folder.store.is_file(folder / REMOVED):
+        if not store_of(folder).is_file(folder / REMOVED):
             break
         time.sleep(_ATTEMPT_SECONDS)
-    return folder.store.is_file(folder / NAME)
+    return store_of(folder).is_file(folder / NAME)

@@ -23,8 +23,9 @@ from rankless.run.scan import CheckpointInfo
 from rankless.save.background import background_saves
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.file_lock import FileLock
+from rankless.storage.location import parse_location
 from rankless.storage.mapped_file import map_to_read
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import make_durable_directory, wrap_os_errors
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Generation

@@ -9,26 +9,13 @@ through the store that a path belongs to: see :mod:`rankless.storage.store`.
 from __future__ import annotations
 
 from functools import cache
-from os import PathLike
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rankless.errors import InvalidArgumentError
-from rankless.storage.posix import local_path
 
 if TYPE_CHECKING:
     from rankless.storage.store import ObjectStore
-
-
-#: The first parts of paths that were made from URLs.
-_URL_PARTS = frozenset({"s3:", "gs:", "az:"})
-
-
-#: The starts of URLs.
-_SCHEMES = ("s3://", "gs://", "az://")
-
-#: The start of the URLs of checkpoints that Lightning's callbacks give. They mean the same without it.
-RUN_PREFIX = "rankless+"
 
 
 class ObjectPath(PosixPath):
@@ -101,44 +88,3 @@ def make_object_path(store: ObjectStore, location: str) -> ObjectPath:
             f"{location} must be {store.scheme}://bucket/name, without empty names, '.' and '..'"
         )
     return path_class(store)("/" + "/".join(parts))
-
-
-def is_supported(path: str | PathLike[str]) -> bool:
-    """Return whether a path is one of a file system, or of an object store that is supported."""
-    return "://" not in str(path) or str(path).startswith(_SCHEMES)
-
-
-def parse_location(path: str | PathLike[str]) -> Path:
-    """Return the absolute path of a directory or file, or the path in an object store that a URL names.
-
-    The store of an ``s3://`` URL is :meth:`S3.from_environment <rankless.storage.s3.s3_store.S3.from_environment>`,
-    that of a ``gs://`` URL :meth:`GCS.from_environment <rankless.storage.gcs.gcs_store.GCS.from_environment>`, and
-    of an ``az://`` URL :meth:`Azure.from_environment <rankless.storage.azure.azure_store.Azure.from_environment>`.
-    Raises ``InvalidArgumentError`` for an empty path, for the URL of a store that is not supported, and for what is
-    neither a text nor a path.
-    """
-    if isinstance(path, ObjectPath):
-        return path
-    if not isinstance(path, str | PathLike):
-        return local_path(path)  # raises
-    if isinstance(path, str):
-        path = path.removeprefix(RUN_PREFIX)
-    if not isinstance(path, str) and PosixPath(path).parts[:1] and PosixPath(path).parts[0] in _URL_PARTS:
-        raise InvalidArgumentError(f"{path} was a URL before it became a {type(path).__name__}: pass it as a text")
-    if isinstance(path, str) and path.partition("/")[0] in _URL_PARTS and not path.startswith(_SCHEMES):
-        raise InvalidArgumentError(f"{path} is no URL: write {path.replace(':/', '://', 1)}")
-    if isinstance(path, str) and "://" in path and not path.startswith(_SCHEMES):
-        raise InvalidArgumentError(f"{path} is in no store that rankless knows: use s3://, gs:// or az://, or a folder")
-    if isinstance(path, str) and path.startswith("s3://"):
-        from rankless.storage.s3.s3_store import S3  # noqa: PLC0415 - few jobs use one
-
-        return make_object_path(S3.from_environment(), path)
-    if isinstance(path, str) and path.startswith("gs://"):
-        from rankless.storage.gcs.gcs_store import GCS  # noqa: PLC0415
-
-        return make_object_path(GCS.from_environment(), path)
-    if isinstance(path, str) and path.startswith("az://"):
-        from rankless.storage.azure.azure_store import Azure  # noqa: PLC0415 - few jobs use one
-
-        return make_object_path(Azure.from_environment(), path)
-    return local_path(path)

@@ -39,7 +39,8 @@ from rankless.run.claims import read_token
 from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystem_kind import is_local
-from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.storage.posix import (
     directory_identity,
     file_size,

@@ -28,7 +28,8 @@ from rankless.options import STAGING
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.state.training import TrainingObjects
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from rankless.torchtitan.data_loader import DataLoaderStates
 from rankless.torchtitan.step_folders import RunFolder, StartPoint, check_replaceable, remove_replaceable, tag_of
 

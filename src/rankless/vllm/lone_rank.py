@@ -53,7 +53,7 @@ def load_on_rank(config: str, layout: EngineLayout, rank: int, weights: Iterable
         raise InvalidArgumentError(f"{ENGINE} cannot load {config} with {layout}: {error}") from error
     if loaded is not None and vllm_config.model_config.quantization is None:  # vLLM's own loader asks the same
         _check_complete(model, loaded, rank)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes: int = sum(parameter.nbytes for parameter in model.parameters())
     if nbytes == 0:
         raise InvalidArgumentError(
             f"with {layout} rank {rank} of {ENGINE} would have no layer of {config}: it has fewer layers than pipeline "

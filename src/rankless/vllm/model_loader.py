@@ -21,6 +21,7 @@ from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgume
 from rankless.errors import FormatError, StateError
 from rankless.inference.loader_options import LoaderOptions
 from rankless.inference.open_weights import ModelWeights, open_weights
+from rankless.storage.posix import is_directory
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
@@ -147,7 +148,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
 
 def _is_place(name: str) -> bool:
     """Return whether a name is a folder or a URL, and not that of a model of the Hub."""
-    return "://" in name or Path(name).is_dir()
+    return "://" in name or is_directory(Path(name))
 
 
 def _is_quantized_late(model: nn.Module) -> bool:

@@ -22,7 +22,8 @@ from rankless.storage.azure.environment import parse_connection_string
 from rankless.storage.body import Body
 from rankless.storage.http import retries
 from rankless.storage.http.connection import Address, HttpResponse
-from rankless.storage.object_path import ObjectPath, make_object_path, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.storage.store import Upload
 from tests.helpers.fake_azure import ACCOUNT, KEY, REQUEST_ID, FakeAzure, Recorded
 from tests.helpers.fake_http import BUCKET, Answers, LoseOnce, disconnect

@@ -23,7 +23,8 @@ from rankless.storage.body import Body
 from rankless.storage.gcs.object_checksums import PartChecksums, encode_crc32c, find_crc32c
 from rankless.storage.http import retries
 from rankless.storage.http.connection import HttpResponse
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_http import BUCKET, Answers, disconnect
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure, gcs_at
 from tests.helpers.token_server import TokenServer

@@ -14,7 +14,8 @@ from rankless import GCS, S3, Azure
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, StorageError
 from rankless.storage.http import retries
 from rankless.storage.http.connection import HttpResponse
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
 from tests.helpers.fake_s3 import GOOGLE, FakeS3, failure

@@ -26,7 +26,8 @@ from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, Inv
 from rankless.storage.body import Body
 from rankless.storage.http import retries
 from rankless.storage.http.connection import ConnectionPool, HttpRequest, HttpResponse, parse_address
-from rankless.storage.object_path import ObjectPath, parse_location
+from rankless.storage.location import parse_location
+from rankless.storage.object_path import ObjectPath
 from tests.helpers.fake_http import BUCKET, Answers, disconnect
 from tests.helpers.fake_s3 import AWS, PROFILES, FakeS3, Profile, failure, store_at, store_for
 

@@ -25,7 +25,7 @@ from rankless.observe.terminal import escape_control_characters, terminal_consol
 from rankless.ondisk.data_files import TensorInfo
 from rankless.run.lineage import Lineage, find_lineage
 from rankless.run.object_run import tag_of
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 
 

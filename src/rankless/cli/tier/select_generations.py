@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from rankless.errors import NoCheckpointError
-from rankless.storage.object_path import parse_location
+from rankless.storage.location import parse_location
 from rankless.storage.posix import local_path
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.host_inspection import HostGeneration, list_generations
