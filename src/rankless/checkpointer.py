@@ -27,6 +27,7 @@ from rankless.errors import CorruptCheckpointError, EmptyRunError, InvalidArgume
 from rankless.formats.native import is_native
 from rankless.liveness.preemption import Preemption, preemption
 from rankless.load.restore_result import RestoreResult
+from rankless.model_saves import plan_model_saves
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_integer, check_tag
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
@@ -82,6 +83,11 @@ class Checkpointer:
             that costs the training least time, from what its saves cost and how often it was resumed
             (:mod:`rankless.save.cadence`). By default it saves none of them: then checkpoints come from :meth:`save`,
             from signals, and from the end of the ``with`` block.
+        save_model_every: :meth:`step` also saves the weights alone, at each multiple of this number, or for a
+            ``timedelta`` after so long: for evaluations and engines, at another interval than checkpoints. Nothing is
+            resumed from them.
+        models: The run directory of these weights: its path, or a :class:`rankless.RunDirectory` with its own ``keep``
+            and options. By default it is next to ``path``, with ``-models`` after its name.
         signals: The signals at which :meth:`step` saves and returns ``True`` on all ranks. Without any, no signal
             handler is installed.
         keep: The number of checkpoints to keep, or a retention policy, as in :meth:`rankless.RunDirectory.save`.
@@ -117,6 +123,8 @@ class Checkpointer:
         dataloader: Any = None,
         stateful: Mapping[str, Any] | None = None,
         save_every: int | timedelta | Literal["auto"] | None = None,
+        save_model_every: int | timedelta | None = None,
+        models: RunDirectory | str | PathLike[str] | None = None,
         signals: Collection[int] = (signal.SIGTERM,),
         keep: Retention | int | None = None,
         async_save: bool = False,
@@ -129,19 +137,21 @@ class Checkpointer:
         options: SaveOptions | None = None,
         **more: Unpack[SaveKeywords],
     ) -> None:
+        self._save_model_every = save_model_every
         self._save_every, self._cadence = save_every, as_cadence(save_every, parse_location(path))
         self._tolerance = FailureTolerance.of(on_failure, max_unsaved, has_tier=local is not None)
         chosen = with_keywords(SaveOptions(), options, more, Checkpointer)
-        self._directory = RunDirectory(
+        open_directory = partial(
+            RunDirectory, async_save=async_save, process_group=process_group, timeout=timeout, options=chosen
+        )
+        self._directory = open_directory(
             path,
             keep=keep,
-            async_save=async_save,
-            process_group=process_group,
-            timeout=timeout,
             local=local,
             replica_groups=replica_groups,
             options=self._tolerance.listen_in(chosen),
         )
+        self._models = plan_model_saves(save_model_every, models, model, self._directory, open_directory)
         self._components = {
             name: given
             for name, given in (
@@ -303,6 +313,8 @@ class Checkpointer:
             except BaseException:
                 self._close_outside_block()
                 raise
+            if self._models is not None:
+                self._models.continue_from(step)
             if restored is None:
                 self._begin_with(init_from, is_strict=chosen.strict is not False)
                 return 0
@@ -389,6 +401,8 @@ class Checkpointer:
                 self.save()
         elif not self._is_prepared:
             self._prepare_staging()
+        if self._models is not None and not self._is_stopping:
+            self._models.save_if_due(step, metrics, self._tolerance.tolerating)
         return self._is_stopping
 
     def _prepare_staging(self) -> None:
@@ -445,6 +459,8 @@ class Checkpointer:
     def finalize(self) -> None:
         """Wait for the background saves. See :func:`rankless.finalize`."""
         self._directory.finalize()
+        if self._models is not None:
+            self._models.wait()
 
     def close(self) -> None:
         """Restore the previous signal handlers. The end of a ``with`` block does it."""
@@ -469,6 +485,8 @@ class Checkpointer:
                 self._end_block(failures)
             else:
                 failures.run_until_success(self._directory.wait)
+            if self._models is not None:
+                failures.run_until_success(self._models.wait)
             if error is None:
                 failures.raise_first(_LOOP_HAS_ENDED)
             else:
@@ -518,6 +536,7 @@ class Checkpointer:
         if not self._has_begun:
             settings = {
                 "save_every": repr(self._save_every),
+                "save_model_every": repr(self._save_model_every),
                 "signals": repr(sorted(self._signals)),
                 **self._tolerance.describe(),
             }

@@ -1,0 +1,173 @@
+"""Tests of a training that saves its weights alone, besides its checkpoints, into a run directory of their own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rankless
+from rankless.errors import InvalidArgumentError, StorageError, SupersededError
+from rankless.run import claims
+from rankless.save import shard_writer
+from tests.helpers.pool import Ranks
+
+
+def build(value: float = 0.0) -> torch.nn.Linear:
+    model = torch.nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
+
+
+def train(path: Any, until: int, *, tag: str | None = None, **options: Any) -> int:
+    """Train as users do: after step N all weights are N. Return the step from which the training went on."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankless.Checkpointer(path, model=model, optimizer=optimizer, signals=(), **options) as checkpointer:
+        begin = checkpointer.resume(tag)
+        for step in range(begin + 1, until + 1):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            checkpointer.step(step, {"loss": 1 / step})
+    return begin
+
+
+def values(path: Path) -> dict[str, float]:
+    """Return the first weight of each checkpoint of a run directory."""
+    tags = [info.tag for info in rankless.list_checkpoints(path)]
+    return {tag: float(rankless.open(path, tag)["model/weight"][0, 0]) for tag in tags}
+
+
+@contextmanager
+def another_process() -> Iterator[None]:
+    """Let claims of this process be those of another one."""
+    with mock.patch.object(claims, "_claimed", {}):
+        yield
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
+def test_the_weights_have_a_cadence_of_their_own(tmp_path: Path, options: dict[str, Any]) -> None:
+    train(tmp_path / "run", 7, save_every=4, save_model_every=2, **options)
+    assert list(values(tmp_path / "run")) == ["step_4", "step_7"]
+    assert values(tmp_path / "run-models") == {"step_2": 2, "step_4": 4, "step_6": 6}
+    manifest = rankless.open(tmp_path / "run-models", "step_6")
+    assert manifest.step == 6
+    assert {name.partition("/")[0] for name in manifest} == {"model"}
+
+
+def test_they_are_loaded_as_a_model_and_best_knows_their_metrics(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4, save_model_every=2)
+    model = build()
+    rankless.load_model(model, tmp_path / "run-models/step_2")
+    assert model.weight[0, 0] == 2
+    best = rankless.open(tmp_path / "run-models", rankless.best("loss"))
+    assert best.step == 4
+
+
+def test_a_run_directory_brings_its_own_retention(tmp_path: Path) -> None:
+    models = rankless.RunDirectory(tmp_path / "weights", keep=2)
+    train(tmp_path / "run", 9, save_every=3, keep=1, save_model_every=2, models=models)
+    assert list(values(tmp_path / "run")) == ["step_9"]
+    assert list(values(tmp_path / "weights")) == ["step_6", "step_8"]
+
+
+def test_a_time_is_an_interval(tmp_path: Path) -> None:
+    train(tmp_path / "run", 3, save_model_every=timedelta(microseconds=1))
+    assert list(values(tmp_path / "run-models")) == ["step_1", "step_2", "step_3"]
+
+
+def test_a_resumed_training_continues_them(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4, save_model_every=2)
+    with another_process():
+        assert train(tmp_path / "run", 8, save_model_every=2) == 4
+    assert values(tmp_path / "run-models") == {"step_2": 2, "step_4": 4, "step_6": 6, "step_8": 8}
+    assert len({rankless.open(tmp_path / "run-models", tag).identity.run for tag in ("step_2", "step_8")}) == 1  # type: ignore[union-attr]
+
+
+def test_a_training_that_goes_back_abandons_later_weights(tmp_path: Path) -> None:
+    train(tmp_path / "run", 6, save_every=3, save_model_every=2)
+    with another_process(), pytest.warns(UserWarning, match=r"run-models goes back to 'step_2': 2 later checkpoint"):
+        assert train(tmp_path / "run", 5, tag="step_3", save_model_every=2) == 3
+    current = [info.tag for info in rankless.list_checkpoints(tmp_path / "run-models") if info.is_current]
+    assert current == ["step_2", "step_4"]
+    assert values(tmp_path / "run-models").keys() == {"step_2", "step_4", "step_4@1", "step_6"}
+
+
+def test_a_training_that_was_interrupted_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4, save_model_every=2)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with another_process(), pytest.warns(UserWarning, match=r"later steps only, up to 'step_4', than step 0"):
+        assert train(tmp_path / "run", 2, save_model_every=2) == 0
+    assert values(tmp_path / "run-models") == {"step_4": 4, "step_2": 2}
+
+
+def test_an_older_job_saves_no_more_weights(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4, save_every=2, save_model_every=2)
+    model = build()
+    older = rankless.Checkpointer(tmp_path / "run", model=model, signals=(), save_model_every=1)
+    older.resume(strict=False)
+    with another_process():
+        train(tmp_path / "run", 5, save_model_every=1)
+    with pytest.raises(SupersededError):
+        older.step(5)
+    assert values(tmp_path / "run-models")["step_5"] == 5
+
+
+def test_a_failure_is_only_a_warning_if_it_may_be(tmp_path: Path) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError(28, "no space left")
+
+    with mock.patch.object(shard_writer, "write_file_ranges", fail):
+        with pytest.raises(StorageError, match="no space"):
+            train(tmp_path / "first", 1, save_model_every=1)
+        with warnings.catch_warnings(record=True, action="always") as caught, pytest.raises(StorageError):
+            train(tmp_path / "second", 2, save_model_every=1, on_failure="warn")  # only the last save raises
+    assert sum("second-models/step_" in str(one.message) for one in caught) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": "elsewhere"}, "models needs save_model_every"),
+        ({"save_model_every": "auto"}, "must be a number of steps or a timedelta"),
+        ({"save_model_every": 0}, "save_every"),
+        ({"save_model_every": 1, "replica_groups": "job"}, "not for replica_groups"),
+        ({"save_model_every": 1, "model": None}, "pass model= as well"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        rankless.Checkpointer(tmp_path / "run", **{"model": build(), **options})
+
+
+def test_the_run_directory_must_be_another_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be another run directory"):
+        rankless.Checkpointer(tmp_path / "run", model=build(), save_model_every=1, models=tmp_path / "run")
+
+
+def _train_on_ranks(path: str) -> None:
+    train(path, 4, save_every=4, save_model_every=2)
+    assert train(path, 6, save_every=4, save_model_every=2) == 4
+
+
+def _differ(path: str) -> None:
+    with pytest.raises(rankless.RankMismatchError, match="save_model_every"):
+        train(path, 1, save_model_every=1 + dist.get_rank())
+
+
+def test_all_ranks_save_them_together(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(3, _train_on_ranks, str(tmp_path / "run"))
+    assert values(tmp_path / "run-models") == {"step_2": 2, "step_4": 4, "step_6": 6}
+
+
+def test_ranks_with_other_cadences_are_refused(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2, _differ, str(tmp_path / "run"))
