@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from rankless.storage.location import parse_location
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 from rankless.view import Checkpoint
+
+_log = logging.getLogger("rankless")
 
 #: How often :func:`pin` tries again while a process removes the checkpoint, and the seconds between: that process may
 #: see the pin, and leave the checkpoint.
@@ -151,14 +154,27 @@ def iterate_new(
 
     The arguments and errors are those of :func:`wait_for_new`; the iteration ends if no new checkpoint appears within
     ``timeout`` seconds. Retention may remove a checkpoint before the loop has opened it, unless it is pinned: see
-    :func:`iterate_pinned`.
+    :func:`iterate_pinned`. At its end it says why: in the log, or by a warning if there was no checkpoint at all.
 
     Yields:
         The latest checkpoint. If the loop is slower than the training, checkpoints are left out.
     """
+    last: CheckpointInfo | None = None
     while (latest := wait_for_new(path, after, timeout=timeout, poll_seconds=poll_seconds)) is not None:
         yield latest
-        after = latest
+        last = after = latest
+    _explain_end(path, None if last is None else last.tag, timeout)
+
+
+def _explain_end(path: str | PathLike[str], tag: str | None, seconds: float | None) -> None:
+    """Say why an iteration ends, with a warning if it has yielded nothing. ``tag`` is what it has yielded last."""
+    if tag is None:
+        warn_caller(
+            f"no new checkpoint appeared in {path} within {seconds} s, so the loop over its checkpoints ends before it "
+            "has begun: to wait for longer, pass another timeout=, or none"
+        )
+    else:
+        _log.info("no checkpoint after %r appeared in %s within %s s: the loop ends", tag, path, seconds)
 
 
 def iterate_pinned(
@@ -187,11 +203,14 @@ def iterate_pinned(
     """
     if every:
         _check_times(timeout, poll_seconds)
+        last = None
         with closing(_PinCollector(parse_location(path), after, poll_seconds)) as collector:
             while (taken := collector.take(timeout)) is not None:
                 checkpoint, pinned = taken
+                last = checkpoint.tag
                 with pinned:
                     yield checkpoint
+        _explain_end(path, last, timeout)
         return
     for info in iterate_new(path, after, timeout=timeout, poll_seconds=poll_seconds):
         with ExitStack() as stack:

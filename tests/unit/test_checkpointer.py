@@ -435,3 +435,13 @@ def test_the_last_step_is_saved_again_if_its_background_save_had_failed(tmp_path
             with pytest.raises(StorageError):
                 checkpointer.finalize()
     assert [info.tag for info in rankless.list_checkpoints(tmp_path)] == ["step_1"]
+
+
+def test_a_handle_says_what_it_is_of_and_how_far(tmp_path: Path) -> None:
+    saved = rankless.save_checkpoint(tmp_path, "a", nn.Linear(1, 1))
+    assert repr(saved) == f"<SaveHandle of '{tmp_path / 'a'}', done>"
+    with mock.patch.object(shard_writer, "write_file_ranges", fail_to_write):
+        failed = rankless.save_checkpoint(tmp_path, "b", nn.Linear(1, 1), async_save=True)
+        with pytest.raises(StorageError):
+            failed.wait()
+    assert repr(failed) == f"<SaveHandle of '{tmp_path / 'b'}', failed: StorageError>"

@@ -52,6 +52,18 @@ def test_a_run_directory_may_appear_later(tmp_path: Path) -> None:
     training.join()
 
 
+@pytest.mark.parametrize("options", [{}, {"every": True}], ids=["latest", "every"])
+def test_an_iteration_says_why_it_ends(
+    tmp_path: Path, options: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rankless")
+    with pytest.warns(UserWarning, match=r"no new checkpoint appeared in .*run within 0.1 s"):
+        assert not list(rankless.iterate_pinned(tmp_path / "run", timeout=0.1, poll_seconds=0.01, **options))
+    save(tmp_path, 1)
+    assert len(list(rankless.iterate_pinned(tmp_path, timeout=0.1, poll_seconds=0.01, **options))) == 1
+    assert "no checkpoint after 's1' appeared" in caplog.messages[-1]
+
+
 def test_the_timeout_ends_the_wait_and_the_iteration(tmp_path: Path) -> None:
     save(tmp_path, 1)
     started = time.monotonic()

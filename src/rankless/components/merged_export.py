@@ -150,7 +150,9 @@ def _load_model(base: Any, adapter: Any, reader: Any, group: str) -> Any:
     """Put an adapter into a base model, and load the values of both."""
     import peft  # noqa: PLC0415 - an optional package
 
-    model = peft.get_peft_model(base, copy.deepcopy(adapter), group.partition("/")[2] or "default")
+    config = copy.deepcopy(adapter)
+    config.base_model_name_or_path = None  # else PEFT warns that the base model is in another folder now
+    model = peft.get_peft_model(base, config, group.partition("/")[2] or "default")
     _set_dtypes(model, reader)
     load_component(TrainingObjects(model), reader.path, ComponentView(MODEL), (SELF, _TIMEOUT), strict=True)
     return model

@@ -31,6 +31,15 @@ class SaveHandle(Generic[Result]):
         #: The thread that saves. Event listeners run in it, so they cannot wait for it.
         self.thread: threading.Thread | None = None
 
+    def __repr__(self) -> str:
+        if not self.done():
+            state = "in progress"
+        elif (error := self._done.exception()) is not None:
+            state = f"failed: {type(error).__name__}"
+        else:
+            state = "done"
+        return f"<SaveHandle of {str(self.path)!r}, {state}>"
+
     def done(self) -> bool:
         """Return whether the save has ended: it was committed, or it failed."""
         return self._done.done()

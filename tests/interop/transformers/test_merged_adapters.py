@@ -36,6 +36,14 @@ def test_the_merged_weights_are_those_of_peft(tmp_path: Path, kind: str) -> None
     assert same(opened(tmp_path / "merged"), make_peft(kind).merge_and_unload().state_dict())
 
 
+@pytest.mark.filterwarnings("error:The PEFT config")
+def test_that_the_base_model_is_elsewhere_now_is_no_warning(tmp_path: Path) -> None:
+    make_base().save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rankless.save_checkpoint(tmp_path / "run", "s", peft.get_peft_model(base, lora()))
+    rankless.merge_adapters(tmp_path / "run", tmp_path / "merged")
+
+
 @pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
 def test_adapters_of_tied_weights_do_not_change_the_other_layer(targets: list[str], tmp_path: Path) -> None:
     """PEFT merges them into the tied weight, for both layers."""

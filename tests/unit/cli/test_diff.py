@@ -178,6 +178,13 @@ class TestTensors:
         assert [line.split()[0] for line in lines[2:5]] == ["model/b", "model/d", "model/a"]
         assert lines[-1] == "4 tensors compared, 1 equal by its checksums"
 
+    def test_counts_are_no_change_of_weights(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            model = {"averaged": torch.tensor(5 * step), "w": torch.tensor([1.0 + step / 8])}
+            rankless.save_checkpoint(tmp_path, f"s{step}", model, rng=False)
+        line = call(tmp_path / "s1", tmp_path / "s2", code=1).stdout.splitlines()[0]
+        assert line == "2 of 2 tensors differ: model by at most 0.125, counts of model by at most 5"
+
     def test_one_differs_and_several_differ(self, tmp_path: Path) -> None:
         for tag, value, lr in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 1.0, 2)):
             content = {"lr": lr, "batch": lr}

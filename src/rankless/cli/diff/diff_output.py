@@ -55,9 +55,12 @@ def comparison_headline(comparison: CheckpointComparison) -> str:
     largest: dict[str, float] = {}
     for pair, difference in comparison.differing:
         group = pair.name.partition("/")[0] if "/" in pair.name else "values"
+        if _are_counts(comparison, pair):
+            group = f"counts of {group}"
         largest[group] = max(largest.get(group, 0.0), difference.absolute)
     if largest:
-        clauses[0] += ": " + ", ".join(f"{group} by at most {number:.3g}" for group, number in largest.items())
+        weights_first = sorted(largest.items(), key=lambda item: item[0].startswith("counts of "))
+        clauses[0] += ": " + ", ".join(f"{group} by at most {number:.3g}" for group, number in weights_first)
     if comparison.apart:
         clauses.append(f"{format_count(len(comparison.apart), 'tensor')} of other shapes, or on one side only")
     if comparison.values:
@@ -67,6 +70,11 @@ def comparison_headline(comparison: CheckpointComparison) -> str:
     if left is not None and right is not None and left != right:
         clauses.append(f"step {left} to {right}")
     return escape_control_characters("; ".join(clauses))
+
+
+def _are_counts(comparison: CheckpointComparison, pair: TensorPair) -> bool:
+    """Return whether a tensor has integers, such as the number of averaged steps, which are no measure of weights."""
+    return all(info is not None and info.dtype[:1] in {"I", "U"} for info in _pair_infos(comparison, pair))
 
 
 def _apart_row(comparison: CheckpointComparison, pair: TensorPair) -> tuple[str, str, str]:
