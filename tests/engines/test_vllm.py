@@ -123,6 +123,15 @@ class TestReloadInPlace:
         assert f"rankless has loaded {saved / 'step_3'}: " in result.stdout + result.stderr
         assert (result.stdout + result.stderr).count("; verified; ") == 2
 
+    def test_from_the_folder_of_the_model_itself(
+        self, model: Path, saved: Path, expected: list[int], changed: Path
+    ) -> None:
+        """Although its weights are elsewhere: `path` is only for the start, and for a reload without a name."""
+        rankless.save_checkpoint(saved, "step_3", load_file(changed / "model.safetensors"), rng=False)
+        options = {"model_loader_extra_config": {"path": str(saved)}}
+        result = self.reload(model, options, {"weights_path": str(model)})
+        assert lists_of(result) == [tokens_of(generate(changed)), expected]
+
     def test_a_flipped_bit_is_named(self, model: Path, saved: Path, expected: list[int]) -> None:
         file = saved / "step_2/model/model.safetensors"
         flip_tensor_bit(file, "model.layers.0.self_attn.o_proj.weight")

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 import vllm
@@ -18,16 +17,14 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
-from rankless.errors import FormatError, StateError
+from rankless.errors import FormatError
 from rankless.inference.loader_options import LoaderOptions
 from rankless.inference.open_weights import ModelWeights, open_weights
-from rankless.storage.posix import is_directory
+from rankless.storage.location import RUN_PREFIX
+from rankless.storage.posix import is_directory, list_names
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
-
-#: The names with which the models of this process were loaded: another name is a reload from elsewhere.
-_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 #: What is used of vLLM's own loader, besides its public methods.
 _USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
@@ -55,6 +52,11 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         #: The weights whose report is not logged yet.
         self._unreported: list[ModelWeights] = []
 
+    @property
+    def _origin(self) -> str:
+        """The mark of a model whose weights are at the option ``path``. A reload from elsewhere makes vLLM remove it."""
+        return f"{RUN_PREFIX}{self._options.path}"
+
     def download_model(self, model_config: ModelConfig) -> None:
         """Download a model of the Hugging Face Hub, unless the weights are elsewhere."""
         if self._options.path is None:
@@ -69,7 +71,8 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         self._late_steps = None
         self._log_reports()
-        _names[model] = model_config.model
+        if self._path is not None:
+            model_config.model_weights = self._origin
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -107,9 +110,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the weights for ``reload_weights`` of vLLM, which makes a loader for it. All workers call it."""
-        if model not in _names:
-            raise StateError("rankless did not load this model, so it cannot reload it: restart the engine")
-        if model_config.model != _names[model]:  # weights_path=
+        if model_config.model_weights != self._origin:
             self._path = model_config.model if _is_place(model_config.model) else None
             self._options = dataclasses.replace(self._options, tag=None)
         with ExitStack() as loads:
@@ -147,8 +148,10 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _is_place(name: str) -> bool:
-    """Return whether a name is a folder or a URL, and not that of a model of the Hub."""
-    return "://" in name or is_directory(Path(name))
+    """Return whether a name is a URL, or a checkpoint or run directory: vLLM knows folders and models of the Hub."""
+    if "://" in name:
+        return True
+    return is_directory(Path(name)) and not any(one.endswith(".safetensors") for one in list_names(Path(name)))
 
 
 def _is_quantized_late(model: nn.Module) -> bool:
