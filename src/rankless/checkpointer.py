@@ -278,7 +278,8 @@ class Checkpointer:
                 lack because they are new. They keep their state, with a warning.
             init_from: What a new run begins with: the weights of a model in any format that :func:`rankless.load_model`
                 reads, such as a checkpoint of another run or a folder of Hugging Face. It is loaded if the run
-                directory has no checkpoint; a job that is started again goes on.
+                directory has no checkpoint; a job that is started again goes on. Floating dtypes are cast; the other
+                options of the load hold for it, too.
             options: Options that few need: see :class:`rankless.LoadOptions`.
             more: Fields of :class:`rankless.LoadOptions`, such as ``strict={"model": False}``; they have precedence.
 
@@ -316,7 +317,7 @@ class Checkpointer:
             if self._models is not None:
                 self._models.continue_from(step)
             if restored is None:
-                self._begin_with(init_from, is_strict=chosen.strict is not False)
+                self._begin_with(init_from, replace(chosen, allow_missing=missing))
                 return 0
             self.restored = restored
             self._last = self._saved = step
@@ -327,16 +328,15 @@ class Checkpointer:
             self._pending = {}
             return step
 
-    def _begin_with(self, path: str | PathLike[str] | None, *, is_strict: bool) -> None:
+    def _begin_with(self, path: str | PathLike[str] | None, options: LoadOptions) -> None:
         """Load the weights with which a new run begins, if a path was passed. All ranks must pass the same."""
-        from rankless.components.component_calls import load_model  # noqa: PLC0415 - few runs begin so
-
-        group, timeout = self._process_group, self._timeout
         settings = {"init_from": "None" if path is None else str(path)}
         try:
             self._directory.compare_calls(CallDescription("Checkpointer.resume", settings), lambda: None)
             if path is not None:
-                load_model(self._components["model"], path, strict=is_strict, process_group=group, timeout=timeout)
+                source = RunDirectory(path, process_group=self._process_group, timeout=self._timeout)
+                only_weights = replace(options, rng=False, resume=False, again=None, cast_dtype=True)
+                source.restore(model=self._components["model"], options=only_weights)
         except BaseException:
             self._close_outside_block()
             raise

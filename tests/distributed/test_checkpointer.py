@@ -141,6 +141,19 @@ def test_weights_that_do_not_fit_or_have_no_model_are_refused(tmp_path: Path) ->
         rankless.Checkpointer(tmp_path / "run", signals=()).resume(init_from=tmp_path / "base")
 
 
+def test_the_options_of_the_load_hold_for_the_weights(tmp_path: Path) -> None:
+    torch.save({"app": {"net": torch.nn.Linear(2, 2).state_dict()}}, tmp_path / "base.pt")
+    model = {"net": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)}
+    rankless.save_checkpoint(tmp_path / "base", "s", {"net": torch.nn.Linear(2, 2)})
+    for source, options in (("base", {"strict": {"model/head": False}}), ("base", {"allow_missing": {"model/head"}})):
+        checkpointer = rankless.Checkpointer(tmp_path / "run", model=model, signals=())
+        assert checkpointer.resume(init_from=tmp_path / source, **options) == 0
+    net = torch.nn.Linear(2, 2)
+    checkpointer = rankless.Checkpointer(tmp_path / "run", model=net, signals=())
+    checkpointer.resume(init_from=tmp_path / "base.pt", keys={"model": "app.net"})
+    assert torch.equal(net.weight, torch.load(tmp_path / "base.pt")["app"]["net"]["weight"])
+
+
 def begin_from_weights_on_one_rank(run: str, weights: str) -> str:
     checkpointer = rankless.Checkpointer(run, model=torch.nn.Linear(2, 2), signals=())
     with pytest.raises(rankless.RankMismatchError) as caught:

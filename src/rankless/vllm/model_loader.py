@@ -54,7 +54,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
 
     @property
     def _origin(self) -> str:
-        """The mark of a model whose weights are at the option ``path``. A reload from elsewhere makes vLLM remove it."""
+        """The mark of a model whose weights are at the option ``path``: vLLM removes it for a reload from elsewhere."""
         return f"{RUN_PREFIX}{self._options.path}"
 
     def download_model(self, model_config: ModelConfig) -> None:
