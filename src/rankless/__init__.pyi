@@ -22,6 +22,7 @@ from rankless.components.merged_export import merge_adapters as merge_adapters
 from rankless.conversion.convert import convert as convert
 from rankless.conversion.hub_export import export_model as export_model
 from rankless.data.resumable_loader import ResumableLoader as ResumableLoader
+from rankless.data.stream_loader import StreamLoader as StreamLoader
 from rankless.liveness.preemption import Preemption as Preemption
 from rankless.liveness.preemption import preemption as preemption
 from rankless.data.worker_signals import shield_worker as shield_worker

@@ -14,7 +14,7 @@ import torch
 
 import rankless
 from rankless.errors import CorruptCheckpointError, RanklessError, StorageError, SupersededError, TagExistsError
-from rankless.run import claims
+from rankless.run import claims, unnamed_checkpoints
 from rankless.run.catalog import list_stale_directories
 from rankless.run.cleanup import clean_up, delete_checkpoints, seems_alive
 from rankless.save import object_publication
@@ -258,3 +258,48 @@ def test_a_job_that_stops_right_after_its_commit_deletes_nothing_when_it_wakes_u
         tags = [info.tag for info in rankless.list_checkpoints(path)]
         values = {tag: float(rankless.open(path, tag)["model/w"][0]) for tag in tags}
         assert values == {"step_1": 1, "step_2@1": 2, "step_2": 3}
+
+
+def test_a_job_that_gives_up_its_first_checkpoint_leaves_it_if_another_one_has_given_it_a_tag() -> None:
+    """In a run without any pointer, as a copy without hidden names, a save gives all whole checkpoints their tags."""
+    fake = FakeS3(AWS)
+    with fake.connected():
+        path = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
+        publish = object_publication.ObjectPublication.publish
+
+        def stop(*_: Any, **__: Any) -> None:
+            with (
+                mock.patch.object(object_publication.ObjectPublication, "publish", publish),
+                pytest.warns(UserWarning, match="wrote those of its 1 whole checkpoint"),
+            ):
+                rankless.save_checkpoint(path, "other", {"w": torch.ones(2)})
+            raise SupersededError("another job has continued the run")
+
+        with (
+            mock.patch.object(object_publication.ObjectPublication, "publish", stop),
+            pytest.raises(SupersededError),
+        ):
+            rankless.RunDirectory(path).save("first", {"w": torch.ones(2) * 2})
+        tags = {info.tag for info in rankless.list_checkpoints(path)}
+        assert tags == {"first", "other"}
+        assert rankless.open(path, "first")["model/w"][0] == 2
+        assert not [key for key in fake.objects if "removed" in key.lower()]
+
+
+def test_a_checkpoint_that_its_own_save_is_deleting_gets_no_tag() -> None:
+    fake = FakeS3(AWS)
+    with fake.connected():
+        path = make_object_path(fake.store_at("http://fake"), f"{BUCKET}/run")
+        rankless.save_checkpoint(path, "first", {"w": torch.ones(2)})
+        for key in [key for key in fake.objects if "/.tags/" in key or "/.history/" in key]:
+            del fake.objects[key]
+        (folder,) = {key.rpartition("/")[0] for key in fake.objects if key.endswith("manifest.json")}
+        original = unnamed_checkpoints.is_still_whole
+
+        def delete_meanwhile(whole: Any) -> bool:
+            del fake.objects[f"{folder}/manifest.json"]
+            return original(whole)
+
+        with mock.patch.object(unnamed_checkpoints, "is_still_whole", delete_meanwhile):
+            rankless.save_checkpoint(path, "other", {"w": torch.ones(2)})
+        assert [info.tag for info in rankless.list_checkpoints(path)] == ["other"]

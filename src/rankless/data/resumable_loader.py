@@ -11,14 +11,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from rankless.data.batch_schedule import BatchSchedule, SchedulePosition
-from rankless.data.worker_signals import shield_worker, signals_blocked_in_children
+from rankless.data.loader_arguments import check_arguments, describe_members, init_worker
+from rankless.data.worker_signals import signals_blocked_in_children
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.state import rng
-
-#: Options of ``DataLoader`` that decide the order of samples.
-_ORDER_OPTIONS = frozenset({"batch_sampler", "sampler"})
 
 
 class _BatchRequest(NamedTuple):
@@ -74,8 +72,13 @@ class ResumableLoader:
     ) -> None:
         ranks = RankGroup(process_group)
         self._rank, self._batch_size = ranks.rank, batch_size
-        self._sharing_ranks = _describe_members(ranks, process_group)
-        _check_loader(batch_size, seed, options)
+        self._sharing_ranks = describe_members(ranks, process_group)
+        check_arguments(type(self).__name__, batch_size, seed, options)
+        if not options.get("in_order", True):
+            raise InvalidArgumentError(
+                "in_order=False: a ResumableLoader counts batches in their order, and would lose some and repeat "
+                "others after a resume; leave in_order out"
+            )
         self._schedule = BatchSchedule(_length_of(dataset), batch_size * ranks.size, shuffle, seed, drop_last)
         if not self._schedule.count_batches():
             length, batch = self._schedule.length, self._schedule.batch
@@ -85,7 +88,7 @@ class ResumableLoader:
         self._iteration = 0
         # The loader's own generator: the workers' seed must not be drawn from the global one, which a resume restores.
         options.setdefault("generator", torch.Generator())
-        options["worker_init_fn"] = partial(_init_worker, options.get("worker_init_fn"))
+        options["worker_init_fn"] = partial(init_worker, options.get("worker_init_fn"))
         self._loader = DataLoader(
             _SeededDataset(dataset), batch_sampler=_BatchRequests(self._iterate_requests), **options
         )
@@ -179,13 +182,6 @@ class ResumableLoader:
             )
 
 
-def _describe_members(ranks: RankGroup, given: ProcessGroupArgument) -> str:
-    """Return the ranks that share the data as text, by which ranks of one group know each other."""
-    if given is None:
-        return "all ranks"
-    return f"ranks {', '.join(map(str, ranks.global_ranks()))}" if ranks.size > 1 else ""
-
-
 class _BatchRequests(Sampler[Any]):
     """A batch sampler for ``DataLoader`` that starts from the current position each time."""
 
@@ -212,34 +208,10 @@ class _SeededDataset(Dataset[Any]):
         return [self.dataset[sample] for sample in request.samples]
 
 
-def _init_worker(user_init: Callable[[int], object] | None, worker: int) -> None:
-    """Prepare a worker: protect it from signals, then call the user's ``worker_init_fn``."""
-    shield_worker()
-    if user_init is not None:
-        user_init(worker)
-
-
 def _length_of(dataset: Any) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InvalidArgumentError(
             f"a ResumableLoader takes a dataset with a length and an index; {type(dataset).__qualname__} has none. "
-            "A loader of a stream keeps its own position: see load_state_dicts in docs/exact-resume.md"
+            "For streams there is rankless.StreamLoader"
         )
     return len(dataset)
-
-
-def _check_loader(batch_size: object, seed: object, options: dict[str, Any]) -> None:
-    refused = _ORDER_OPTIONS & options.keys()
-    if refused:
-        raise InvalidArgumentError(
-            f"{min(refused)}: a ResumableLoader decides the order of samples itself; leave it out"
-        )
-    if not options.get("in_order", True):
-        raise InvalidArgumentError(
-            "in_order=False: a ResumableLoader counts batches in their order, and would lose some and repeat others "
-            "after a resume; leave in_order out"
-        )
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise InvalidArgumentError(f"batch_size must be a number of samples, at least 1; got {batch_size!r}")
-    if not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidArgumentError(f"seed must be an integer from 0 to 2**64 - 1; got {seed!r}")

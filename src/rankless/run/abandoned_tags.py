@@ -6,7 +6,6 @@ policy removes it. Rank 0 gives it the new name when it publishes the new checkp
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,20 +13,15 @@ import msgspec
 
 from rankless.errors import CheckpointReplacedError, StorageError, TagExistsError
 from rankless.formats.native import holds_checkpoint
-from rankless.ondisk.hidden_names import REMOVED
-from rankless.ondisk.manifest import NAME
 from rankless.run.claims import read_history
 from rankless.run.folder_names import abandoned_tags
 from rankless.run.history import KnownCheckpoint
+from rankless.run.object_removal import is_still_whole
 from rankless.run.pointers import Pointer, TagEntry, find_bytes, find_highest_number, pointer_path
 from rankless.run.scan import CheckpointInfo, read_info_strictly
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import path_exists
-from rankless.storage.store import store_of
-
-#: How often a look at a folder is repeated that another job is about to delete, and the seconds between.
-_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
 
 
 def name_abandoned(final: Path, saved: KnownCheckpoint) -> bool:
@@ -83,20 +77,7 @@ def name_abandoned_object(run: ObjectPath, entry: TagEntry, saved: KnownCheckpoi
         if find_highest_number(run, tag) == 0:
             run.store.create_object(path, data)
         if find_bytes(path) == data:
-            if not _is_whole(entry.folder_in(run)):
+            if not is_still_whole(entry.folder_in(run)):
                 run.store.remove_file(path)
             return True
     return False
-
-
-def _is_whole(folder: ObjectPath) -> bool:
-    """Return whether a folder still has its manifest after it got another tag.
-
-    The job that has saved it may have woken up, and may delete it because it could not keep its tag. It marks the
-    folder, and then looks for tags: see :func:`rankless.run.object_removal.discard_abandoned`.
-    """
-    for _ in range(_ATTEMPTS):
-        if not store_of(folder).is_file(folder / REMOVED):
-            break
-        time.sleep(_ATTEMPT_SECONDS)
-    return store_of(folder).is_file(folder / NAME)

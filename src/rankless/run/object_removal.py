@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
@@ -15,6 +16,9 @@ from rankless.run.ownership import SAVED_FOLDER
 from rankless.run.pointers import Pointer, TagEntry, is_published
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests, store_of
+
+#: How often a look at a folder is repeated that another process is about to delete, and the seconds between.
+_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
 
 
 def delete_replaced(run: ObjectPath, entry: TagEntry) -> None:
@@ -50,21 +54,15 @@ def remove_pointers(run: ObjectPath, entry: TagEntry) -> None:
         raise StorageError(errno.EBUSY, f"{entry.path} could not be deleted, so its checkpoint was left as it is")
 
 
-def discard_folder(folder: ObjectPath) -> None:
-    """Delete a folder that its own save has not published, and abort the uploads into it."""
-    _abort_uploads(folder)
-    _delete_objects(folder, {str(info.path.relative_to(folder)) for info in folder.store.list_objects(folder)})
-
-
 def _abort_uploads(folder: ObjectPath) -> None:
     for upload, _ in folder.store.list_uploads(folder):
         folder.store.abort_upload(upload)
 
 
 def discard_abandoned(folder: ObjectPath) -> bool:
-    """Delete what a save has written into a folder that seems to be abandoned by another process.
+    """Delete what a save has written into a folder: of another process, which seems to have abandoned it, or its own.
 
-    Return false if that has published it meanwhile.
+    Return false if a process has published it meanwhile.
 
     Raises ``StorageError`` or ``CorruptCheckpointError``, and deletes nothing, if that is unknown.
 
@@ -84,6 +82,20 @@ def discard_abandoned(folder: ObjectPath) -> bool:
         _abort_uploads(folder)
         _delete_objects(folder, SAVED_FOLDER.sort_objects(folder).owned | {REMOVED})  # lists may lack the mark yet
     return not is_kept
+
+
+def is_still_whole(folder: ObjectPath) -> bool:
+    """Return whether a folder of another save, which has just got a pointer, has not been deleted meanwhile.
+
+    That save may have given up its checkpoint: it marks the folder, and looks for pointers after that, as
+    :func:`discard_abandoned` says. A mark that does not stay is of a save that has found the pointer.
+    """
+    store = store_of(folder)
+    for _ in range(_ATTEMPTS):
+        if not store.is_file(folder / REMOVED):
+            break
+        time.sleep(_ATTEMPT_SECONDS)
+    return store.is_file(folder / NAME)
 
 
 def find_damage(folder: ObjectPath, sizes: Mapping[str, int]) -> str | None:

@@ -9,6 +9,7 @@ import msgspec
 from rankless.formats.native import read_manifest
 from rankless.observe.warning import warn_caller
 from rankless.run.folder_names import FOLDER
+from rankless.run.object_removal import is_still_whole
 from rankless.run.pointers import TAGS, Pointer, pointer_path
 from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import ObjectPath
@@ -25,8 +26,12 @@ def name_checkpoints(run: ObjectPath, unnamed: Sequence[CheckpointInfo]) -> None
         match = FOLDER.fullmatch(info.path.name)
         if info.status == "complete" and match is not None:
             pointer = Pointer.of(read_manifest(info.path), match["id"])
-            run.store.create_object(pointer_path(run, info.tag, 1), msgspec.json.encode(pointer))
-            named.append(info.tag)
+            path = pointer_path(run, info.tag, 1)
+            run.store.create_object(path, msgspec.json.encode(pointer))
+            if is_still_whole(run / info.path.name):  # its own save may be about to give it up
+                named.append(info.tag)
+            else:
+                run.store.remove_file(path)
     if named:
         warn_caller(
             f"{run} has no pointers in {TAGS}, as a copy without hidden names: wrote those of its {len(named)} whole "

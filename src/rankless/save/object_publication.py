@@ -23,7 +23,7 @@ from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
 from rankless.run.history import KnownCheckpoint, is_newer
-from rankless.run.object_removal import delete_replaced, discard_abandoned, discard_folder, find_damage, remove_pointers
+from rankless.run.object_removal import delete_replaced, discard_abandoned, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
     TagEntry,
@@ -70,7 +70,6 @@ class ObjectPublication:
         #: The pointer that was replaced, and the numbers of the pointers to this folder that may exist.
         self._replaced: TagEntry | None = None
         self._possible_numbers: set[int] = set()
-        self._was_published = False
 
     @property
     def folder(self) -> ObjectPath:
@@ -125,7 +124,6 @@ class ObjectPublication:
             if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy
                 self._possible_numbers.discard(number)
             return False
-        self._was_published = True
         if find_highest_number(self._run, self._tag) > number:  # another process has removed the lower ones meanwhile
             self._run.store.remove_file(path)
             self._possible_numbers.discard(number)
@@ -191,7 +189,5 @@ class ObjectPublication:
         """Delete what was uploaded, unless it is published, or that is unknown."""
         # If it is unknown whether the pointer exists, or a request for it may still arrive, a clean-up decides.
         with suppress(RanklessError):
-            if self._was_published and not self._possible_numbers:
-                discard_abandoned(self.folder)  # it may have got another tag while it had this one
-            elif not self._possible_numbers:
-                discard_folder(self.folder)
+            if not self._possible_numbers:
+                discard_abandoned(self.folder)  # if it is whole, another process may have given it a tag

@@ -1,0 +1,319 @@
+"""A loader of streams that any number of ranks can take over at any step, although no stream has an index."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from rankless.data.loader_arguments import check_arguments, describe_members, init_worker
+from rankless.data.stream_progress import (
+    Shard,
+    ShardProgress,
+    StreamPlan,
+    StreamProgress,
+    select_one_of_each_rank,
+)
+from rankless.data.worker_signals import signals_blocked_in_children
+from rankless.engine.comm.process_group_argument import ProcessGroupArgument
+from rankless.engine.comm.session import RankGroup
+from rankless.errors import InvalidArgumentError, MismatchError, StateError
+from rankless.observe.warning import warn_caller
+
+#: Yields the samples of a shard, from the sample with a number on.
+ReadShard = Callable[[Any, int], Iterable[Any]]
+
+
+class _ShardSample(NamedTuple):
+    """A sample, and which one it is: its shard, and its number in that."""
+
+    shard: Shard
+    number: int
+    value: Any
+
+
+class _Origin:
+    """Which samples a batch has, and how long the shards are that its worker has read to their ends meanwhile.
+
+    It is no sequence: what pins memory looks for tensors in these.
+    """
+
+    __slots__ = ("lengths", "used")
+
+    def __init__(self, used: list[tuple[Shard, int]], lengths: list[tuple[Shard, int]]) -> None:
+        self.used, self.lengths = used, lengths
+
+
+class _TracedBatch(NamedTuple):
+    """A collated batch, and where it comes from."""
+
+    origin: _Origin
+    value: Any
+
+
+class _Work(NamedTuple):
+    """What a rank reads from a position on: plain values, which are sent to the workers."""
+
+    plan: StreamPlan
+    base: StreamProgress
+    own: StreamProgress
+    rank: int
+    size: int
+
+    def iterate(self) -> Iterator[tuple[Shard, ShardProgress]]:
+        """Yield the shards, without end, each with what was used of it."""
+        for epoch in itertools.count(self.own.epoch):
+            for shard in self.plan.assign_epoch(self.base, epoch, self.rank, self.size):
+                progress = self.own.shards.get(shard) or self.base.of(shard)
+                if not progress.is_finished:
+                    yield shard, progress
+
+
+class StreamLoader:
+    """A loader of training batches from a stream, which can be resumed as ``dataloader=`` on any number of ranks.
+
+    ::
+
+        def read(file, start):  # the samples of a file, from the one with the number `start` on
+            with open(file) as lines:
+                yield from itertools.islice(lines, start, None)
+
+        loader = rankless.StreamLoader(files, read, batch_size=8, num_workers=4)
+        for step, batch in enumerate(loader, checkpointer.resume() + 1):
+            ...
+
+    A stream consists of shards, such as files, each of which is read by one worker of one rank. In each epoch every
+    sample is used once, also if the number of ranks, of workers or the batch size changes: what counts is what the
+    training has got, however far workers have read ahead. The iteration does not end: after the last shard of an epoch
+    a rank goes on with its shards of the next one, so that all ranks have a batch at each step. So it has no length.
+
+    A loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the
+    current one, which raises ``StateError`` if it is used again.
+
+    Args:
+        shards: What each shard is for ``read``: names of files, numbers, whatever can be pickled. All ranks pass the
+            same, in the same order; a resumed training may not have others.
+        read: Is called with a shard and a number, and yields the samples of the shard from the one with this number
+            on: the same ones, in the same order, each time.
+        batch_size: The number of samples of one batch of one rank.
+        shuffle: Read the shards of each epoch in another order; else in their own.
+        shuffle_buffer: The number of samples from which each worker takes one at random; 0 leaves them in their order.
+        seed: The order of shards depends only on the seed and the epoch.
+        process_group: The ranks that share the data: those of the data-parallel dimension, if there are others. The
+            default is the default group, or this process alone if there is none.
+        options: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``, ``collate_fn``, ``pin_memory``.
+
+    Raises:
+        InvalidArgumentError: There is no shard, a number is invalid, or an option decides the order of samples.
+    """
+
+    #: A load gives the states of all ranks that saved to each rank, also if their number is the same.
+    needs_all_states = True
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        read: ReadShard,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        process_group: ProcessGroupArgument = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(shards, Sequence) or not shards:
+            raise InvalidArgumentError(f"shards must be a list with at least one shard; got {shards!r:.80}")
+        if not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
+            raise InvalidArgumentError(f"shuffle_buffer must be a number of samples; got {shuffle_buffer!r}")
+        check_arguments(type(self).__name__, batch_size, seed, options)
+        if options.get("persistent_workers"):
+            raise InvalidArgumentError(
+                "persistent_workers: workers of a StreamLoader begin at its position; leave it out"
+            )
+        ranks = RankGroup(process_group)
+        self._rank, self._size = ranks.rank, ranks.size
+        self._sharing_ranks = describe_members(ranks, process_group)
+        self._plan = StreamPlan(len(shards), seed, shuffle)
+        #: What all ranks together had used when they began, or were resumed, and what this one has used since.
+        self._base, self._own = StreamProgress(), StreamProgress()
+        #: The shards of this rank that are left of its epoch.
+        self._left: set[Shard] = set()
+        self._begin_epoch(0)
+        #: The number of the current iteration, which alone moves the position.
+        self._iteration = 0
+        workers = max(1, options.get("num_workers", 0))
+        if len(shards) < self._size * workers:
+            warn_caller(
+                f"{len(shards)} shards are fewer than the {self._size * workers} workers that read them: some read the "
+                "next epoch meanwhile"
+            )
+        collate = options.pop("collate_fn", None) or default_collate
+        # The loader's own generator: the workers' seed must not be drawn from the global one, which a resume restores.
+        options.setdefault("generator", torch.Generator())
+        options["worker_init_fn"] = partial(init_worker, options.get("worker_init_fn"))
+        self._dataset = _ShardReader(shards, read, batch_size, _Shuffling(shuffle_buffer, seed, self._rank), collate)
+        self._loader = DataLoader(self._dataset, batch_size=None, collate_fn=_keep, **options)
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch of which this rank has not used all of its shards, from 0."""
+        return self._own.epoch
+
+    @property
+    def common_settings(self) -> tuple[str, str]:
+        """The ranks that share the data, and the settings that must be equal on all of them, as text."""
+        if not self._sharing_ranks:  # this rank has the data for itself
+            return "", ""
+        plan = self._plan
+        return self._sharing_ranks, f"{plan.count} shards, shuffle={plan.shuffle}, seed={plan.seed}"
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iteration += 1
+        iteration = self._iteration
+        self._dataset.work = _Work(self._plan, self._base, self._own.copy(), self._rank, self._size)
+        with signals_blocked_in_children() if self._loader.num_workers else nullcontext():
+            batches = iter(self._loader)
+        for batch in batches:
+            self._note(batch.origin)
+            yield batch.value
+            if iteration != self._iteration:
+                raise StateError(
+                    "this iteration of the data loader is over: load_state_dict, or a new iteration, has moved the "
+                    "position; leave the loop, and iterate over the loader again to continue from there"
+                )
+
+    def _note(self, origin: _Origin) -> None:
+        """Move the position: the training gets these samples now."""
+        for shard, number in origin.used:
+            self._progress_of(shard).note_used(number)
+        for shard, length in origin.lengths:
+            self._progress_of(shard).length = length
+        touched = {shard for shard, _ in (*origin.used, *origin.lengths)}
+        self._left -= {shard for shard in touched if self._progress_of(shard).is_finished}
+        while not self._left:
+            self._begin_epoch(self._own.epoch + 1)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._own.begin_epoch(epoch)
+        shards = self._plan.assign_epoch(self._base, epoch, self._rank, self._size)
+        self._left = {shard for shard in shards if not self._progress_of(shard).is_finished}
+
+    def _progress_of(self, shard: Shard) -> ShardProgress:
+        if shard not in self._own.shards:
+            self._own.shards[shard] = self._base.of(shard).copy()
+        return self._own.shards[shard]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch returned: that of this rank, and the one from which all began."""
+        plan = self._plan
+        settings = {"count": plan.count, "seed": plan.seed, "shuffle": plan.shuffle}
+        own = {"rank": self._rank, "size": self._size, "own": self._own.to_state()}
+        return {**own, "plan": settings, "base": self._base.to_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of a training on one rank: :meth:`load_state_dicts` takes those of several."""
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the positions of all ranks that saved. Ends the current iteration.
+
+        Raises ``MismatchError`` if they are not positions of one stream, or if that has another number of shards.
+        """
+        self.check_states(states)
+        parts = select_one_of_each_rank(states)
+        saved = parts[0]["plan"]
+        self._plan = StreamPlan(saved["count"], saved["seed"], saved["shuffle"])
+        base = StreamProgress.from_state(parts[0]["base"])
+        self._base = self._plan.join(base, [StreamProgress.from_state(part["own"]) for part in parts])
+        self._own = StreamProgress()
+        self._begin_epoch(self._base.epoch)
+        self._iteration += 1
+
+    def check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``MismatchError`` if the states are not positions in this stream. It changes nothing."""
+        for state in states:
+            if not isinstance(state, Mapping) or "plan" not in state:
+                raise MismatchError("the data loader that was saved is no StreamLoader: load without dataloader=")
+            if any(state[key] != states[0][key] for key in ("plan", "base", "size")):
+                raise MismatchError("the ranks that saved have read different streams")
+        if states[0]["plan"]["count"] != self._plan.count:
+            raise MismatchError(
+                f"the stream was saved with {states[0]['plan']['count']} shards, and has {self._plan.count} now: its "
+                "position is not valid; load without dataloader= to start over"
+            )
+        select_one_of_each_rank(states)
+
+
+class _Shuffling(NamedTuple):
+    """From how many samples a worker draws one at random; 0 for their own order. ``seed`` and ``rank`` decide which."""
+
+    size: int
+    seed: int
+    rank: int
+
+    def apply(self, samples: Iterator[_ShardSample], worker: int) -> Iterator[_ShardSample]:
+        """Yield the samples of a worker, without end."""
+        numbers = random.Random(f"{self.seed}/{self.rank}/{worker}")  # noqa: S311 - no secret
+        buffer = list(itertools.islice(samples, self.size))
+        for sample in samples:
+            if not buffer:
+                yield sample
+                continue
+            place = numbers.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = sample
+
+
+class _ShardReader(IterableDataset[_TracedBatch]):
+    """The reader of the shards of one rank: each worker reads some of them, and makes batches."""
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        read: ReadShard,
+        batch_size: int,
+        shuffling: _Shuffling,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self._shards, self._read, self._batch_size = shards, read, batch_size
+        self._shuffling, self._collate = shuffling, collate
+        self.work: _Work | None = None
+        #: The shards that were read to their ends, with their lengths, which no batch has told yet.
+        self._lengths: list[tuple[Shard, int]] = []
+
+    def __iter__(self) -> Iterator[_TracedBatch]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        work = () if self.work is None else self.work.iterate()
+        self._lengths = []
+        samples = self._shuffling.apply(self._iterate_samples(itertools.islice(work, worker, None, workers)), worker)
+        while batch := list(itertools.islice(samples, self._batch_size)):
+            lengths, self._lengths = self._lengths, []
+            origin = _Origin([(sample.shard, sample.number) for sample in batch], lengths)
+            yield _TracedBatch(origin, self._collate([sample.value for sample in batch]))
+
+    def _iterate_samples(self, work: Iterable[tuple[Shard, ShardProgress]]) -> Iterator[_ShardSample]:
+        empty = 0
+        for shard, progress in work:
+            number, ahead = progress.next, set(progress.ahead)
+            for value in self._read(self._shards[shard[1]], number):
+                if number not in ahead:
+                    yield _ShardSample(shard, number, value)
+                    empty = -1
+                number += 1
+            self._lengths.append((shard, number))
+            empty += 1
+            if empty > len(self._shards):
+                raise StateError("no shard of the stream that this worker reads has a sample")
+
+
+def _keep(batch: Any) -> Any:
+    """Return a batch, which was collated where it was read."""
+    return batch
