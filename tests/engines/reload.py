@@ -9,7 +9,7 @@ from typing import Any
 import rankless
 
 
-def main(options: dict[str, Any], reload: dict[str, Any], saved: str) -> None:
+def main(options: dict[str, Any], reloads: list[dict[str, Any]], saved: str) -> None:
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
@@ -27,8 +27,12 @@ def main(options: dict[str, Any], reload: dict[str, Any], saved: str) -> None:
     if saved:  # meanwhile a training has saved one more checkpoint
         run, _, file = saved.partition(" ")
         rankless.save_checkpoint(run, "step_3", load_file(file), rng=False)
-    engine.collective_rpc("reload_weights", kwargs=reload)
-    show_tokens()
+    for kwargs in reloads:
+        try:
+            engine.collective_rpc("reload_weights", kwargs=kwargs)
+        except rankless.NoCheckpointError as error:  # then it serves what it had
+            print("ERROR", error)
+        show_tokens()
 
 
 if __name__ == "__main__":

@@ -100,16 +100,16 @@ class TestReloadInPlace:
         return folder
 
     def reload(
-        self, model: Path, options: dict[str, Any], reload: dict[str, Any], saved: str = ""
+        self, model: Path, options: dict[str, Any], reloads: list[dict[str, Any]], saved: str = ""
     ) -> subprocess.CompletedProcess[str]:
         options = {"model": str(model), "load_format": "rankless", **options}
-        return run("reload", json.dumps([options, reload, saved]), in_one_process="tensor_parallel_size" not in options)
+        return run("reload", json.dumps([options, reloads, saved]), in_one_process="tensor_parallel_size" not in options)
 
     @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["tp1", "tp2"])
     def test_from_another_folder(
         self, model: Path, expected: list[int], changed: Path, options: dict[str, Any]
     ) -> None:
-        result = self.reload(model, options, {"weights_path": str(changed)})
+        result = self.reload(model, options, [{"weights_path": str(changed)}])
         assert lists_of(result) == [expected, tokens_of(generate(changed))]
         assert f"rankless has loaded {changed}: " in result.stdout + result.stderr
 
@@ -118,7 +118,7 @@ class TestReloadInPlace:
         self, model: Path, saved: Path, expected: list[int], changed: Path, options: dict[str, Any]
     ) -> None:
         options = {"model_loader_extra_config": {"path": str(saved)}, **options}
-        result = self.reload(model, options, {}, f"{saved} {changed / 'model.safetensors'}")
+        result = self.reload(model, options, [{}], f"{saved} {changed / 'model.safetensors'}")
         assert lists_of(result) == [expected, tokens_of(generate(changed))]
         assert f"rankless has loaded {saved / 'step_3'}: " in result.stdout + result.stderr
         assert (result.stdout + result.stderr).count("; verified; ") == 2
@@ -129,15 +129,33 @@ class TestReloadInPlace:
         """Although its weights are elsewhere: `path` is only for the start, and for a reload without a name."""
         rankless.save_checkpoint(saved, "step_3", load_file(changed / "model.safetensors"), rng=False)
         options = {"model_loader_extra_config": {"path": str(saved)}}
-        result = self.reload(model, options, {"weights_path": str(model)})
-        assert lists_of(result) == [tokens_of(generate(changed)), expected]
+        result = self.reload(model, options, [{"weights_path": str(model)}, {}])
+        assert lists_of(result) == [tokens_of(generate(changed)), expected, expected]
+
+    def test_what_cannot_be_opened_leaves_the_engine_as_it_is(
+        self, model: Path, expected: list[int], changed: Path
+    ) -> None:
+        reloads = [changed / "missing", "some/where/else", changed / "model.safetensors"]
+        result = self.reload(model, {}, [{"weights_path": str(path)} for path in reloads])
+        assert lists_of(result) == [expected, expected, expected, tokens_of(generate(changed))]
+        assert f"ERROR there is no model in {changed / 'missing'}" in result.stdout
 
     def test_a_flipped_bit_is_named(self, model: Path, saved: Path, expected: list[int]) -> None:
         file = saved / "step_2/model/model.safetensors"
         flip_tensor_bit(file, "model.layers.0.self_attn.o_proj.weight")
-        result = self.reload(model, {}, {"weights_path": str(saved / "step_2")})
+        result = self.reload(model, {}, [{"weights_path": str(saved / "step_2")}])
         assert lists_of(result) == [expected]
         assert f"model tensor 'model.layers.0.self_attn.o_proj.weight' in {file} is corrupt" in result.stderr
+
+
+def test_a_draft_model_is_loaded_from_its_own_folder(model: Path, saved: Path, tmp_path: Path) -> None:
+    """Also if the weights of the model are elsewhere."""
+    draft = shutil.copytree(model, tmp_path / "draft")
+    options = {"model_loader_extra_config": {"path": str(saved)}, "max_num_batched_tokens": 128}
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    result = generate(model, load_format="rankless", speculative_config=speculation, **options)
+    assert f"rankless has loaded {saved / 'step_2'}: " in result.stdout + result.stderr
+    assert f"rankless has loaded {draft}: " in result.stdout + result.stderr
 
 
 class TestWhatCannotBeLoaded:

@@ -261,8 +261,17 @@ def _follow_view(func: Operation, lazy: LazyTensor, args: Sequence[Any], kwargs:
     pairs = list(zip(metas, looks, strict=True)) if isinstance(metas, list | tuple) else [(metas, looks)]
     if any(meta.is_conj() or meta.is_neg() for meta, _ in pairs):
         return None
+    if func is _aten.as_strided.default and not _fits(metas):  # torch raises an error for a real tensor only
+        return None
     views = [LazyTensor(lazy.content, meta, look) for meta, look in pairs]
     return type(metas)(views) if isinstance(metas, list | tuple) else views[0]
+
+
+def _fits(view: torch.Tensor) -> bool:
+    """Return whether all elements of a view on the meta device are in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    end = (view.storage_offset() + reach + 1) * view.itemsize
+    return view.numel() == 0 or end <= view.untyped_storage().nbytes()
 
 
 def _follow_copy(lazy: LazyTensor, kwargs: Mapping[str, Any]) -> LazyTensor | None:

@@ -224,7 +224,8 @@ class WeightsLoader(ClosingMixin):
     def _check_open(self, content: StoredContent) -> None:
         if self._is_closed:
             raise StateError(
-                f"{content.name!r} was used after the end of open_weights(): load the model inside its block"
+                f"{content.name!r} was used after the end of open_weights(): load the model inside its block. If that "
+                "was a load that failed, the model must be made anew: restart the engine"
             )
 
     def _advance(self, number: int) -> None:

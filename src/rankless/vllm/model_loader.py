@@ -17,14 +17,17 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
-from rankless.errors import FormatError
+from rankless.errors import FormatError, NoCheckpointError
 from rankless.inference.loader_options import LoaderOptions
 from rankless.inference.open_weights import ModelWeights, open_weights
 from rankless.storage.location import RUN_PREFIX
-from rankless.storage.posix import is_directory, list_names
+from rankless.storage.posix import is_directory, is_file, list_names
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
+
+#: A model of the Hub is called ``owner/name``.
+_PARTS_OF_HUB_NAMES = 2
 
 #: What is used of vLLM's own loader, besides its public methods.
 _USED_NAMES = ("Source", "_prepare_weights", "get_all_weights", "load_weights")
@@ -64,8 +67,10 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """Make the model and load it."""
-        self._is_draft = model_config is not vllm_config.model_config
-        if model_config.model != vllm_config.model_config.model:
+        speculative = vllm_config.speculative_config
+        target = vllm_config.model_config if speculative is None else speculative.target_model_config
+        self._is_draft = model_config.runner == "draft"
+        if model_config.model != target.model:
             self._path = None
         with ExitStack() as self._late_steps:
             model: nn.Module = super().load_model(vllm_config, model_config, prefix)
@@ -101,24 +106,33 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the names and the tensors of all weights. Outside of :meth:`load_weights` they are for a reload."""
         if self._opened:
-            for prefix, weights in self._opened:
-                yield from ((prefix + name, tensor) for name, tensor in weights)
-        else:
-            yield from self._iterate_reload(model_config, model)
+            return self._iterate_opened()
+        return self._iterate_reload(self._open_for_reload(model_config, model))
 
-    def _iterate_reload(
-        self, model_config: ModelConfig, model: nn.Module
-    ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield the weights for ``reload_weights`` of vLLM, which makes a loader for it. All workers call it."""
+    def _iterate_opened(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        for prefix, weights in self._opened:
+            yield from ((prefix + name, tensor) for name, tensor in weights)
+
+    def _open_for_reload(self, model_config: ModelConfig, model: nn.Module) -> ExitStack:
+        """Open the weights for ``reload_weights`` of vLLM, which makes a loader for it. All workers call it.
+
+        It is called before vLLM takes the parameters apart: what cannot be opened leaves the engine as it is.
+        """
         if model_config.model_weights != self._origin:
-            self._path = model_config.model if _is_place(model_config.model) else None
+            name = str(model_config.model)
+            self._path = name if _is_place(name) else None
             self._options = dataclasses.replace(self._options, tag=None)
         with ExitStack() as loads:
             for source in self._list_sources(model, model_config):
-                weights = loads.enter_context(self._open(source))
-                self._unreported.append(weights)
-                yield from ((source.prefix + name, tensor) for name, tensor in weights)
+                self._opened.append((source.prefix, loads.enter_context(self._open(source))))
+            return loads.pop_all()
+
+    def _iterate_reload(self, loads: ExitStack) -> Generator[tuple[str, torch.Tensor], None, None]:
+        with loads:
+            yield from self._iterate_opened()
+            for _, weights in self._opened:
                 weights.read_held()  # vLLM finishes some layers after the last tensor
+                self._unreported.append(weights)
         self._log_reports()
 
     def _list_sources(self, model: nn.Module, model_config: ModelConfig) -> Iterable[DefaultModelLoader.Source]:
@@ -149,9 +163,14 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
 
 def _is_place(name: str) -> bool:
     """Return whether a name is a URL, or a checkpoint or run directory: vLLM knows folders and models of the Hub."""
-    if "://" in name:
+    path = Path(name)
+    if "://" in name or is_file(path):
         return True
-    return is_directory(Path(name)) and not any(one.endswith(".safetensors") for one in list_names(Path(name)))
+    if is_directory(path):
+        return not any(one.endswith(".safetensors") for one in list_names(path))
+    if path.is_absolute() or len(path.parts) > _PARTS_OF_HUB_NAMES:
+        raise NoCheckpointError(f"there is no model in {name}")
+    return False
 
 
 def _is_quantized_late(model: nn.Module) -> bool:

@@ -385,3 +385,11 @@ def test_an_engine_may_count_first_on_meta_tensors(stored: Tensor, folder: Path)
     loaded, weights = load(folder, count_and_load)
     assert torch.equal(loaded, stored)
     assert weights.report.needed == stored.nbytes
+
+
+def test_strides_beyond_the_stored_tensor_are_an_error_as_for_a_real_one(folder: Path) -> None:
+    """The bytes behind it in the file are those of the next tensor."""
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        load(folder, lambda a: torch.zeros(9, dtype=a.dtype).copy_(a.as_strided((9,), (1,))), "a")
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        load(folder, lambda a: torch.zeros(7, dtype=a.dtype).copy_(a.as_strided((7,), (1,), 1)), "a")
