@@ -399,6 +399,7 @@ class Checkpointer:
         elif self._cadence.is_due(step, self._directory.ask_rank_0):
             with self._tolerance.tolerating(f"step_{step}", self._directory.ask_rank_0):
                 self.save()
+            self._cadence.restart()  # also after a failure: a save by time is tried again after the interval
         elif not self._is_prepared:
             self._prepare_staging()
         if self._models is not None and not self._is_stopping:
@@ -428,15 +429,16 @@ class Checkpointer:
             TagExistsError: There is a checkpoint of this name; and all other errors of
                 :meth:`rankless.RunDirectory.save`.
         """
-        failures = DeferredErrors()
+        failures, began = DeferredErrors(), time.perf_counter()
         failures.run_until_success(self._directory.wait_for_turn)  # here, so that the handle of this save is known
         with failures.raised_after(f"the save of step {self._last} has begun all the same"):
-            return self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
+            handle = self._save(f"step_{self._last}" if tag is None else tag, overwrite=overwrite)
+            self._cadence.restart(time.perf_counter() - began)
+        return handle
 
     def _save(self, tag: str, *, overwrite: bool = False, forced: bool = False) -> SaveHandle[CheckpointInfo]:
         pending = dict(self._pending)
         self._keep_untaken(tag)
-        began = time.perf_counter()
         handle = self._directory.save(
             tag,
             **self._components,
@@ -447,7 +449,6 @@ class Checkpointer:
             **pending,
         )
         self._has_saved = True
-        self._cadence.restart(time.perf_counter() - began)
         if tag == f"step_{self._last}":
             self._saved, self._handle = self._last, handle
         return handle
@@ -537,6 +538,7 @@ class Checkpointer:
             settings = {
                 "save_every": repr(self._save_every),
                 "save_model_every": repr(self._save_model_every),
+                "replica_groups": repr(self._directory.history.groups),
                 "signals": repr(sorted(self._signals)),
                 **self._tolerance.describe(),
             }

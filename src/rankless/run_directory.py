@@ -444,13 +444,18 @@ class RunDirectory:
         background_saves.finalize(self.path)
         return TierLoad(tier, self._current_ranks(), self._timeout, resumes=resumes)
 
-    def _drain_assembled(self, tier: TierLoad, on_event: OnEvent, keep: Retention | None) -> None:
-        """Begin to write a checkpoint that was assembled from the local tier into the run directory."""
+    def _drain_assembled(
+        self, tier: TierLoad, on_event: OnEvent, keep: Retention | None, *, on_failure: str | None = None
+    ) -> None:
+        """Begin to write a checkpoint that was assembled from the local tier into the run directory.
+
+        ``on_failure`` is that of the tier by default.
+        """
         from rankless.save.generation_drain import DrainOptions, GenerationDrain  # noqa: PLC0415 - as above
 
         if tier.assembly is None or self._local is None:
             return
-        options = DrainOptions(self._local.on_failure, keep, on_event)
+        options = DrainOptions(on_failure or self._local.on_failure, keep, on_event)
         drain = GenerationDrain(self._current_ranks(), self._timeout, tier.tier, tier.assembly, options)
         with background_saves.path_turn(self.path, self._process_group, raises_failures=False):
             background_saves.run_save(drain, self.path, self._process_group, asynchronous=True)
@@ -495,7 +500,8 @@ class RunDirectory:
             self._tier.forget_undrained()
             raise
         on_event = self._with_statistics(self._on_event, self._measures_newest)
-        self._drain_assembled(newest, on_event, self._newest_keep)
+        # Whatever fails may be a warning as long as the training goes on: this is the last attempt.
+        self._drain_assembled(newest, on_event, self._newest_keep, on_failure="raise")
         self.wait()
 
     @traced("find the base of the next save", "read")

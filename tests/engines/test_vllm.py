@@ -103,7 +103,9 @@ class TestReloadInPlace:
         self, model: Path, options: dict[str, Any], reloads: list[dict[str, Any]], saved: str = ""
     ) -> subprocess.CompletedProcess[str]:
         options = {"model": str(model), "load_format": "rankless", **options}
-        return run("reload", json.dumps([options, reloads, saved]), in_one_process="tensor_parallel_size" not in options)
+        return run(
+            "reload", json.dumps([options, reloads, saved]), in_one_process="tensor_parallel_size" not in options
+        )
 
     @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["tp1", "tp2"])
     def test_from_another_folder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import rankless
 from rankless.engine.io.checkpoint_files import CheckpointFiles
 from rankless.errors import InvalidArgumentError, StorageError
-from rankless.save import failure_tolerance
+from rankless.save import drain_attempts, failure_tolerance
 from tests.helpers.pool import Ranks
 
 
@@ -31,10 +32,10 @@ def full_disk() -> Iterator[None]:
 def train(path: Path | str, fails_at: set[int], last: int = 5, **options: Any) -> list[str]:
     """Save each step. Return what was warned of."""
     model = torch.nn.Linear(2, 2)
-    chosen = {"on_failure": "warn", **options}
+    chosen = {"on_failure": "warn", "save_every": 1, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with rankless.Checkpointer(path, model=model, save_every=1, signals=(), **chosen) as checkpointer:
+        with rankless.Checkpointer(path, model=model, signals=(), **chosen) as checkpointer:
             for step in range(checkpointer.resume() + 1, last + 1):
                 with full_disk() if step in fails_at else warnings.catch_warnings():
                     checkpointer.step(step)
@@ -50,6 +51,43 @@ def test_steps_that_could_not_be_saved_are_warnings(tmp_path: Path) -> None:
     assert "step_2" in first
     assert "No space left on device" in second
     assert listed(tmp_path) == ["step_1", "step_4", "step_5"]
+
+
+def test_a_save_by_time_is_tried_again_after_the_interval(tmp_path: Path) -> None:
+    """A bucket that is down keeps each attempt waiting for minutes."""
+    checkpointer = rankless.Checkpointer(
+        tmp_path, model=torch.nn.Linear(2, 2), save_every=timedelta(seconds=0.4), signals=(), on_failure="warn"
+    )
+    checkpointer.resume()
+    with full_disk(), warnings.catch_warnings(record=True, action="always") as caught:
+        for step in range(1, 61):
+            time.sleep(0.02)
+            checkpointer.step(step)
+    assert 1 <= len(caught) <= 10
+
+
+def test_a_warning_names_the_line_of_the_training(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    checkpointer = rankless.Checkpointer(tmp_path, model=model, save_every=1, signals=(), on_failure="warn")
+    checkpointer.resume()
+    with full_disk(), pytest.warns(UserWarning, match="step_1") as caught:
+        checkpointer.step(1)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_the_last_step_must_leave_the_local_tier(tmp_path: Path) -> None:
+    """Else the status of the job would be 0, and the last step only on the hosts."""
+    local = rankless.LocalTier(tmp_path / "tier", on_failure="warn")
+    model = torch.nn.Linear(2, 2)
+    checkpointer = rankless.Checkpointer(tmp_path / "run", model=model, signals=(), local=local)
+    checkpointer.resume()
+    with mock.patch.object(drain_attempts, "_FIRST_SECONDS", 0.001), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with full_disk(), pytest.raises(StorageError, match="No space left"), checkpointer:
+            checkpointer.step(1)
+    with rankless.Checkpointer(tmp_path / "run", model=model, signals=(), local=local) as checkpointer:
+        assert checkpointer.resume() == 1
+    assert listed(tmp_path / "run") == ["step_1"]
 
 
 def test_the_error_is_raised_by_default(tmp_path: Path) -> None:
@@ -94,8 +132,9 @@ def test_after_so_much_time_without_a_checkpoint_the_failure_is_an_error(tmp_pat
         with pytest.warns(UserWarning, match=r"step_4 .* nothing was saved for 3500 s"):
             checkpointer.step(4)
         clock.now += 200
-        with pytest.raises(StorageError, match="No space left"):
+        with pytest.raises(StorageError, match="No space left") as caught:
             checkpointer.step(5)
+    assert caught.value.__notes__ == ["nothing was saved for 3700 s, which is longer than max_unsaved"]
     assert listed(tmp_path) == ["step_1", "step_2", "step_3"]
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,6 +17,8 @@ import rankless
 from rankless.cli.main import app
 from rankless.errors import InvalidArgumentError, StateError, SupersededError
 from rankless.observe.events import Progress
+from rankless.run import claims
+from rankless.run.history import Job
 from tests.helpers.fake_s3 import BUCKET, FakeS3, store_at
 from tests.helpers.killed_jobs import run_killed_job
 
@@ -166,12 +170,28 @@ def _save_unloaded(run: Path, step: int, job: str) -> None:
 
 
 def test_a_training_that_has_loaded_nothing_does_not_go_on_with_an_earlier_one(tmp_path: Path) -> None:
-    for step in range(1, 4):
-        save(open_group(tmp_path), step)
+    describe_job = claims.describe_job
+
+    def describe_earlier(*arguments: Any) -> Job:
+        job = describe_job(*arguments)
+        return msgspec.structs.replace(job, time=job.time - 1000)
+
+    with mock.patch.object(claims, "describe_job", describe_earlier):
+        for step in range(1, 4):
+            save(open_group(tmp_path), step)
     with pytest.raises(StateError, match=r"'job' have saved step 3 .* give the groups of a new job another name"):
         _save_unloaded(tmp_path, 1, "job")
     _save_unloaded(tmp_path, 1, "new")
     assert sorted(listed(tmp_path)) == ["new_1", "step_1", "step_2", "step_3"]
+
+
+def test_a_group_that_begins_with_others_may_save_a_lower_step(tmp_path: Path) -> None:
+    first, second = open_group(tmp_path), open_group(tmp_path)
+    save(first, 10)
+    save(second, 7)
+    save(second, 8)
+    assert listed(tmp_path)[-1] == "step_10"
+    assert sorted(listed(tmp_path)) == ["step_10", "step_7", "step_8"]
 
 
 def test_groups_that_begin_at_once_are_one_run(tmp_path: Path) -> None:

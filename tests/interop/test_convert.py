@@ -235,6 +235,13 @@ def test_a_training_goes_on_from_files_that_name_no_step_if_it_is_passed(tmp_pat
     assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_700", "step_701"]
 
 
+@pytest.mark.parametrize("step", [-1, 2.5, float("nan"), float("inf"), True])
+def test_a_step_from_which_no_training_goes_on_is_refused(saved: Path, tmp_path: Path, step: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="step must be an integer of at least 0"):
+        rankless.convert(saved, tmp_path / "out", to="native", step=step)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors", "torch", "dcp", "colossalai"])
 def test_a_step_is_refused_by_formats_without_a_place_for_it(saved: Path, tmp_path: Path, to: str) -> None:
     with pytest.raises(InvalidArgumentError, match="has no place for a training step"):

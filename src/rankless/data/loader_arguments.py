@@ -1,4 +1,4 @@
-"""What the loaders of rankless have in common: the check of their arguments, and the begin of their workers."""
+"""The common parts of the loaders of rankless: the check of their arguments, and the begin of their workers."""
 
 from __future__ import annotations
 

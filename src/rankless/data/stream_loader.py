@@ -39,7 +39,7 @@ class _ShardSample(NamedTuple):
 
 
 class _Origin:
-    """Which samples a batch has, and how long the shards are that its worker has read to their ends meanwhile.
+    """The samples of a batch, and the lengths of the shards that its worker has read to their ends meanwhile.
 
     It is no sequence: what pins memory looks for tensors in these.
     """
@@ -58,7 +58,7 @@ class _TracedBatch(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a rank reads from a position on: plain values, which are sent to the workers."""
+    """The work of a rank from a position on: plain values, which are sent to the workers."""
 
     plan: StreamPlan
     base: StreamProgress
@@ -252,7 +252,7 @@ class StreamLoader:
 
 
 class _Shuffling(NamedTuple):
-    """From how many samples a worker draws one at random; 0 for their own order. ``seed`` and ``rank`` decide which."""
+    """The number of samples from which a worker draws one at random; 0 for their own order. The rest is the seed."""
 
     size: int
     seed: int

@@ -1,4 +1,4 @@
-"""How far a stream of shards was used: what is left, and which rank reads it. Pure functions, no I/O.
+"""The progress in a stream of shards: what is left of it, and which rank reads that. Pure functions, no I/O.
 
 A stream consists of shards, each of which is read from its begin. Epoch after epoch each shard is read once, by one
 rank. A rank notes for each of its shards how far its training has used the samples. From what all ranks have noted

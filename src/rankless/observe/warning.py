@@ -8,6 +8,9 @@ import warnings
 
 _PACKAGE = __name__.partition(".")[0]
 
+#: The packages whose frames are not the caller's: ``contextlib`` is between those of rankless.
+_INNER = frozenset({_PACKAGE, "contextlib"})
+
 _log = logging.getLogger(_PACKAGE)
 
 
@@ -33,6 +36,6 @@ def warn_or_log(message: str) -> None:
 def _levels_to_caller() -> int:
     """Return the ``stacklevel`` of the nearest frame outside of rankless; in rankless's threads, of the last frame."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001 - like inspect.stack(), without reading source files
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INNER:
         frame, level = frame.f_back, level + 1
     return level

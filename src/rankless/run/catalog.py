@@ -15,7 +15,7 @@ from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
-from rankless.run.claims import JobHistory, check_not_superseded, claim, warn_of_lost_history
+from rankless.run.claims import JobHistory, check_not_superseded, claim, is_of_earlier_job, warn_of_lost_history
 from rankless.run.folder_names import tag_of_folder
 from rankless.run.object_run import list_unpublished
 from rankless.run.pointers import find_tagged_folder, list_tags
@@ -106,7 +106,7 @@ def next_identity(path: Path, job: JobHistory, step: float | None) -> Checkpoint
     claimed = job.claim
     if claimed is None:
         claimed, history = claim(path, job, found, seen=(history, scan.highest_entry))
-        if job.groups and job.base is None and step is not None:
+        if job.groups and job.base is None and step is not None and is_of_earlier_job(path, claimed, job):
             _check_not_behind(path, job, [info for info in found if info.run == claimed.run], step)
     elif claimed.run not in history.runs and history.number < claimed.incarnation:
         warn_of_lost_history(path, claimed)

@@ -58,6 +58,9 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 #: The errors of a path that is no file of an entry's size, but a directory, a pipe, a socket or a loop of links.
 _NO_ENTRY = {errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG, errno.ELOOP}
 
+#: The most seconds by which the clocks of two hosts may differ.
+_MOST_CLOCK_DIFFERENCE = 300.0
+
 #: The attempts to read an entry that is listed, and the seconds between.
 _READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
 
@@ -148,6 +151,7 @@ class JobHistory(msgspec.Struct):
         command: The command that claims without a job; else empty.
         tier: The folder of the local tier with which it claims; else empty.
         groups: The name of the job whose replica groups hold the same state, and any of which may save; else empty.
+        began: When this process began to look at the run directory, in seconds since 1970.
     """
 
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
@@ -160,6 +164,7 @@ class JobHistory(msgspec.Struct):
     command: str = ""
     tier: str = ""
     groups: str = ""
+    began: float = msgspec.field(default_factory=time.time)
 
     def note_loaded(self, base: LoadedBase, *, resumes: bool) -> None:
         """Note what was loaded. If the training goes on from it, the next save continues it.
@@ -398,6 +403,15 @@ def describe_job(token: str, command: str = "", tier: str = "", groups: str = ""
 #: The incarnations that this process has claimed, by the real path of the run directory: another object of the process
 #: may use a link. Each with the token of its job. A forked process has them, too.
 _claimed: dict[tuple[Path, Claim], str] = {}
+
+
+def is_of_earlier_job(run: Path, claimed: Claim, job: JobHistory) -> bool:
+    """Return whether an incarnation was claimed before this process began, and not at the same time by another group.
+
+    The clocks of hosts may differ by some minutes.
+    """
+    entry = _find_entry(run, claimed.incarnation)
+    return entry is not None and entry.job.time < job.began - _MOST_CLOCK_DIFFERENCE
 
 
 def warn_of_lost_history(run: Path, claimed: Claim) -> None:

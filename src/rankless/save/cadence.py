@@ -1,7 +1,7 @@
 """The steps at which a ``Checkpointer`` saves: each multiple of a number, or whenever so much time has passed.
 
-The time is that of rank 0, and all ranks must save at the same step. They meet for a decision only at some steps, a
-few dozen between two saves: each decision says after how many further steps the next one is due. It is at half of the
+The time is that of rank 0, and all ranks must save at the same step. They meet for a decision only at some steps,
+every few seconds: each decision says after how many further steps the next one is due. It is at half of the
 steps that the remaining time seems to have, and at most :data:`_LOOK_SECONDS` away, so that a training whose steps take
 longer than before is noticed. No thread watches the time, and other steps send nothing.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, SupportsIndex
 
 import msgspec
 
@@ -23,7 +23,7 @@ from rankless.ondisk.validation import check_integer
 from rankless.run.journal import JournalEntry, read_journal
 
 #: The seconds between two decisions, if steps take as long as before.
-_LOOK_SECONDS = 30.0
+_LOOK_SECONDS = 5.0
 
 #: The seconds before the first save if the interval is computed: then its cost is known.
 _FIRST_SECONDS = 120.0
@@ -33,6 +33,13 @@ _ASSUMED_SECONDS_PER_FAILURE = 86400.0
 
 #: The most of the time of a training that saves may take, if the interval is computed.
 _MAX_OVERHEAD = 0.05
+
+#: The longest interval that is computed, unless saves would take more than that part of the time: what the journal says
+#: may be wrong, such as a clock.
+_MOST_SECONDS = 4 * 3600.0
+
+#: The most seconds between two entries of a journal that count as training.
+_MOST_SECONDS_BETWEEN = 86400.0
 
 #: The weight of the newest save in the average cost.
 _NEWEST_WEIGHT = 0.3
@@ -138,7 +145,7 @@ class CostOfSaves:
 
 def best_interval(cost: float, seconds_per_failure: float) -> float:
     """Return the seconds between two saves that cost a training least time, if a save costs ``cost`` seconds."""
-    return max(math.sqrt(2 * cost * seconds_per_failure), cost / _MAX_OVERHEAD)
+    return max(min(math.sqrt(2 * cost * seconds_per_failure), _MOST_SECONDS), cost / _MAX_OVERHEAD)
 
 
 def count_failures(entries: Sequence[JournalEntry]) -> tuple[float, int]:
@@ -151,7 +158,7 @@ def count_failures(entries: Sequence[JournalEntry]) -> tuple[float, int]:
         if entry.kind == "resumed":
             failures += 1
         elif entry.kind == "saved" and before is not None:
-            seconds += entry.time - before
+            seconds += min(entry.time - before, _MOST_SECONDS_BETWEEN)
         if entry.kind in {"saved", "resumed"}:
             before = entry.time
     return seconds, failures
@@ -181,4 +188,8 @@ def as_cadence(save_every: int | timedelta | Literal["auto"] | None, run: Path) 
         return EveryInterval(lambda: seconds)
     if save_every == "auto":
         return ByCost(CostOfSaves(run))
+    if not isinstance(save_every, SupportsIndex):
+        raise InvalidArgumentError(
+            f"save_every must be a number of steps, a datetime.timedelta or 'auto'; got {save_every!r:.40}"
+        )
     return EveryStep(check_integer("save_every", save_every, smallest=1))

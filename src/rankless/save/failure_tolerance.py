@@ -74,7 +74,10 @@ class FailureTolerance:
             yield
         except StorageError as error:
             seconds = self._seconds_unsaved(ask) if self._warns else 0.0
-            if not self._warns or (self._max_seconds is not None and seconds > self._max_seconds):
+            if self._max_seconds is not None and seconds > self._max_seconds:
+                error.add_note(f"nothing was saved for {seconds:.0f} s, which is longer than max_unsaved")
+                raise
+            if not self._warns:
                 raise
             warn_caller(f"{name} or the save before it has failed, and nothing was saved for {seconds:.0f} s: {error}")
 

@@ -32,7 +32,8 @@ class LocalTier:
             are those that the retention policy keeps for their step or metric. If a drain is still in progress, the
             next save after it is drained.
         on_failure: What happens if a drain has failed several times: the next save raises the error (``"raise"``), or
-            there is a warning (``"warn"``) and the next save is drained.
+            there is a warning (``"warn"``) and the next save is drained. The end of a ``with`` block, and
+            :meth:`rankless.RunDirectory.finalize`, raise the error of the last drain in any case.
         max_undrained_seconds: A save raises ``StorageError`` if nothing was drained for so many seconds.
         failure_domain: The name of what may fail as a whole with this host, such as its rack. Copies go to hosts of
             other domains. It may differ from host to host.
