@@ -311,7 +311,10 @@ class _ShardReader(IterableDataset[_TracedBatch]):
             self._lengths.append((shard, number))
             empty += 1
             if empty > len(self._shards):
-                raise StateError("no shard of the stream that this worker reads has a sample")
+                raise StateError(
+                    "no shard of the stream that this worker reads has a sample. If `read` uses a library that divides "
+                    "what it yields among workers, switch that off: see the guide on streams"
+                )
 
 
 def _keep(batch: Any) -> Any:
