@@ -61,7 +61,7 @@ def test_hugging_face_datasets(json_files: list[str]) -> None:
 
     check_each_is_used_once(
         lambda size, workers: rankless.StreamLoader(
-            range(dataset.num_shards), read, size, num_workers=workers, collate_fn=numbers_of, shuffle_buffer=3
+            range(dataset.num_shards), read, size, num_workers=workers, collate_fn=numbers_of
         )
     )
 
