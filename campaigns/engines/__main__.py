@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import rankless
 from campaigns.engines.fake_ranks import Layout, build_rank
 from campaigns.engines.tiny_models import ALWAYS, write_drawn_models, write_model
+from rankless.inference.filled_parameters import check_filled
 
 
 @dataclass(frozen=True)
@@ -70,20 +71,25 @@ def _write_models(options: argparse.Namespace, root: Path) -> Iterator[Path]:
 def compare(folder: Path, layout: Layout, rank: int) -> Result:
     """Load a model in both ways, and compare all parameters and buffers of the rank."""
     try:
-        with build_rank(folder, layout, rank) as (model, _):
+        with build_rank(folder, layout, rank) as (model, config):
             _fill(model)
             names = model.load_weights(iter(load_file(folder / "model.safetensors").items()))
             expected = {name: tensor.detach().clone() for name, tensor in _state_of(model).items()}
             _fill(model)
-            return _load_and_compare(model, folder, names, expected)
+            is_plain = config.model_config.quantization is None
+            return _load_and_compare(model, folder, names, expected, is_plain=is_plain)
     except Exception as error:  # noqa: BLE001 - vLLM cannot build or load it
         return Result(refused=f"{type(error).__name__}: {error}".replace("\n", " ")[:120])
 
 
-def _load_and_compare(model: Any, folder: Path, names: object, expected: dict[str, torch.Tensor]) -> Result:
+def _load_and_compare(
+    model: Any, folder: Path, names: object, expected: dict[str, torch.Tensor], *, is_plain: bool
+) -> Result:
     try:
         with rankless.open_weights(folder, process_group="self") as weights:
             loaded = model.load_weights(weights)
+            if is_plain:
+                check_filled(model, [weights])
     except Exception as error:  # noqa: BLE001 - a fault of rankless
         return Result(f"{type(error).__name__}: {error}")
     state, report = _state_of(model), weights.report

@@ -30,7 +30,7 @@ def main(options: dict[str, Any], reloads: list[dict[str, Any]], saved: str) -> 
     for kwargs in reloads:
         try:
             engine.collective_rpc("reload_weights", kwargs=kwargs)
-        except rankless.NoCheckpointError as error:  # then it serves what it had
+        except (rankless.NoCheckpointError, rankless.MismatchError) as error:  # then it serves what it had
             print("ERROR", error)
         show_tokens()
 

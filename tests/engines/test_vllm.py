@@ -137,10 +137,15 @@ class TestReloadInPlace:
     def test_what_cannot_be_opened_leaves_the_engine_as_it_is(
         self, model: Path, expected: list[int], changed: Path
     ) -> None:
-        reloads = [changed / "missing", "some/where/else", changed / "model.safetensors"]
+        lacking = shutil.copytree(changed, changed.parent / "lacking")
+        stored = load_file(changed / "model.safetensors")
+        del stored["model.norm.weight"]
+        save_file(stored, lacking / "model.safetensors")
+        reloads = [changed / "missing", "some/where/else", lacking, changed / "model.safetensors"]
         result = self.reload(model, {}, [{"weights_path": str(path)} for path in reloads])
-        assert lists_of(result) == [expected, expected, expected, tokens_of(generate(changed))]
+        assert lists_of(result) == [expected, expected, expected, expected, tokens_of(generate(changed))]
         assert f"ERROR there is no model in {changed / 'missing'}" in result.stdout
+        assert f"ERROR {lacking} lacks 1 tensor of this model, such as 'model.norm.weight'" in result.stdout
 
     def test_a_flipped_bit_is_named(self, model: Path, saved: Path, expected: list[int]) -> None:
         file = saved / "step_2/model/model.safetensors"
@@ -169,6 +174,16 @@ class TestWhatCannotBeLoaded:
         assert result.returncode
         assert f"{file}" in result.stderr
         assert "truncated" in result.stderr
+
+    def test_a_file_that_lacks_a_part_of_a_parameter(self, model: Path, tmp_path: Path) -> None:
+        """vLLM's own loader starts with memory that was never written."""
+        stored = load_file(model / "model.safetensors")
+        del stored["model.layers.1.self_attn.k_proj.weight"]
+        folder = shutil.copytree(model, tmp_path / "model")
+        save_file(stored, folder / "model.safetensors")
+        result = generate(folder, load_format="rankless")
+        assert result.returncode
+        assert "lack a part of 'model.layers.1.self_attn.qkv_proj.weight': they fill" in result.stderr
 
     def test_an_unknown_option(self, model: Path) -> None:
         result = generate(model, load_format="rankless", model_loader_extra_config={"gap": 1})

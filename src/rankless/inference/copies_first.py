@@ -23,6 +23,7 @@ from rankless.inference.lazy_tensor import (
     is_composed,
     is_unread,
     is_view,
+    iterate_written,
     realize,
 )
 
@@ -52,6 +53,9 @@ class FillingLoader(Loader, Protocol):
 
     def fill_before_use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Execute the copies into the memory of tensors that are about to be used."""
+
+    def note_written(self, tensor: torch.Tensor) -> None:
+        """Note that an operation writes into a tensor."""
 
     def fill_at_once(self, tensor: torch.Tensor) -> None:
         """From now on execute copies into the memory of a tensor when they are made."""
@@ -110,6 +114,8 @@ class _CopiesBeforeOperations(TorchDispatchMode):  # type: ignore[no-untyped-cal
                 return func.decompose(*args, **kwargs)
         if not is_view(func) and not self._is_noted(func, args):
             self._loader.fill_before_use(_iterate_real([*args, *kwargs.values()]))
+            for tensor in filter(_is_real, iterate_written(func, args, kwargs)):
+                self._loader.note_written(tensor)
         return func(*args, **kwargs)
 
     def _is_noted(self, func: Operation, args: Any) -> bool:

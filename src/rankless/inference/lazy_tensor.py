@@ -121,9 +121,10 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if is_composed(func):
             return func.decompose(*args, **kwargs)
-        for written in _iterate_written(func, args, kwargs):
-            _refuse_other_shapes(func, written)
-            written.content.make_real(str(func))
+        for written in iterate_written(func, args, kwargs):
+            if isinstance(written, LazyTensor):
+                _refuse_other_shapes(func, written)
+                written.content.make_real(str(func))
         if func is _aten.copy_.default and is_unread(args[1]) and not isinstance(args[0], LazyTensor):
             args[1].content.loader.note_copy(args[0], args[1])
             return args[0]
@@ -219,11 +220,12 @@ def _written_arguments(func: Operation) -> Sequence[tuple[int, str]]:
     ]
 
 
-def _iterate_written(func: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[LazyTensor]:
+def iterate_written(func: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation writes into."""
     for number, name in _written_arguments(func):
         value = args[number] if number < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, LazyTensor):
+            if isinstance(tensor, torch.Tensor):
                 yield tensor
 
 

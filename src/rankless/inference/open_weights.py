@@ -156,6 +156,25 @@ class ModelWeights:
             raise StateError("the weights are not open: iterate inside of `with open_weights(...) as weights`")
         return self._loader.iterate()
 
+    @property
+    def path(self) -> Path:
+        """The path that was passed."""
+        return self._path
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors; tied ones have several."""
+        return frozenset() if self._loader is None else self._loader.keys
+
+    @property
+    def used_names(self) -> frozenset[str]:
+        """The names of the tensors of which this rank has read something, once it was read."""
+        return frozenset() if self._loader is None else self._loader.used_keys
+
+    def count_written(self, tensor: torch.Tensor) -> int:
+        """Return how many bytes were written into the memory of a tensor inside the block, in any way."""
+        return 0 if self._loader is None else self._loader.count_written(tensor)
+
     def read_held(self) -> None:
         """Read the tensors that the caller still has, so that they can be used after the block. Plugins call it."""
         if self._loader is not None:

@@ -7,6 +7,7 @@ touches the memory that a copy fills has to wait for the copy: :mod:`rankless.in
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -77,6 +78,8 @@ class WeightsLoader(ClosingMixin):
         self._thread, self._lock = threading.get_ident(), threading.RLock()
         #: The addresses of storages that may be changed without torch.
         self._given_away: set[int] = set()
+        #: By the addresses of storages, how many bytes were written into them, by copies and by other operations.
+        self._written: Counter[int] = Counter()
         self._executor = DaemonExecutor("rankless weights")
         #: The batches that the thread executes, each with the memory that it fills.
         self._running: list[tuple[Future[_Result], FilledMemory]] = []
@@ -95,6 +98,16 @@ class WeightsLoader(ClosingMixin):
     def is_session_over(self) -> bool:
         """True if the ranks have failed together: there is no further vote."""
         return self._rounds is not None and self._rounds.has_failed
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The names of all tensors; tied ones have several."""
+        return frozenset(key for name in self.names for key in self._stored.keys(name))
+
+    @property
+    def used_keys(self) -> frozenset[str]:
+        """The names of the tensors of which something was read."""
+        return frozenset(key for number in list(self.used) for key in self._stored.keys(self.names[number]))
 
     def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the lazy tensor of each stored tensor, in the order of the files; tied ones twice."""
@@ -127,6 +140,7 @@ class WeightsLoader(ClosingMixin):
         self._check_open(source.content)
         if target.is_meta:  # an engine that counts first what it is going to load
             return
+        self.note_written(target)
         copy = make_copy(self._stored.numbers[source.content.name], source.meta, target)
         if copy is None:
             self.fill_before_use([target])
@@ -184,6 +198,15 @@ class WeightsLoader(ClosingMixin):
         except (NotImplementedError, RuntimeError):  # a kind of tensor without a storage: its parts have some
             return False
         return self._pending.filled.overlaps(memory) or any(filled.overlaps(memory) for _, filled in self._running)
+
+    def note_written(self, tensor: torch.Tensor) -> None:
+        """See :class:`~rankless.inference.copies_first.FillingLoader`."""
+        with suppress(NotImplementedError, RuntimeError):  # a kind of tensor without a storage: its parts have some
+            self._written[memory_of(tensor).start] += tensor.nbytes
+
+    def count_written(self, tensor: torch.Tensor) -> int:
+        """Return how many bytes were written into the storage of a tensor; what was written twice counts twice."""
+        return self._written[memory_of(tensor).start]
 
     def fill_at_once(self, tensor: torch.Tensor) -> None:
         """See :class:`~rankless.inference.copies_first.FillingLoader`."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
 from rankless.errors import FormatError, InvalidArgumentError
+from rankless.inference.filled_parameters import check_filled
 from rankless.inference.loader_options import LoaderOptions
 from rankless.inference.open_weights import ModelWeights, open_weights
 
@@ -82,6 +83,8 @@ class RanklessSglangLoader(DefaultModelLoader):  # type: ignore[misc]
             # Some models copy in threads that go on when they have taken all weights.
             with ExitStack() as self._loads:
                 self.load_weights_only(model, weights, target_device)
+                if getattr(model, "quant_config", None) is None:
+                    check_filled(model, self._opened)
         finally:
             opened, self._opened, self._loads = self._opened, [], None
         for one in opened:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import vllm
@@ -17,14 +18,22 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rankless.engine.comm.process_group_argument import SELF, ProcessGroupArgument
-from rankless.errors import FormatError, NoCheckpointError
+from rankless.errors import FormatError, MismatchError, NoCheckpointError
+from rankless.inference.filled_parameters import check_filled
 from rankless.inference.loader_options import LoaderOptions
 from rankless.inference.open_weights import ModelWeights, open_weights
+from rankless.observe.units import format_count
 from rankless.storage.location import RUN_PREFIX
 from rankless.storage.posix import is_directory, is_file, list_names
 
 #: A child of vLLM's own logger, which has its handlers.
 _log = init_logger("vllm.rankless")
+
+#: The prefixes of names, each with the weights of a source.
+_Opened = Sequence[tuple[str, ModelWeights]]
+
+#: The names of the tensors of which the models of this process took something when they were loaded.
+_used_names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 #: A model of the Hub is called ``owner/name``.
 _PARTS_OF_HUB_NAMES = 2
@@ -89,8 +98,11 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
                 self._unreported.append(weights)
             try:
                 super().load_weights(model, model_config)
+                if model_config.quantization is None:  # else layers have parameters that are filled later
+                    check_filled(model, [weights for _, weights in self._opened])
             finally:
-                self._opened = []
+                opened, self._opened = self._opened, []
+            loads.callback(_note_used, model, opened)
             if self._late_steps is not None and _is_quantized_late(model):
                 self._late_steps.push(loads.pop_all())
                 return
@@ -125,6 +137,7 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         with ExitStack() as loads:
             for source in self._list_sources(model, model_config):
                 self._opened.append((source.prefix, loads.enter_context(self._open(source))))
+            _check_names(model, self._opened)
             return loads.pop_all()
 
     def _iterate_reload(self, loads: ExitStack) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -159,6 +172,20 @@ class RanklessVllmLoader(DefaultModelLoader):  # type: ignore[misc]
                 raise FormatError(f"{path} has no safetensors files: use --load-format auto")
         group: ProcessGroupArgument = ranks.cpu_group if ranks.world_size > 1 else SELF
         return open_weights(path, tag, verify=options.verify, process_group=group, timeout=options.timeout)
+
+
+def _note_used(model: nn.Module, opened: _Opened) -> None:
+    _used_names[model] = frozenset(prefix + name for prefix, weights in opened for name in weights.used_names)
+
+
+def _check_names(model: nn.Module, opened: _Opened) -> None:
+    """Raise ``MismatchError`` if weights lack a tensor that the model was loaded from: it would keep the old values."""
+    names = {prefix + name for prefix, weights in opened for name in weights.names}
+    if missing := sorted(_used_names.get(model, frozenset()) - names):
+        raise MismatchError(
+            f"{opened[0][1].path} lacks {format_count(len(missing), 'tensor')} of this model, such as {missing[0]!r}: "
+            "the engine keeps the weights that it has"
+        )
 
 
 def _is_place(name: str) -> bool:
