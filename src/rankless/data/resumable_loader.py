@@ -175,6 +175,8 @@ class ResumableLoader:
                 raise MismatchError(
                     f"data loaders were saved at different positions: {states[0]}, rank {rank}: {state}"
                 )
+        if "length" not in states[0]:
+            raise MismatchError("the data loader that was saved is no ResumableLoader: load without dataloader=")
         if states[0]["length"] != self._schedule.length:
             raise MismatchError(
                 f"the data loader was saved with {states[0]['length']} samples, and the dataset has "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +27,14 @@ from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, MismatchError, StateError
 from rankless.observe.warning import warn_caller
+from rankless.state import rng
 
 #: Yields the samples of a shard, from the sample with a number on.
 ReadShard = Callable[[Any, int], Iterable[Any]]
+
+
+#: So many shards without a sample, one after the other, mean that there is none: unless there are more shards.
+_MOST_EMPTY = 1000
 
 
 class _ShardSample(NamedTuple):
@@ -66,10 +73,20 @@ class _Work(NamedTuple):
     rank: int
     size: int
 
-    def iterate(self) -> Iterator[tuple[Shard, ShardProgress]]:
-        """Yield the shards, without end, each with what was used of it."""
+    def describe(self) -> str:
+        """Return a text that no other rank has, and that changes when samples are used."""
+        used = sum(progress.next + len(progress.ahead) for progress in self.own.shards.values())
+        return f"{self.plan.seed}/{self.rank}/{self.own.epoch}/{used}"
+
+    def iterate(self, worker: int, workers: int) -> Iterator[tuple[Shard, ShardProgress]]:
+        """Yield the shards of a worker, without end, each with what was used of it.
+
+        They change from epoch to epoch also if the order of shards does not: else a worker that has got short ones
+        would be more and more epochs ahead of the others.
+        """
         for epoch in itertools.count(self.own.epoch):
-            for shard in self.plan.assign_epoch(self.base, epoch, self.rank, self.size):
+            shards = self.plan.assign_epoch(self.base, epoch, self.rank, self.size)
+            for shard in shards[(worker + epoch // self.size) % workers :: workers]:
                 progress = self.own.shards.get(shard) or self.base.of(shard)
                 if not progress.is_finished:
                     yield shard, progress
@@ -96,6 +113,8 @@ class StreamLoader:
     A loader has one position, so it has one iteration at a time: a new iteration, and ``load_state_dict``, end the
     current one, which raises ``StateError`` if it is used again.
 
+    Random numbers that ``read`` and ``collate_fn`` draw within workers depend on the seed, the rank and the position.
+
     Args:
         shards: What each shard is for ``read``: names of files, numbers, whatever can be pickled. All ranks pass the
             same, in the same order; a resumed training may not have others.
@@ -113,9 +132,6 @@ class StreamLoader:
         InvalidArgumentError: There is no shard, a number is invalid, or an option decides the order of samples.
     """
 
-    #: A load gives the states of all ranks that saved to each rank, also if their number is the same.
-    needs_all_states = True
-
     def __init__(
         self,
         shards: Sequence[Any],
@@ -128,17 +144,22 @@ class StreamLoader:
         process_group: ProcessGroupArgument = None,
         **options: Any,
     ) -> None:
-        if not isinstance(shards, Sequence) or not shards:
+        if not isinstance(shards, Sequence) or isinstance(shards, str | bytes) or not shards:
             raise InvalidArgumentError(f"shards must be a list with at least one shard; got {shards!r:.80}")
-        if not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
+        if not isinstance(shuffle_buffer, int) or isinstance(shuffle_buffer, bool) or shuffle_buffer < 0:
             raise InvalidArgumentError(f"shuffle_buffer must be a number of samples; got {shuffle_buffer!r}")
         check_arguments(type(self).__name__, batch_size, seed, options)
         if options.get("persistent_workers"):
             raise InvalidArgumentError(
                 "persistent_workers: workers of a StreamLoader begin at its position; leave it out"
             )
+        if process_group is not None and not options.get("in_order", True):
+            raise InvalidArgumentError(
+                "in_order=False: ranks outside of process_group get the same data, and would get it in another order"
+            )
         ranks = RankGroup(process_group)
         self._rank, self._size = ranks.rank, ranks.size
+        self._names = _digest_names(shards)
         self._sharing_ranks = describe_members(ranks, process_group)
         self._plan = StreamPlan(len(shards), seed, shuffle)
         #: What all ranks together had used when they began, or were resumed, and what this one has used since.
@@ -158,8 +179,13 @@ class StreamLoader:
         # The loader's own generator: the workers' seed must not be drawn from the global one, which a resume restores.
         options.setdefault("generator", torch.Generator())
         options["worker_init_fn"] = partial(init_worker, options.get("worker_init_fn"))
-        self._dataset = _ShardReader(shards, read, batch_size, _Shuffling(shuffle_buffer, seed, self._rank), collate)
+        self._dataset = _ShardReader(shards, read, batch_size, shuffle_buffer, collate)
         self._loader = DataLoader(self._dataset, batch_size=None, collate_fn=_keep, **options)
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether a load gives the states of all ranks that saved to each rank, also if their number is the same."""
+        return self._size > 1
 
     @property
     def epoch(self) -> int:
@@ -172,7 +198,7 @@ class StreamLoader:
         if not self._sharing_ranks:  # this rank has the data for itself
             return "", ""
         plan = self._plan
-        return self._sharing_ranks, f"{plan.count} shards, shuffle={plan.shuffle}, seed={plan.seed}"
+        return self._sharing_ranks, f"{plan.count} shards{self._names}, shuffle={plan.shuffle}, seed={plan.seed}"
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration += 1
@@ -193,9 +219,11 @@ class StreamLoader:
         """Move the position: the training gets these samples now."""
         for shard, number in origin.used:
             self._progress_of(shard).note_used(number)
-        for shard, length in origin.lengths:
+        # Of a shard that is finished, which a resume knew the length of, a worker tells the length once more.
+        lengths = [(shard, length) for shard, length in origin.lengths if shard[0] >= self._own.epoch]
+        for shard, length in lengths:
             self._progress_of(shard).length = length
-        touched = {shard for shard, _ in (*origin.used, *origin.lengths)}
+        touched = {shard for shard, _ in (*origin.used, *lengths)}
         self._left -= {shard for shard in touched if self._progress_of(shard).is_finished}
         while not self._left:
             self._begin_epoch(self._own.epoch + 1)
@@ -251,24 +279,17 @@ class StreamLoader:
         select_one_of_each_rank(states)
 
 
-class _Shuffling(NamedTuple):
-    """The number of samples from which a worker draws one at random; 0 for their own order. The rest is the seed."""
-
-    size: int
-    seed: int
-    rank: int
-
-    def apply(self, samples: Iterator[_ShardSample], worker: int) -> Iterator[_ShardSample]:
-        """Yield the samples of a worker, without end."""
-        numbers = random.Random(f"{self.seed}/{self.rank}/{worker}")  # noqa: S311 - no secret
-        buffer = list(itertools.islice(samples, self.size))
-        for sample in samples:
-            if not buffer:
-                yield sample
-                continue
-            place = numbers.randrange(len(buffer))
-            yield buffer[place]
-            buffer[place] = sample
+def _shuffle(samples: Iterator[_ShardSample], size: int, seed: str) -> Iterator[_ShardSample]:
+    """Yield samples in another order: each is drawn from so many; in their own if that is 0."""
+    numbers = random.Random(seed)  # noqa: S311 - no secret
+    buffer = list(itertools.islice(samples, size))
+    for sample in samples:
+        if not buffer:
+            yield sample
+            continue
+        place = numbers.randrange(len(buffer))
+        yield buffer[place]
+        buffer[place] = sample
 
 
 class _ShardReader(IterableDataset[_TracedBatch]):
@@ -279,11 +300,11 @@ class _ShardReader(IterableDataset[_TracedBatch]):
         shards: Sequence[Any],
         read: ReadShard,
         batch_size: int,
-        shuffling: _Shuffling,
+        buffer: int,
         collate: Callable[[list[Any]], Any],
     ) -> None:
         self._shards, self._read, self._batch_size = shards, read, batch_size
-        self._shuffling, self._collate = shuffling, collate
+        self._buffer, self._collate = buffer, collate
         self.work: _Work | None = None
         #: The shards that were read to their ends, with their lengths, which no batch has told yet.
         self._lengths: list[tuple[Shard, int]] = []
@@ -291,10 +312,16 @@ class _ShardReader(IterableDataset[_TracedBatch]):
     def __iter__(self) -> Iterator[_TracedBatch]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        work = () if self.work is None else self.work.iterate()
+        if self.work is None:
+            return
         self._lengths = []
-        samples = self._shuffling.apply(self._iterate_samples(itertools.islice(work, worker, None, workers)), worker)
-        while batch := list(itertools.islice(samples, self._batch_size)):
+        seed = f"{self.work.describe()}/{worker}"
+        samples = _shuffle(self._iterate_samples(self.work.iterate(worker, workers)), self._buffer, seed)
+        for place in itertools.count():
+            if info is not None:  # the generators of the training process are its own
+                for name in rng.EVERYWHERE:
+                    rng.seed_generators(name, f"{seed}/{place}/{name}")
+            batch = list(itertools.islice(samples, self._batch_size))
             lengths, self._lengths = self._lengths, []
             origin = _Origin([(sample.shard, sample.number) for sample in batch], lengths)
             yield _TracedBatch(origin, self._collate([sample.value for sample in batch]))
@@ -310,11 +337,18 @@ class _ShardReader(IterableDataset[_TracedBatch]):
                 number += 1
             self._lengths.append((shard, number))
             empty += 1
-            if empty > len(self._shards):
+            if empty > max(_MOST_EMPTY, 2 * len(self._shards)):
                 raise StateError(
                     "no shard of the stream that this worker reads has a sample. If `read` uses a library that divides "
                     "what it yields among workers, switch that off: see the guide on streams"
                 )
+
+
+def _digest_names(shards: Sequence[Any]) -> str:
+    """Return a text that differs for other names of shards, or for another order; nothing if they have no names."""
+    if isinstance(shards, range) or not all(isinstance(shard, str | int | PathLike) for shard in shards):
+        return ""
+    return f" ({zlib.crc32(chr(10).join(map(str, shards)).encode(errors='surrogatepass')):08x})"
 
 
 def _keep(batch: Any) -> Any:

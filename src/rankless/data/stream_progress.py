@@ -73,16 +73,16 @@ class StreamProgress:
 
     def to_state(self) -> dict[str, Any]:
         """Return plain values: of each epoch the finished shards as the bits of a number, and rows of those begun."""
-        finished: dict[int, int] = {}
+        finished: dict[int, list[int]] = {}
         begun = []
-        for (epoch, number), progress in sorted(self.shards.items()):
+        for (epoch, number), progress in self.shards.items():
             if progress.is_finished:
-                finished[epoch] = finished.get(epoch, 0) | 1 << number
+                finished.setdefault(epoch, []).append(number)
             elif progress.next or progress.ahead or progress.length is not None:
                 length = -1 if progress.length is None else progress.length
                 begun.append([epoch, number, progress.next, length, sorted(progress.ahead)])
-        texts = [[epoch, f"{bits:x}"] for epoch, bits in finished.items()]
-        return {"epoch": self.epoch, "finished": texts, "begun": begun}
+        texts = [[epoch, _to_bits(numbers)] for epoch, numbers in sorted(finished.items())]
+        return {"epoch": self.epoch, "finished": texts, "begun": sorted(begun)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> StreamProgress:
@@ -92,9 +92,20 @@ class StreamProgress:
             for epoch, number, begun, length, ahead in state["begun"]
         }
         for epoch, text in state["finished"]:
-            bits = int(text, 16)
-            shards |= {(epoch, number): FINISHED for number in range(bits.bit_length()) if bits >> number & 1}
+            shards |= dict.fromkeys(((epoch, number) for number in _from_bits(text)), FINISHED)
         return cls(state["epoch"], shards)
+
+
+def _to_bits(numbers: Sequence[int]) -> str:
+    bits = np.zeros(max(numbers) + 1, bool)
+    bits[numbers] = True
+    return np.packbits(bits).tobytes().hex()
+
+
+def _from_bits(text: str) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))
+    numbers: list[int] = np.flatnonzero(bits).tolist()
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -119,21 +130,31 @@ class StreamPlan:
 
         In each epoch another rank is the first one, so that none always gets one shard more.
         """
-        left = [(epoch, number) for number in self.order(epoch) if not base.of((epoch, number)).is_finished]
-        return left[(rank + epoch) % size :: size]
+        return _of_rank(self.list_left(base, epoch), epoch, rank, size)
+
+    def list_left(self, base: StreamProgress, epoch: int) -> list[Shard]:
+        """Return the shards of an epoch that are not finished, in its order."""
+        return [(epoch, number) for number in self.order(epoch) if not base.of((epoch, number)).is_finished]
 
     def join(self, base: StreamProgress, parts: Sequence[StreamProgress]) -> StreamProgress:
         """Return the progress of all ranks together. ``parts`` are those of the ranks, which went on from ``base``."""
         joined = base.copy()
-        for rank, part in enumerate(parts):
-            for epoch in range(base.epoch, part.epoch):
-                joined.shards |= dict.fromkeys(self.assign_epoch(base, epoch, rank, len(parts)), FINISHED)
-            joined.shards |= part.copy().shards
+        for part in parts:
+            joined.shards |= {shard: known for shard, known in part.copy().shards.items() if shard[0] >= part.epoch}
+        for epoch in range(base.epoch, max(part.epoch for part in parts)):
+            left = self.list_left(base, epoch)
+            for rank, part in enumerate(parts):
+                if epoch < part.epoch:
+                    joined.shards |= dict.fromkeys(_of_rank(left, epoch, rank, len(parts)), FINISHED)
         epoch = base.epoch
         while all(joined.of((epoch, number)).is_finished for number in range(self.count)):
             epoch += 1
         joined.begin_epoch(epoch)
         return joined
+
+
+def _of_rank(left: Sequence[Shard], epoch: int, rank: int, size: int) -> list[Shard]:
+    return list(left[(rank + epoch) % size :: size])
 
 
 def select_one_of_each_rank(states: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

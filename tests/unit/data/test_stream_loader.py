@@ -71,17 +71,15 @@ def check_used(used: Counter[int], loaders: list[rankless.StreamLoader]) -> None
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
-    buffer=st.sampled_from([0, 3]),
     seed=st.integers(0, 1000),
     shuffle=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:8 shards are fewer")
-def test_every_sample_is_used_once_in_each_epoch_over_any_ranks(
-    sizes: list[int], buffer: int, seed: int, shuffle: bool
-) -> None:
+def test_every_sample_is_used_once_in_each_epoch_over_any_ranks(sizes: list[int], seed: int, shuffle: bool) -> None:
     numbers, used = random.Random(seed), Counter[int]()
     states: list[dict[str, Any]] = []
     for size in sizes:
+        buffer = numbers.choice([0, 3, 8])
         options = {"batch_size": numbers.randint(1, 4), "shuffle_buffer": buffer, "seed": seed, "shuffle": shuffle}
         loaders = [make(rank, size, **options) for rank in range(size)]
         if states:
@@ -104,6 +102,53 @@ def test_what_workers_have_read_ahead_is_not_lost(workers: int) -> None:
     used.update(take([loader], [20]))
     assert used >= whole(1)
     check_used(used, [loader])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_buffer_may_be_left_out_after_a_resume(seed: int) -> None:
+    """A worker has read shards to their ends then whose samples were not all used."""
+    used, state = Counter[int](), None
+    for buffer, batches in ((8, 3 + seed), (0, 5 + seed), (0, 30)):
+        loader = make(shuffle_buffer=buffer, seed=seed)
+        if state is not None:
+            loader.load_state_dict(state)
+        used.update(take([loader], [batches]))
+        state = loader.state_dict()
+    check_used(used, [loader])
+
+
+def test_shards_without_samples_end_no_training() -> None:
+    def read_few(shard: int, start: int) -> Iterator[int]:
+        return iter(range(start, 0 if shard == 1 else 3))
+
+    loader = rankless.StreamLoader(range(4), read_few, 2, num_workers=4)
+    assert len(list(itertools.islice(loader, 300))) == 300
+
+
+def test_a_worker_with_short_shards_gets_others_in_the_next_epoch() -> None:
+    lengths = [100, 2, 100, 2]
+
+    def read_other(shard: int, start: int) -> Iterator[int]:
+        return iter(range(1000 * shard + start, 1000 * shard + lengths[shard]))
+
+    loader = rankless.StreamLoader(range(4), read_other, 2, shuffle=False, num_workers=2)
+    used = Counter(int(sample) for batch in itertools.islice(loader, 1000) for sample in batch)
+    assert max(used.values()) <= 2 * min(used.values())
+    assert len(loader.state_dict()["own"]["finished"]) < 10
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_random_numbers_of_workers_differ_between_ranks_and_positions(start: str) -> None:
+    loaders = [make(rank, 2, collate_fn=draw, num_workers=1, multiprocessing_context=start) for rank in (0, 1)]
+    drawn = [number for loader in loaders for number in itertools.islice(loader, 3)]
+    drawn += list(itertools.islice(loaders[0], 3))
+    assert len(set(drawn)) == 9
+    again = make(0, 2, collate_fn=draw, num_workers=1, multiprocessing_context=start)
+    assert list(itertools.islice(again, 3)) == drawn[:3]
+
+
+def draw(_: object) -> float:
+    return random.random() + float(torch.rand(()))
 
 
 def test_an_interrupted_iteration_goes_on_with_the_next_sample() -> None:
@@ -202,6 +247,8 @@ def test_batches_are_collated_and_pinned_as_by_torch() -> None:
         ({"shuffle_buffer": -1}, "shuffle_buffer must be"),
         ({"sampler": range(2)}, "a StreamLoader decides the order"),
         ({"persistent_workers": True}, "leave it out"),
+        ({"shuffle_buffer": True}, "shuffle_buffer must be"),
+        ({"in_order": False, "process_group": object()}, "get it in another order"),
         ({"seed": -1}, "seed must be"),
     ],
 )
@@ -211,8 +258,25 @@ def test_invalid_arguments_are_named(options: dict[str, Any], message: str) -> N
 
 
 def test_shards_are_needed() -> None:
-    with pytest.raises(InvalidArgumentError, match="at least one shard"):
-        rankless.StreamLoader([], read)
+    for shards in ([], "a.jsonl"):
+        with pytest.raises(InvalidArgumentError, match="at least one shard"):
+            rankless.StreamLoader(shards, read)
+
+
+def test_ranks_know_that_their_shards_differ() -> None:
+    files = ["a.jsonl", "b.jsonl"]
+    settings = [rankless.StreamLoader(names, read).common_settings for names in (files, files[::-1], files)]
+    assert settings[0] == settings[2] != settings[1]
+
+
+def test_a_stream_of_one_rank_is_its_own() -> None:
+    assert not make().needs_all_states
+    assert make(0, 2).needs_all_states
+
+
+def test_a_state_of_another_loader_is_named() -> None:
+    with pytest.raises(MismatchError, match="is no ResumableLoader"):
+        rankless.ResumableLoader(range(8)).load_state_dict(make().state_dict())  # type: ignore[arg-type]
 
 
 def test_fewer_shards_than_workers_are_a_warning() -> None:
