@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -317,10 +318,12 @@ class History:
         newest = {self._state.run_of[found.content]: found.content for found in find_checkpoints(place)}
         heads = tuple(Head(run, content, -1) for run, content in reversed(list(newest.items())))
         by_number = {self._state.run_of[found.content]: found.sequence for found in site.known}
-        world = tuple(sorted(heads, key=lambda head: -by_number.get(head.run, 0)))
+        highest = [-by_number.get(head.run, 0) for head in heads]
+        # Without conditions two jobs may have had one number: then the times and the ids decide.
+        worlds = {tuple(heads[place] for place in order) for order in _list_orders(highest)}
         self._state.note(f"{site.place.name} is copied to {place.name} without its history")
         self._add_copy(
-            site, Site(place, {world}, had_tiers=site.had_tiers, lacks_history=True, is_merged=site.is_merged)
+            site, Site(place, worlds, had_tiers=site.had_tiers, lacks_history=True, is_merged=site.is_merged)
         )
 
     def copy_while_saving(self) -> None:
@@ -536,6 +539,13 @@ class History:
 
     def _next_name(self) -> str:
         return f"run{self.random.getrandbits(48):012x}"
+
+
+def _list_orders(keys: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all orders of places in which the keys ascend: several if some keys are equal."""
+    groups = [[place for place, key in enumerate(keys) if key == each] for each in sorted(set(keys))]
+    for orders in itertools.product(*(itertools.permutations(group) for group in groups)):
+        yield tuple(itertools.chain.from_iterable(orders))
 
 
 _EVENTS: dict[str, Callable[[History], None]] = {

@@ -402,7 +402,7 @@ class Checkpointer:
             self._cadence.restart()  # also after a failure: a save by time is tried again after the interval
         elif not self._is_prepared:
             self._prepare_staging()
-        if self._models is not None and not self._is_stopping:
+        if self._models is not None and (stops_now or not self._is_stopping):
             self._models.save_if_due(step, metrics, self._tolerance.tolerating)
         return self._is_stopping
 
@@ -487,7 +487,7 @@ class Checkpointer:
             else:
                 failures.run_until_success(self._directory.wait)
             if self._models is not None:
-                failures.run_until_success(self._models.wait)
+                failures.add(self._tolerance.filter(self._models.wait))
             if error is None:
                 failures.raise_first(_LOOP_HAS_ENDED)
             else:
@@ -542,8 +542,10 @@ class Checkpointer:
                 "signals": repr(sorted(self._signals)),
                 **self._tolerance.describe(),
             }
-            check = _check_resumable if resumes else _check_new
-            self._directory.compare_calls(CallDescription("Checkpointer", settings), partial(check, self.path))
+            check = partial(_check_resumable if resumes else _check_new, self.path)
+            self._directory.compare_calls(CallDescription("Checkpointer", settings), check)
+            if self._models is not None and not resumes:
+                self._directory.compare_calls(CallDescription("Checkpointer", settings), self._models.check_new)
             if not resumes and self._directory.is_ahead_of_run():
                 raise StateError(
                     f"the local tier has a checkpoint of {self.path}: call resume() before step(), or pass another "

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from typing import Any
 import msgspec
 
 from rankless.engine.comm.vote import COORDINATOR_RANK
-from rankless.errors import InvalidArgumentError
-from rankless.observe.warning import warn_caller
+from rankless.errors import InvalidArgumentError, StateError
+from rankless.formats.native import read_manifest
 from rankless.run.catalog import claim_incarnation, list_checkpoints_strictly
 from rankless.run.claims import LoadedBase, read_history
 from rankless.run.scan import CheckpointInfo
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import Ask, Cadence, as_cadence
+from rankless.storage.object_path import is_bucket
 
 #: What is added to the path of a run directory for that of its weights.
 _SUFFIX = "-models"
@@ -40,24 +40,43 @@ class ModelSaves:
     def __init__(self, directory: RunDirectory, cadence: Cadence, model: Any) -> None:
         self._directory, self._cadence, self._model = directory, cadence, model
 
+    def check_new(self) -> None:
+        """Raise ``StateError``, on rank 0 in a vote of the caller, if a training begins where another one has saved."""
+        path = self._directory.path
+        if infos := _list_current(path):
+            raise StateError(
+                f"{path} has weights, the latest are {infos[-1].tag!r}: call resume() before step(), or pass another "
+                "run directory as models="
+            )
+
     def continue_from(self, step: int) -> None:
-        """Continue the newest weights of a step, or before it, after the training was resumed from there."""
-        raw = self._directory.ask_rank_0(partial(_find_base, self._directory.path, step))
-        if raw:
-            base = msgspec.msgpack.decode(raw, type=LoadedBase)
-            self._directory.history.note_loaded(base, resumes=True)
-            if self._directory.rank == COORDINATOR_RANK:
-                claim_incarnation(self._directory.path, self._directory.history)
+        """Continue the newest weights of a step, or before it, after the training was resumed from there.
+
+        Later ones are abandoned. So they are if there are no earlier ones.
+        """
+        history = self._directory.history
+
+        def claim() -> bytes:
+            base = _find_base(self._directory.path, step)
+            if base is None:
+                return b""
+            history.note_loaded(base, resumes=True)
+            claim_incarnation(self._directory.path, history, warns=False)
+            return msgspec.msgpack.encode(base)
+
+        raw = self._directory.ask_rank_0(claim)
+        if raw and self._directory.rank != COORDINATOR_RANK:
+            history.note_loaded(msgspec.msgpack.decode(raw, type=LoadedBase), resumes=True)
         self._cadence.restart()
 
     def save_if_due(self, step: int, metrics: Mapping[str, Any], tolerating: Tolerating) -> None:
-        """Save the model if that is due after a step. A later training of the same step replaces what it saved."""
+        """Save the model if that is due after a step."""
         directory = self._directory
         if not self._cadence.is_due(step, directory.ask_rank_0):
             return
         began, tag = time.perf_counter(), f"step_{step}"
         with tolerating(f"{directory.path / tag}", directory.ask_rank_0):
-            directory.save(tag, self._model, step=step, metrics=metrics, overwrite=True, rng=False)
+            directory.save(tag, self._model, step=step, metrics=metrics, rng=False)
         self._cadence.restart(time.perf_counter() - began)
 
     def wait(self) -> None:
@@ -87,31 +106,45 @@ def plan_model_saves(
     if every == "auto":
         raise InvalidArgumentError("save_model_every must be a number of steps or a timedelta; got 'auto'")
     if models is None:
+        if is_bucket(main.path):
+            raise InvalidArgumentError(
+                f"{main.path} is a whole bucket: pass the run directory of the weights as models="
+            )
         models = main.path.with_name(main.path.name + _SUFFIX)
     directory = models if isinstance(models, RunDirectory) else open_directory(models)
-    if directory.path == main.path:
+    if directory.path.resolve() == main.path.resolve():
         raise InvalidArgumentError(f"models must be another run directory than {main.path}")
     return ModelSaves(directory, as_cadence(every, directory.path), model)
 
 
-def _find_base(path: Path, step: int) -> bytes:
-    """Return what the saves continue after a step, on rank 0; nothing if there is no such checkpoint."""
-    infos = [info for info in list_checkpoints_strictly(path) if info.status == "complete" and info.is_current]
+def _list_current(path: Path) -> list[CheckpointInfo]:
+    return [info for info in list_checkpoints_strictly(path) if info.status == "complete" and info.is_current]
+
+
+def _find_base(path: Path, step: int) -> LoadedBase | None:
+    """Return what the saves continue after a step, on rank 0; ``None`` if there is no checkpoint.
+
+    Raises ``StateError`` if the run directory is not one of weights alone.
+    """
+    infos = _list_current(path)
+    if not infos:
+        return None
+    latest = infos[-1]
+    if others := {name.partition("/")[0] for name in read_manifest(latest.path).files} & {
+        "optimizer",
+        "ranks.safetensors",
+    }:
+        raise StateError(
+            f"{path} is a run directory of checkpoints: {latest.tag!r} has more than weights ({min(others)}). Pass "
+            "another one as models="
+        )
+    token = secrets.token_hex(8)
     before = [info for info in infos if info.step is not None and info.step <= step]
-    if not before:
-        if infos:
-            warn_caller(
-                f"{path} has weights of later steps only, up to {infos[-1].tag!r}, than step {step}, from which the "
-                "training goes on: they are replaced when their steps are saved again"
-            )
-        return b""
-    return msgspec.msgpack.encode(_as_base(path, before[-1], infos))
-
-
-def _as_base(path: Path, info: CheckpointInfo, current: list[CheckpointInfo]) -> LoadedBase:
-    """Return a checkpoint as what a job has loaded: by its name, if later ones are to be abandoned."""
-    newest = max(one.sequence for one in current if one.run == info.run)
-    branch = read_history(path).runs.get(info.run)
+    if not before:  # all of the run are abandoned
+        return LoadedBase(id="", run=latest.run, incarnation=0, sequence=0, tag="", newest=None, token=token)
+    base = before[-1]
+    newest = max(one.sequence for one in infos if one.run == base.run)
+    branch = read_history(path).runs.get(base.run)
     seen = 0 if branch is None else branch.incarnation
-    is_latest = newest == info.sequence
-    return LoadedBase.of(info, info.tag, newest if is_latest else None, secrets.token_hex(8), seen)
+    # By its name, as it were, if later ones are to be abandoned.
+    return LoadedBase.of(base, base.tag, newest if newest == base.sequence else None, token, seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import rankless
-from rankless.errors import InvalidArgumentError, StorageError, SupersededError
+from rankless.errors import InvalidArgumentError, StateError, StorageError, SupersededError
 from rankless.run import claims
 from rankless.save import shard_writer
 from tests.helpers.pool import Ranks
@@ -93,21 +95,58 @@ def test_a_resumed_training_continues_them(tmp_path: Path) -> None:
     assert len({rankless.open(tmp_path / "run-models", tag).identity.run for tag in ("step_2", "step_8")}) == 1  # type: ignore[union-attr]
 
 
+def current(path: Path) -> list[str]:
+    return [info.tag for info in rankless.list_checkpoints(path) if info.is_current]
+
+
 def test_a_training_that_goes_back_abandons_later_weights(tmp_path: Path) -> None:
     train(tmp_path / "run", 6, save_every=3, save_model_every=2)
-    with another_process(), pytest.warns(UserWarning, match=r"run-models goes back to 'step_2': 2 later checkpoint"):
+    with another_process(), warnings.catch_warnings(record=True, action="always") as caught:
         assert train(tmp_path / "run", 5, tag="step_3", save_model_every=2) == 3
-    current = [info.tag for info in rankless.list_checkpoints(tmp_path / "run-models") if info.is_current]
-    assert current == ["step_2", "step_4"]
+    assert current(tmp_path / "run-models") == ["step_2", "step_4"]
     assert values(tmp_path / "run-models").keys() == {"step_2", "step_4", "step_4@1", "step_6"}
+    assert not any("run-models" in str(one.message) for one in caught)  # nothing for the user to do
 
 
-def test_a_training_that_was_interrupted_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [2, 3])
+def test_weights_are_abandoned_that_are_all_of_later_steps(tmp_path: Path, every: int) -> None:
+    """A training was killed before its first checkpoint, or goes back to before the weights that are kept."""
+    train(tmp_path / "run", 8, save_every=1, save_model_every=4)
+    with another_process():
+        assert train(tmp_path / "run", 3, tag="step_1", save_model_every=every) == 1
+    assert current(tmp_path / "run-models") == [f"step_{every}"]
+    assert {"step_4", "step_8"} < values(tmp_path / "run-models").keys()
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with another_process():
+        assert train(tmp_path / "run", every, save_model_every=every) == 0
+    assert current(tmp_path / "run-models") == [f"step_{every}"]
+    assert len(rankless.list_checkpoints(tmp_path / "run-models")) == 4
+
+
+def test_a_training_without_resume_does_not_begin_where_weights_are(tmp_path: Path) -> None:
     train(tmp_path / "run", 4, save_model_every=2)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    with another_process(), pytest.warns(UserWarning, match=r"later steps only, up to 'step_4', than step 0"):
-        assert train(tmp_path / "run", 2, save_model_every=2) == 0
-    assert values(tmp_path / "run-models") == {"step_4": 4, "step_2": 2}
+    checkpointer = rankless.Checkpointer(tmp_path / "run", model=build(), signals=(), save_model_every=2)
+    with pytest.raises(StateError, match="run-models has weights, the latest are 'step_4': call resume"):
+        checkpointer.step(1)
+
+
+def test_a_run_of_checkpoints_is_not_replaced_by_weights(tmp_path: Path) -> None:
+    train(tmp_path / "full", 4, save_every=2)
+    before = values(tmp_path / "full")
+    with pytest.raises(StateError, match="'step_4' has more than weights"):
+        train(tmp_path / "run", 4, save_model_every=2, models=tmp_path / "full")
+    assert values(tmp_path / "full") == before
+
+
+def test_at_a_signal_weights_that_are_due_are_saved(tmp_path: Path) -> None:
+    with rankless.Checkpointer(tmp_path / "run", model=build(), save_model_every=3) as checkpointer:
+        for step in range(checkpointer.resume() + 1, 10):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.step(step):
+                break
+    assert list(values(tmp_path / "run")) == list(values(tmp_path / "run-models")) == ["step_3"]
 
 
 def test_an_older_job_saves_no_more_weights(tmp_path: Path) -> None:
@@ -150,8 +189,10 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any],
 
 
 def test_the_run_directory_must_be_another_one(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="must be another run directory"):
-        rankless.Checkpointer(tmp_path / "run", model=build(), save_model_every=1, models=tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for models in (tmp_path / "run", tmp_path / "a/../run", tmp_path / "link"):
+        with pytest.raises(InvalidArgumentError, match="must be another run directory"):
+            rankless.Checkpointer(tmp_path / "run", model=build(), save_model_every=1, models=models)
 
 
 def _train_on_ranks(path: str) -> None:

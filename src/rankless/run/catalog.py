@@ -130,15 +130,16 @@ def _check_not_behind(path: Path, job: JobHistory, saved: Sequence[CheckpointInf
         )
 
 
-def claim_incarnation(path: Path, job: JobHistory) -> None:
+def claim_incarnation(path: Path, job: JobHistory, *, warns: bool = True) -> None:
     """Claim an incarnation for a job that has just loaded what it continues, on rank 0.
 
     So an older job that is still alive learns it before the first save. If the claim fails, that save tries again.
+    ``warns``: warn of what is abandoned.
     """
     if job.claim is None:
         try:
             scan = _look_at_run(path)
-            job.claim, _ = claim(path, job, scan.checkpoints, seen=(scan.history, scan.highest_entry))
+            job.claim, _ = claim(path, job, scan.checkpoints, seen=(scan.history, scan.highest_entry), warns=warns)
         except StateError:  # another job has continued the run meanwhile: the first save raises it, on all ranks
             return
         except RanklessError as error:  # the load has succeeded on all ranks: this one must not fail alone

@@ -85,6 +85,13 @@ class FailureTolerance:
         raw = ask(lambda: msgspec.msgpack.encode(self._clock() - self._durable_at))
         return msgspec.msgpack.decode(raw, type=float)
 
+    def filter(self, function: Callable[[], object]) -> DeferredErrors:
+        """Call a function until it raises nothing more. Return its errors but those that are warnings."""
+        failures = DeferredErrors()
+        failures.run_until_success(function)
+        self.warn_instead(failures)
+        return failures
+
     def warn_instead(self, failures: DeferredErrors) -> None:
         """Warn of the failures of storage at the end of a block whose last step is saved: they need not be raised."""
         if self._warns:
