@@ -73,7 +73,8 @@ class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
 
     ``newest`` is the highest sequence number of the current checkpoints of its run then, or ``None`` if the caller has
     named the checkpoint. ``seen`` is the newest incarnation of the run then. ``token`` is that of the job: rank 0's,
-    which has selected the checkpoint. ``resumes``: the training goes on from it.
+    which has selected the checkpoint. ``resumes``: the training goes on from it. Without an ``id`` the job begins the
+    run anew: all earlier checkpoints of the run are abandoned.
     """
 
     id: str
@@ -521,8 +522,8 @@ def _warn_of_unread_tier(run: Path, base: LoadedBase, before: Entry) -> None:
 def _make_claim(run: Path, job: JobHistory, newest: Entry, found: Sequence[FoundCheckpoint], *, above: int) -> Entry:
     base = _find_base(job, newest, found)
     me = describe_job(job.token, job.command, job.tier, job.groups)
-    if base is None:
-        return newest.begin_run(secrets.token_hex(8), me, found, above=above)
+    if base is None or not base.id:
+        return newest.begin_run(secrets.token_hex(8) if base is None else base.run, me, found, above=above)
     current = [saved for saved in found if saved.run == base.run and newest.is_current(saved)]
     last = max((saved.sequence for saved in current), default=base.sequence)
     if base.newest is not None and (last > base.newest or _was_claimed_since(run, base, newest)):
