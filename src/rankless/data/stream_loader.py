@@ -184,7 +184,7 @@ class StreamLoader:
 
     @property
     def needs_all_states(self) -> bool:
-        """Whether a load gives the states of all ranks that saved to each rank, also if their number is the same."""
+        """True if a load gives each rank the states of all ranks that saved, also if their number is the same."""
         return self._size > 1
 
     @property

@@ -55,12 +55,25 @@ def remove_pointers(run: ObjectPath, entry: TagEntry) -> None:
 
 
 def _abort_uploads(folder: ObjectPath) -> None:
+    """Abort the uploads into a folder that are in progress."""
     for upload, _ in folder.store.list_uploads(folder):
         folder.store.abort_upload(upload)
 
 
+def discard_folder(folder: ObjectPath) -> None:
+    """Delete the folder of a save that gives its checkpoint up, and abort the uploads into it.
+
+    If it is whole, another process may have given it a tag: then it stays.
+    """
+    _abort_uploads(folder)  # first: perhaps nothing can be written any more
+    if store_of(folder).is_file(folder / NAME):
+        discard_abandoned(folder)
+    else:
+        _delete_objects(folder, {str(info.path.relative_to(folder)) for info in folder.store.list_objects(folder)})
+
+
 def discard_abandoned(folder: ObjectPath) -> bool:
-    """Delete what a save has written into a folder: of another process, which seems to have abandoned it, or its own.
+    """Delete what a save has written into a folder: one of another process, which seems to be dead, or a whole one.
 
     Return false if a process has published it meanwhile.
 

@@ -23,7 +23,7 @@ from rankless.run.cleanup import delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, set_aside_corrupt
 from rankless.run.folder_names import checkpoint_folder
 from rankless.run.history import KnownCheckpoint, is_newer
-from rankless.run.object_removal import delete_replaced, discard_abandoned, find_damage, remove_pointers
+from rankless.run.object_removal import delete_replaced, discard_folder, find_damage, remove_pointers
 from rankless.run.pointers import (
     Pointer,
     TagEntry,
@@ -190,4 +190,4 @@ class ObjectPublication:
         # If it is unknown whether the pointer exists, or a request for it may still arrive, a clean-up decides.
         with suppress(RanklessError):
             if not self._possible_numbers:
-                discard_abandoned(self.folder)  # if it is whole, another process may have given it a tag
+                discard_folder(self.folder)
