@@ -22,6 +22,7 @@ import msgspec
 
 from rankless.errors import StateError, StorageError, SupersededError
 from rankless.observe.warning import warn_caller
+from rankless.process.prepared_types import prepared
 from rankless.run.history import Entry, FoundCheckpoint, Job, KnownCheckpoint, cut_line
 from rankless.run.pointers import read_back
 from rankless.storage import posix
@@ -68,6 +69,7 @@ _READ_ATTEMPTS, _READ_SECONDS = 20, 0.05
 E = TypeVar("E", Entry, Entry | None)
 
 
+@prepared
 class LoadedBase(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that a job has loaded, of a run directory or by its own path.
 
