@@ -314,8 +314,12 @@ class Checkpointer:
             except BaseException:
                 self._close_outside_block()
                 raise
-            if self._models is not None:
-                self._models.continue_from(step)
+            try:
+                if self._models is not None:
+                    self._models.continue_from(step)
+            except BaseException:
+                self._close_outside_block()
+                raise
             if restored is None:
                 self._begin_with(init_from, replace(chosen, allow_missing=missing))
                 return 0

@@ -19,7 +19,7 @@ import msgspec
 
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.errors import InvalidArgumentError, StateError
-from rankless.formats.native import read_manifest
+from rankless.formats.native import STATE, NativeReader
 from rankless.run.catalog import claim_incarnation, list_checkpoints_strictly
 from rankless.run.claims import LoadedBase, read_history
 from rankless.run.scan import CheckpointInfo
@@ -130,12 +130,10 @@ def _find_base(path: Path, step: int) -> LoadedBase | None:
     if not infos:
         return None
     latest = infos[-1]
-    if others := {name.partition("/")[0] for name in read_manifest(latest.path).files} & {
-        "optimizer",
-        "ranks.safetensors",
-    }:
+    reader = NativeReader(latest.path)
+    if "optimizer" in msgspec.json.decode(reader.read_small_file(STATE), type=dict[str, msgspec.Raw]):
         raise StateError(
-            f"{path} is a run directory of checkpoints: {latest.tag!r} has more than weights ({min(others)}). Pass "
+            f"{path} is a run directory of checkpoints: {latest.tag!r} has an optimizer, and not only weights. Pass "
             "another one as models="
         )
     token = secrets.token_hex(8)

@@ -134,9 +134,22 @@ def test_a_training_without_resume_does_not_begin_where_weights_are(tmp_path: Pa
 def test_a_run_of_checkpoints_is_not_replaced_by_weights(tmp_path: Path) -> None:
     train(tmp_path / "full", 4, save_every=2)
     before = values(tmp_path / "full")
-    with pytest.raises(StateError, match="'step_4' has more than weights"):
+    with pytest.raises(StateError, match="'step_4' has an optimizer, and not only weights"):
         train(tmp_path / "run", 4, save_model_every=2, models=tmp_path / "full")
     assert values(tmp_path / "full") == before
+    handler = signal.getsignal(signal.SIGTERM)
+    options = {"save_model_every": 2, "models": tmp_path / "full"}
+    with pytest.raises(StateError, match="has an optimizer"):
+        rankless.Checkpointer(tmp_path / "other", model=build(), **options).resume()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_weights_with_values_of_each_rank_are_weights(tmp_path: Path) -> None:
+    train(tmp_path / "run", 2, save_every=2, save_model_every=2)
+    rankless.save_checkpoint(tmp_path / "run-models", "step_1", build(), step=1, rng=True)  # has ranks.safetensors
+    with another_process():
+        assert train(tmp_path / "run", 4, save_model_every=2) == 2
+    assert "step_4" in values(tmp_path / "run-models")
 
 
 def test_at_a_signal_weights_that_are_due_are_saved(tmp_path: Path) -> None:
