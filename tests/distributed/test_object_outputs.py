@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -19,13 +20,13 @@ import rankless.dcp
 from rankless.engine.io import upload_files
 from rankless.engine.io.upload_parts import UploadedParts
 from rankless.errors import InvalidArgumentError, RankMismatchError, StorageError, TagExistsError
-from rankless.run.unpublished_output import check_hosts
 from rankless.storage.object_path import ObjectPath
 from tests.helpers.deepspeed_files import random_save, write_zero
 from tests.helpers.fake_azure import FakeAzure
 from tests.helpers.fake_http import BUCKET, Answers, FakeStore, disconnect
 from tests.helpers.fake_s3 import FakeS3, failure, store_at
 from tests.helpers.pool import Ranks
+from tests.helpers.simulated_hosts import simulated_host
 from tests.helpers.small_parts import small_parts
 from tests.helpers.training import Run, train_run
 
@@ -528,16 +529,87 @@ def test_dead_uploads_of_the_same_file_are_aborted_when_they_are_a_day_old(fake:
     dead, other = (path.store.create_upload(path.parent / name, {}).id for name in ("model.pt", "another.pt"))
     rankless.save_model(model_of(0.0), path)
     assert fake.uploads.keys() == {dead, other}
-    with mock.patch("rankless.components.object_output.ABANDONED_SECONDS", -1.0):
+    with mock.patch("rankless.save.shared_upload.ABANDONED_SECONDS", -1.0):
         rankless.save_model(model_of(0.0), path)
     assert fake.uploads.keys() == {other}
 
 
-def test_several_hosts_are_told_to_use_one(fake: FakeS3) -> None:
-    check_hosts(bucket(fake), [0, 0])
-    check_hosts(Path("/folder"), [0, 1])
-    with pytest.raises(InvalidArgumentError, match="one host"):
-        check_hosts(bucket(fake), [0, 0, 1])
+#: The formats of conversions, with the name of the output.
+OUTPUTS = {
+    **{to: to for to in ("native", "hf", "dcp", "lightning-folder", "colossalai", "deepspeed-universal")},
+    "torch": "out.pt",
+    "lightning": "out.ckpt",
+    "safetensors": "out.safetensors",
+}
+
+
+def convert_on_a_host_of_its_own(source: Path, output: Path, to: str, **options: Any) -> list[tuple[int, int]]:
+    """Convert on a rank that shares no disk with others. Return the bytes done and their total at each event."""
+    rank, progress = torch.distributed.get_rank(), list[tuple[int, int]]()
+
+    def note(event: rankless.Event) -> None:
+        if isinstance(event, rankless.Progress):
+            progress.append((event.done, event.total))
+
+    temporary = source.parent / f"temporary of host {rank}"
+    temporary.mkdir(exist_ok=True)
+    no_disk = FileNotFoundError(2, "only rank 0 needs a directory")
+    with (
+        simulated_host(str(rank), str(temporary)),
+        mock.patch("tempfile.gettempdir", return_value=str(temporary), side_effect=no_disk if rank else None),
+        small_parts(512),
+    ):
+        rankless.convert(source, output, to=to, max_shard_size=3000, on_event=note, **options)
+    assert not [*temporary.rglob("*.partial*")]
+    return progress
+
+
+@pytest.mark.parametrize("to", OUTPUTS)
+def test_ranks_of_several_hosts_convert_into_a_store(ranks: Ranks, tmp_path: Path, to: str) -> None:
+    run = train_run("plain", "adamw")
+    rankless.save_checkpoint(tmp_path / "run", "s", run.model, run.optimizer, run.scheduler, {"a": [2]}, step=3)
+    # float64 in DCP's files begins at odd offsets: parts cut elements that are cast.
+    options = {"dtype": "float64"} if to in {"dcp", "torch"} else {}
+    rankless.convert(tmp_path / "run/s", tmp_path / OUTPUTS[to], to=to, max_shard_size=3000, **options)  # type: ignore[arg-type]
+    expected = contents(tmp_path / OUTPUTS[to])
+    fake = FakeS3()
+    with fake.served() as url, mock.patch("tests.helpers.fake_s3.MIN_PART", 1):
+        path = fake.store_at(url, retry_seconds=20.0).path(f"{BUCKET}/out") / OUTPUTS[to]
+        progress = ranks(3, partial(convert_on_a_host_of_its_own, **options), tmp_path / "run/s", path, to)
+        assert all(done == total for done, total in (events[-1] for events in progress))
+        if sum(map(len, expected.values())) > 8192:  # else all is in the parts of one or two ranks
+            assert sum(events[-1][1] > 0 for events in progress) == 3
+        found = contents(path)
+    assert not fake.uploads
+    assert found.keys() == expected.keys()
+    changing = {"manifest.json"}  # an id and a time
+    assert {name for name in found if found[name] != expected[name]} <= changing
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_conversion_by_several_hosts_that_fails_leaves_nothing(ranks: Ranks, tmp_path: Path, failing: int) -> None:
+    rankless.save_checkpoint(tmp_path / "run", "s", model_of(0.0))
+    fake = FakeS3()
+    with fake.served() as url, mock.patch("tests.helpers.fake_s3.MIN_PART", 1):
+        path = fake.store_at(url, retry_seconds=BRIEF).path(f"{BUCKET}/out")
+        for phase in ("send_held", "check_files", "_begin"):
+            for outcome in ranks.outcomes(3, fail_to_convert, tmp_path / "run/s", path, phase, failing):
+                assert isinstance(outcome, StorageError if phase == "send_held" or failing == 0 else type(None))
+            if failing == 0 or phase == "send_held":
+                assert not fake.objects
+            assert not fake.uploads
+            fake.objects.clear()
+
+
+def fail_to_convert(source: Path, output: Path, phase: str, failing: int) -> None:
+    target = {
+        "send_held": "rankless.engine.io.upload_parts.UploadedParts.send_held",
+        "check_files": "rankless.save.shared_upload.SharedUpload.check_files",
+        "_begin": "rankless.conversion.object_output.ObjectConversionOutput._begin",
+    }[phase]
+    fails = torch.distributed.get_rank() == failing
+    with mock.patch(target, side_effect=StorageError(5, "the store is broken")) if fails else nullcontext():
+        convert_on_a_host_of_its_own(source, output, "hf")
 
 
 def save_and_convert(path: Path, folder: Path, part_bytes: int) -> None:

@@ -19,6 +19,7 @@ def simulated_host(name: str, folder: str) -> Iterator[None]:
         mock.patch.object(host_mailbox, "_SHARED_MEMORY", Path(folder)),
         mock.patch.object(host_mailbox, "host_id", return_value=f"host {name}"),
         mock.patch("rankless.save.save_negotiation.host_id", return_value=f"host {name}"),
+        mock.patch("rankless.conversion.pipeline.host_id", return_value=f"host {name}"),
         mock.patch("platform.node", return_value=name),
     ):
         yield

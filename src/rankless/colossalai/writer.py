@@ -49,6 +49,7 @@ class ColossalaiTarget:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         for path, file in self._files.items():
             file.create_file(path)
+            file.write_small_tensors(path)
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -59,13 +60,11 @@ class ColossalaiTarget:
             for fake, offset in sorted(file.read_offsets(path).items(), key=lambda start: start[1]):
                 key = keys[fake]
                 spans.setdefault(key, []).append(FileSpan(number, offset, 0, infos[key].nbytes))
-        return FileLayout(list(self._files), spans)
+        return FileLayout(list(self._files), spans, [0] * len(self._files))
 
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # these files have no room for CRCs
-        for path, file in self._files.items():
-            file.write_small_tensors(path)
         for name, data in self._small_files.items():
             make_parents(self._pending, name)
             write_small(self._pending / name, data)

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from rankless.components.component_files import FileSet
 from rankless.components.destination import Destination
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import Fragments, MoveRanges
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
-from rankless.save.run_output import RankBytes, WritingRanks
 from rankless.storage.object_path import ObjectPath
 
 
@@ -32,8 +32,8 @@ class SavedComponent(Protocol):
     def write_files(self, folder: Path) -> HashedResult:
         """Write this rank's bytes into the files in a folder, inside the vote on the writing."""
 
-    def read_bytes(self) -> RankBytes:
-        """Return the bytes that this rank uploads or passes on, inside the vote on the writing."""
+    def move_share(self, move: MoveRanges) -> bytes:
+        """Call ``move`` once, with the bytes that this rank uploads or passes on, inside the vote on the writing."""
 
     def build_headers(self, fragments: Fragments) -> list[bytes]:
         """Return the headers of the files, on rank 0, from the fragments of all ranks."""

@@ -13,10 +13,10 @@ from rankless.components.component_files import ComponentFile
 from rankless.components.component_output import open_component_output
 from rankless.components.component_request import ComponentRequest
 from rankless.components.content import ComponentContent, component_content, name_in_component
-from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import Fragments
+from rankless.engine.io.requests import Fragments, MoveRanges
 from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.global_spec import GlobalSpec, GlobalTensor
 from rankless.engine.plan.save_plan import SavePlan, TensorSpan, plan_into_files
@@ -26,7 +26,6 @@ from rankless.errors import RankMismatchError, UnsupportedValueError
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.prepared_types import prepared
-from rankless.save.run_output import RankBytes, WritingRanks
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 
@@ -159,9 +158,10 @@ class ComponentSave(SaveOperation[Path]):
         """See :class:`SavedComponent`."""
         return HashedResult(self._writer.write(folder, list(map(os.fsdecode, self._layout.files)), self._staged))
 
-    def read_bytes(self) -> RankBytes:
+    def move_share(self, move: MoveRanges) -> bytes:
         """See :class:`SavedComponent`."""
-        return RankBytes(*self._writer.ranges_to_upload(self._staged))
+        move(*self._writer.ranges_to_upload(self._staged))
+        return b""
 
     def build_headers(self, fragments: Fragments) -> list[bytes]:
         """See :class:`SavedComponent`."""

@@ -8,7 +8,6 @@ Of two jobs that write one folder at the same time at least one fails if they le
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,6 +16,7 @@ import msgspec
 from rankless.components.component_files import FileSet
 from rankless.components.component_output import SavedComponent
 from rankless.components.destination import Destination
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import Fragments, ignore_progress
 from rankless.engine.io.upload_target import FileFrame
@@ -24,10 +24,8 @@ from rankless.engine.plan.writer_cells import CellGrain
 from rankless.errors import RanklessError, RankMismatchError
 from rankless.formats.sharded.index import files_named_by
 from rankless.process.prepared_types import prepared
-from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.run.unpublished_output import upload_order
-from rankless.save.run_output import WritingRanks
-from rankless.save.shared_upload import SharedUpload, abort_uploads, begin_uploads
+from rankless.save.shared_upload import SharedUpload, abort_dead_uploads, abort_uploads, begin_uploads
 from rankless.storage.body import Body
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import Upload
@@ -70,20 +68,13 @@ class ObjectComponentOutput:
         """See :class:`ComponentOutput`. What dead saves of the same files have left is removed first."""
         self._files, paths = files, self._final_paths(files.names)
         with suppress(RanklessError):  # a save does not fail because of what another one has left
-            self._abort_dead(paths)
+            abort_dead_uploads(self._path if self._destination.folder else self._path.parent, paths)
         ids = begin_uploads({path: frame.size for path, frame in zip(paths, frames, strict=True)}, {})
         self._uploads = [Upload(path, upload) for path, upload in zip(paths, ids, strict=True) if upload]
         return _encode(_BegunFiles(files.names, list(frames), ids))
 
     def _final_paths(self, names: Sequence[str]) -> list[ObjectPath]:
         return [self._path / name if self._destination.folder else self._path for name in names]
-
-    def _abort_dead(self, files: Sequence[ObjectPath]) -> None:
-        prefix = self._path if self._destination.folder else self._path.parent
-        found = self._path.store.list_uploads(prefix)
-        abort_uploads(
-            [upload for upload, began in found if upload.path in files and time.time() - began > ABANDONED_SECONDS]
-        )
 
     def join(self, begun: bytes) -> None:
         """See :class:`ComponentOutput`."""
@@ -108,7 +99,7 @@ class ObjectComponentOutput:
             self._finish(upload)
             return b""
 
-        upload.send_parts(component.read_bytes, build_headers, ignore_progress)
+        upload.send_parts(component.move_share, build_headers, ignore_progress)
         upload.finish(complete)
 
     def _prepare_folder(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import Rename, TensorFilter
 from rankless.engine.comm.collective_call import collective_call
-from rankless.engine.comm.session import RankGroup, Session
+from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.errors import InvalidArgumentError
 from rankless.formats.registry import LAYOUT, MEGATRON, NXD, load_target
 from rankless.observe.events import OnEvent, ignore_event
@@ -131,14 +131,16 @@ def convert(
         if format_options and to not in {NXD, MEGATRON}:
             raise InvalidArgumentError(f"the format {to!r} has no options {', '.join(format_options)}: leave them out")
         with explain_imports(f"to={to!r}"):
-            return _write_output(request, RankGroup(process_group).open_session(timeout), on_event, verify=verify)
+            ranks = RankGroup(process_group)
+            writing = WritingRanks(ranks, ranks.open_session(timeout))
+            return _write_output(request, writing, on_event, verify=verify)
 
 
-def _write_output(request: ConversionRequest, session: Session, on_event: OnEvent | None, *, verify: bool) -> Path:
+def _write_output(request: ConversionRequest, ranks: WritingRanks, on_event: OnEvent | None, *, verify: bool) -> Path:
     if request.to == NXD:
-        written: Path = load_target(NXD)(request, session, {**request.options, LAYOUT: request.keys.get(LAYOUT)})
+        written: Path = load_target(NXD)(request, ranks.session, {**request.options, LAYOUT: request.keys.get(LAYOUT)})
         return written
-    return Conversion(request, session, on_event or ignore_event).run(verify=verify)
+    return Conversion(request, ranks, on_event or ignore_event).run(verify=verify)
 
 
 def _as_list(patterns: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from rankless.conversion.native_target import companion_files
 from rankless.conversion.pipeline import Conversion, ConversionRequest
 from rankless.conversion.tensor_filter import TensorFilter
 from rankless.engine.comm.collective_call import collective_call
-from rankless.engine.comm.session import RankGroup, require_equal
+from rankless.engine.comm.session import RankGroup, WritingRanks, require_equal
 from rankless.engine.plan.tensor_specs import digest_bytes
 from rankless.errors import InvalidArgumentError
 from rankless.formats.adapter_configs import read_adapter_configs
@@ -109,7 +109,8 @@ def export_model(
         def compare(posted: list[bytes]) -> bytes:
             return require_equal("the arguments of the export", [raw.decode() for raw in posted]).encode()
 
-        session = RankGroup(process_group).open_session(timeout)
+        ranks = RankGroup(process_group)
+        session = ranks.open_session(timeout)
         planned, _ = session.vote(
             "preparing the export", plan, lambda made: _describe_request(made.request).encode(), compare
         )
@@ -118,7 +119,7 @@ def export_model(
                 f"{planned.request.source} has no {CONFIG}, so from_pretrained of transformers cannot open the export: "
                 "for a model of transformers, pass its config (config=, or --config of the command)"
             )
-        return Conversion(planned.request, session, on_event or ignore_event).run(verify=True)
+        return Conversion(planned.request, WritingRanks(ranks, session), on_event or ignore_event).run(verify=True)
 
 
 class _PlannedExport(NamedTuple):

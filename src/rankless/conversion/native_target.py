@@ -68,7 +68,8 @@ class NativeTarget:
             for entry in file.entries.values()
         )
         files = [self._files.folder / file.path for file in plan.files]
-        return FileLayout(files, dict(zip(plan.tensors, starts, strict=True)))
+        tensors = dict(zip(plan.tensors, starts, strict=True))
+        return FileLayout(files, tensors, [file.data_start for file in plan.files])
 
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

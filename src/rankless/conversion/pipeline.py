@@ -12,29 +12,24 @@ import msgspec
 
 from rankless.conversion.carried_values import carry_values
 from rankless.conversion.changed_states import warn_of_changed_states
+from rankless.conversion.conversion_output import RankShare, open_conversion_output
 from rankless.conversion.input_files import InputFiles
 from rankless.conversion.native_target import HuggingFaceTarget, NativeTarget, SafetensorsTarget
 from rankless.conversion.peft_target import PeftTarget
 from rankless.conversion.source_checksums import check_ranges, find_source_checksums
-from rankless.conversion.target import ConversionSource, ConversionTarget, FileLayout
+from rankless.conversion.target import ConversionSource, ConversionTarget
 from rankless.conversion.tensor_filter import TensorFilter
-from rankless.engine.comm.session import Session, require_equal
+from rankless.engine.comm.session import WritingRanks, require_equal
 from rankless.engine.comm.spec_directory import deduplicate
 from rankless.engine.integrity.block_verification import ChecksumVerifier
-from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.integrity.fragments import decode_fragments, encode_fragments
 from rankless.engine.integrity.read_crcs import HashingReaderPool, RankCrcs, ReadCrcs, decode_pieces
 from rankless.engine.io.byte_sinks import NullSink
 from rankless.engine.io.read import read_file_ranges
-from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.streamed_tensor import ReadFragments
-from rankless.engine.io.write import write_file_ranges
-from rankless.engine.plan.equal_shares import split_evenly
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
-from rankless.engine.plan.file_writers import PlacedTensor, WriterMap
-from rankless.engine.plan.tensor_writers import EqualWriters
-from rankless.engine.plan.writer_cells import CellPlanner
 from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError
 from rankless.formats.detect import is_checkpoint
 from rankless.formats.reader import check_current, describe_doubts, detect_replacement
@@ -56,16 +51,11 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import is_run_directory
-from rankless.run.cleanup import clean_up
 from rankless.run.lookup import open_latest
 from rankless.run.pending_dir import check_destination
-from rankless.run.pending_lock import confirm_lock
-from rankless.run.unpublished_output import check_hosts, make_output
 from rankless.state.optimizer.left_out_values import warn_if_left_out
-from rankless.storage.direct_io import BufferedWriter
 from rankless.storage.exact_reader import ExactReaderFactory
-from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import file_size, host_id, sync_tree
+from rankless.storage.posix import host_id
 
 
 def _torch_file(schema: str) -> Callable[[ConversionSource, Path, Path], ConversionTarget]:
@@ -211,22 +201,12 @@ class _ConversionStart(msgspec.Struct, frozen=True, array_like=True):
     host_of: list[int]
 
 
-@dataclass(frozen=True)
-class _ShareOfWork:
-    """The part of a rank in the work: what it writes, and the checksums in the files that all ranks read."""
-
-    layout: FileLayout
-    file_ranges: Sequence[FileRange]
-    on_moved: OnBytesMoved
-    checksums: Sequence[RangeChecksum]
-
-
 class Conversion:
     """A conversion. Each of its steps ends in a vote of all ranks."""
 
-    def __init__(self, request: ConversionRequest, session: Session, on_event: OnEvent) -> None:
-        self._request, self._session, self._on_event = request, session, on_event
-        self._pending = make_output(request.final)  # that of rank 0 is used
+    def __init__(self, request: ConversionRequest, ranks: WritingRanks, on_event: OnEvent) -> None:
+        self._request, self._session, self._on_event = request, ranks.session, on_event
+        self._output = open_conversion_output(request.final, ranks)
 
     def run(self, *, verify: bool) -> Path:
         """Run all steps. If one fails, nothing is left behind, and all ranks raise the same error."""
@@ -239,20 +219,23 @@ class Conversion:
         make = TARGETS[self._request.to]
         target = self._session.run_on_all("planning the output", lambda: make(source, pending, self._request.final))
         try:
-            file_ranges, layout = self._create_files(source, target, pending, host_of)
-            on_moved = self._progress_callback(file_ranges, times=2 if verify else 1)
-            work = _ShareOfWork(layout, file_ranges, on_moved, checksums)
-            written = self._write_share(target, source, work)
+            share = self._output.create(target, source.nbytes, host_of)
+            on_moved = self._progress_callback(share.file_ranges, times=2 if verify else 1)
+            converted = _ConvertedTensors(source, target, share, checksums)
+            self._output.write(converted, on_moved)
             if verify:
-                self._session.run_on_all(
-                    "reading back", lambda: _verify_written(target, layout, file_ranges, written, on_moved)
-                )
-            self._session.vote("finishing", lambda: None, lambda _: b"", lambda _: self._publish_output(target))
+                self._session.run_on_all("reading back", lambda: self._read_back(target, share, converted, on_moved))
+            self._output.publish()
         except BaseException:
-            if self._pending.is_locked:
-                self._pending.discard()
+            self._output.discard()
             raise
         return self._request.final
+
+    def _read_back(
+        self, target: ConversionTarget, share: RankShare, converted: _ConvertedTensors, on_moved: OnBytesMoved
+    ) -> None:
+        self._output.check_valid(target)
+        _verify_written(share, converted.written, on_moved)
 
     def _progress_callback(self, file_ranges: Sequence[FileRange], times: int) -> OnBytesMoved:
         """Return a function that counts the bytes this rank moves, each ``times`` times, and reports progress."""
@@ -273,11 +256,9 @@ class Conversion:
         def choose_pending(posted: list[bytes]) -> bytes:
             seen = [msgspec.msgpack.decode(raw, type=_SeenBy) for raw in posted]
             require_equal(f"the contents of {self._request.source}", [by_rank.fingerprint for by_rank in seen])
-            if not isinstance(self._request.final, ObjectPath):
-                clean_up(self._request.final.parent, tag=self._request.final.name)
+            self._output.clean_up()
             host_of, _ = deduplicate([by_rank.host.encode() for by_rank in seen])
-            check_hosts(self._request.final, host_of)
-            return msgspec.msgpack.encode(_ConversionStart(str(self._pending.path), host_of))
+            return msgspec.msgpack.encode(_ConversionStart(str(self._output.pending), host_of))
 
         def describe_view(opened: ConversionSource) -> bytes:
             return msgspec.msgpack.encode(_SeenBy(opened.reader.fingerprint, host_id()))
@@ -286,69 +267,51 @@ class Conversion:
         start = msgspec.msgpack.decode(raw, type=_ConversionStart)
         return source, Path(start.pending_path), start.host_of
 
-    def _create_files(
-        self, source: ConversionSource, target: ConversionTarget, pending: Path, host_of: Sequence[int]
-    ) -> tuple[list[FileRange], FileLayout]:
-        """Create the files, and divide the work."""
 
-        def create_files(_: list[bytes]) -> bytes:
-            self._pending.create_new(source.nbytes)
-            target.create_files()
-            if len({*host_of}) > 1:
-                # Pages that rank 0 has written must not be written back after other hosts have written next to them.
-                sync_tree(self._pending.path)
-            return b""
+class _ConvertedTensors:
+    """The tensors of a source as a target stores them: the :class:`ConvertedContent` of an output.
 
-        def locate_tensors() -> FileLayout:
-            if self._session.rank != 0:
-                confirm_lock(pending)
-            return target.locate_tensors()
+    All ranks together verify the CRCs of the source. ``written`` are the fragments that this rank has written.
+    """
 
-        self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
-        layout = self._session.run_on_all("reading the layout of the new files", locate_tensors)
-        return list(_rank_share(layout, self._session, host_of)), layout
+    def __init__(
+        self,
+        source: ConversionSource,
+        target: ConversionTarget,
+        share: RankShare,
+        checksums: Sequence[RangeChecksum],
+    ) -> None:
+        self._source, self._target, self._checksums = source, target, checksums
+        self._tensors, self._file_ranges = list(share.layout.tensors), share.file_ranges
+        stored = [source.selected.sources.get(key, key) for key in self._tensors]
+        self._checks = ChecksumVerifier(source.reader, stored)
+        self.written: Fragments = {}
 
-    def _write_share(self, target: ConversionTarget, source: ConversionSource, work: _ShareOfWork) -> Fragments:
-        """Write this rank's share of the bytes. All ranks together verify the CRCs of the source."""
-        tensors, layout = list(work.layout.tensors), work.layout
-        stored = [source.selected.sources.get(key, key) for key in tensors]
-        checks = ChecksumVerifier(source.reader, stored)
-        written: Fragments = {}
+    def move_share(self, move: MoveRanges) -> bytes:
+        """See :class:`ConvertedContent`. Return the CRCs of what was read."""
+        source, tensors = self._source, self._tensors
+        fragments_read, crcs_read = ReadFragments(), ReadCrcs(self._checksums)
+        sources = InputFiles(source, fragments_read)
+        with detect_replacement(source.reader):
+            with SourceReader(sources.files, HashingReaderPool(ExactReaderFactory(), crcs_read)) as opened:
+                self.written = move(self._file_ranges, sources.tensor_providers(tensors, opened))
+            read = {
+                n: fragments
+                for n, fragments in fragments_read.merge_all().items()
+                if tensors[n] in source.selected.sources
+            }
+            if any(source.reader.block_crcs(*key) is None for key in source.selected.sources.values()):
+                check_current(source.reader)
+            crcs = RankCrcs(encode_fragments(self._checks.verify_local(read)), crcs_read.encode())
+            return msgspec.msgpack.encode(crcs)
 
-        def convert_share() -> HashedResult:
-            fragments_read, crcs_read = ReadFragments(), ReadCrcs(work.checksums)
-            sources = InputFiles(source, fragments_read)
-            with detect_replacement(source.reader):
-                with SourceReader(sources.files, HashingReaderPool(ExactReaderFactory(), crcs_read)) as opened:
-                    # Through the page cache, because the files are soon read back.
-                    providers = sources.tensor_providers(tensors, opened)
-                    written.update(
-                        write_file_ranges(layout.files, work.file_ranges, providers, work.on_moved, BufferedWriter)
-                    )
-                read = {
-                    n: fragments
-                    for n, fragments in fragments_read.merge_all().items()
-                    if tensors[n] in source.selected.sources
-                }
-                if any(source.reader.block_crcs(*key) is None for key in source.selected.sources.values()):
-                    check_current(source.reader)
-                crcs = RankCrcs(encode_fragments(checks.verify_local(read)), crcs_read.encode())
-                return HashedResult(written, msgspec.msgpack.encode(crcs))
-
-        def verify_and_finish(fragments: Fragments, posted: list[bytes]) -> bytes:
-            reports = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in posted]
-            with detect_replacement(source.reader):
-                check_ranges(work.checksums, decode_pieces(report.pieces for report in reports))
-                checks.verify_across_ranks(decode_fragments(report.fragments for report in reports))
-                target.write_metadata(fragments)
-            return b""
-
-        vote_with_fragments(self._session, "converting", convert_share, verify_and_finish)
-        return written
-
-    def _publish_output(self, target: ConversionTarget) -> bytes:
-        self._pending.publish(target.output_name)
-        return b""
+    def finish(self, fragments: Fragments, reports: Sequence[bytes]) -> None:
+        """See :class:`ConvertedContent`."""
+        decoded = [msgspec.msgpack.decode(raw, type=RankCrcs) for raw in reports]
+        with detect_replacement(self._source.reader):
+            check_ranges(self._checksums, decode_pieces(report.pieces for report in decoded))
+            self._checks.verify_across_ranks(decode_fragments(report.fragments for report in decoded))
+            self._target.write_metadata(fragments)
 
 
 def _find_checksums(source: ConversionSource) -> Sequence[RangeChecksum]:
@@ -356,40 +319,13 @@ def _find_checksums(source: ConversionSource) -> Sequence[RangeChecksum]:
         return find_source_checksums(source.reader, source.selected.sources.values())
 
 
-def _rank_share(layout: FileLayout, session: Session, host_of: Sequence[int]) -> list[FileRange]:
-    """Return the share of this rank in the bytes, in the order of the files."""
-    spans = [
-        FileRange(number, span.start, span.stop, span.start, span.file, span.offset)
-        for number, of_tensor in enumerate(layout.tensors.values())
-        for span in of_tensor
-    ]
-    if len({*host_of}) == 1:
-        return [share for share in split_evenly(spans, session.rank, session.size) if share.start < share.stop]
-    by_file: dict[int, list[PlacedTensor]] = {}
-    for span in spans:
-        stop = span.offset + span.stop - span.start
-        by_file.setdefault(span.file, []).append(PlacedTensor(span.offset, stop, ("", ""), span.start))
-    all_ranks = tuple(range(session.size))
-    sizes = [file_size(file) for file in layout.files]
-    writer_map = WriterMap(by_file, sizes, EqualWriters(all_ranks))
-    # Every rank can read the whole source, so the ranks send each other nothing.
-    return list(CellPlanner(writer_map, host_of, session.rank).plan_rank({all_ranks: spans}, []).file_ranges)
-
-
-def _verify_written(
-    target: ConversionTarget,
-    layout: FileLayout,
-    file_ranges: Sequence[FileRange],
-    written: Fragments,
-    on_moved: OnBytesMoved,
-) -> None:
+def _verify_written(share: RankShare, written: Fragments, on_moved: OnBytesMoved) -> None:
     """Raise ``CorruptCheckpointError`` if the files do not contain the bytes that this rank wrote."""
-    target.open_reader()
-    read = read_file_ranges(layout.files, file_ranges, lambda _: NullSink(), on_moved)
+    layout = share.layout
+    read = read_file_ranges(layout.files, share.file_ranges, lambda _: NullSink(), on_moved)
     keys = list(layout.tensors)
     for number, fragments in written.items():
         if read.get(number) != fragments:
             group, name = keys[number]
-            raise CorruptCheckpointError(
-                f"{group} tensor {name!r} in {target.open_reader().path} is corrupt: it is not what was written"
-            )
+            files = ", ".join(sorted({str(layout.files[span.file]) for span in layout.tensors[keys[number]]}))
+            raise CorruptCheckpointError(f"{group} tensor {name!r} in {files} is corrupt: it is not what was written")

@@ -66,23 +66,28 @@ class FileSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The files by number, and the spans of each tensor in them. Tensors are in the order of the files."""
+    """The files by number, and the spans of each tensor in them. Tensors are in the order of the files.
+
+    ``header_bytes`` are, by file, the bytes at its start that are written when all tensors are; 0 in formats without
+    checksums.
+    """
 
     files: Sequence[Path]
     tensors: Mapping[Key, Sequence[FileSpan]]
+    header_bytes: Sequence[int]
 
 
 class ConversionTarget(Protocol):
     """A format that all ranks write into a pending directory, which rank 0 creates, publishes and removes."""
 
     def create_files(self) -> None:
-        """Create the files at their final sizes. Only rank 0 calls it."""
+        """Create the files at their final sizes, with all but their tensors and headers. Only rank 0 calls it."""
 
     def locate_tensors(self) -> FileLayout:
-        """Return the layout of the tensors. Every rank calls it after the files are created."""
+        """Return the layout of the tensors, after the files are created. A rank that does not see them does not."""
 
     def write_metadata(self, fragments: Fragments) -> None:
-        """Write all that is not tensor data. Only rank 0 calls it, when all tensors are written.
+        """Write the headers, and files without tensors. Only rank 0 calls it, when all tensors are written.
 
         ``fragments`` number the tensors in the order of :meth:`locate_tensors`.
         """

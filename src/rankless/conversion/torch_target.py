@@ -106,6 +106,7 @@ class TorchTarget:
     def create_files(self) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         self._file.create_file(self._path)
+        self._file.write_small_tensors(self._path)
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -113,12 +114,12 @@ class TorchTarget:
         offsets = {keys[fake_id]: offset for fake_id, offset in self._file.read_offsets(self._path).items()}
         infos = self._source.tensor_infos
         ordered = sorted(offsets, key=offsets.__getitem__)
-        return FileLayout([self._path], {key: [FileSpan(0, offsets[key], 0, infos[key].nbytes)] for key in ordered})
+        spans = {key: [FileSpan(0, offsets[key], 0, infos[key].nbytes)] for key in ordered}
+        return FileLayout([self._path], spans, [0])
 
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # files of torch.save have no room for CRCs
-        self._file.write_small_tensors(self._path)
 
     def open_reader(self) -> Reader:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

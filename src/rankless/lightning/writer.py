@@ -36,7 +36,7 @@ class LightningTarget:
         tensors = {key: list(spans) for key, spans in dcp.tensors.items()}
         for key, spans in meta.tensors.items():
             tensors.setdefault(key, []).extend(span._replace(file=span.file + len(dcp.files)) for span in spans)
-        return FileLayout([*dcp.files, *meta.files], tensors)
+        return FileLayout([*dcp.files, *meta.files], tensors, [*dcp.header_bytes, *meta.header_bytes])
 
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from rankless.engine.io.upload_files import upload_file
-from rankless.errors import InvalidArgumentError, RanklessError, StorageError, TagExistsError
+from rankless.errors import RanklessError, StorageError, TagExistsError
 from rankless.ondisk import manifest
 from rankless.ondisk.block_crcs import crc64
 from rankless.run.cleanup import clean_up
@@ -178,11 +178,3 @@ def hold_output(final: Path) -> Iterator[None]:
     with closing(claim_output(final)):
         check_destination(final)  # another process may just have written it
         yield
-
-
-def check_hosts(final: Path, host_of: Sequence[int]) -> None:
-    """Raise ``InvalidArgumentError`` if ranks on several hosts build an output that is uploaded by one."""
-    if isinstance(final, ObjectPath) and len({*host_of}) > 1:
-        raise InvalidArgumentError(
-            f"{final} is in an object store, and such an output is built on one host: let the ranks of one host call it"
-        )

@@ -17,6 +17,8 @@ from rankless.errors import RanklessError
 from rankless.formats.native import read_manifest
 from rankless.ondisk.data_files import DataFile
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.run.catalog import list_checkpoints
+from rankless.run.history import KnownCheckpoint
 from rankless.storage.links_and_clones import FileIdentity, Sharing, identify_file
 from rankless.storage.object_path import ObjectPath
 
@@ -103,6 +105,18 @@ def identify_files(folder: Path, manifest: Manifest) -> dict[str, BaseFile]:
         if identity is not None and identity.size == record.size:
             files[name] = BaseFile(identity, record)
     return files
+
+
+def checkpoint_before(run: Path, saved: KnownCheckpoint) -> BaseCheckpoint | None:
+    """Return the newest checkpoint of a run directory that was saved before another one of its run, as a base.
+
+    A drain calls it on rank 0: the job that drains has saved nothing. ``None`` if there is none, or it cannot be read.
+    """
+    with suppress(RanklessError):
+        older = [info for info in list_checkpoints(run) if info.run == saved.run and info.sequence < saved.sequence]
+        if older:
+            return loaded_base(older[-1].path, older[-1].id, is_coordinator=True)
+    return None
 
 
 def loaded_base(path: Path, identity: str, *, is_coordinator: bool) -> BaseCheckpoint | None:

@@ -17,12 +17,13 @@ import msgspec
 from rankless.engine.integrity.block_sums import has_all_blocks
 from rankless.engine.io.checkpoint_files import CheckpointFiles, UnchangedBlocks
 from rankless.engine.plan.element_ranges import ElementRange, merge_ranges
-from rankless.engine.plan.omitted_ranges import OmittedRanges
+from rankless.engine.plan.omitted_ranges import OmittedRanges, whole_files
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import CorruptCheckpointError, FormatError
 from rankless.formats.safetensors import SafetensorsFile
 from rankless.ondisk import block_crcs
 from rankless.ondisk.data_files import DataFile
+from rankless.ondisk.manifest import FileRecord
 from rankless.save.base_checkpoint import BaseCheckpoint, BaseFile
 from rankless.save.shared_files import SettledFiles
 from rankless.storage import posix
@@ -56,6 +57,21 @@ class BaseFiles(msgspec.Struct, dict=True):
         """
         self.linked = [number for number in numbers if self._link_file(number)]
         return self.linked
+
+    def find_equal(self, records: Mapping[str, FileRecord]) -> list[int]:
+        """Return the numbers of the files that the base has with the same record, and so the same CRCs."""
+        base, files = self.base.files, self._plan.files
+        return [
+            number
+            for number, file in enumerate(files)
+            if file.path in base and base[file.path].record == records.get(file.path)
+        ]
+
+    def keep_links(self) -> UnchangedBlocks:
+        """Let all links stay, because their records say that they are unchanged. Return their blocks."""
+        for number in self.linked:
+            make_read_only(self.files.folder / self._plan.files[number].path)
+        return self.unchanged_blocks(whole_files(self._plan.files, self.linked))
 
     def _link_file(self, number: int) -> bool:
         file = self._plan.files[number]

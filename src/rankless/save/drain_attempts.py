@@ -9,7 +9,7 @@ from typing import TypeVar
 from rankless.engine.comm.session import Session
 from rankless.errors import RankFailedError, RanklessError, RankTimeoutError, StateError, TagExistsError
 from rankless.run.history import KnownCheckpoint
-from rankless.save.run_output import RunOutput
+from rankless.save.run_output import NO_RECORDS, Records, RunOutput
 
 #: How often a drain is tried, and the seconds before the second attempt; they double from attempt to attempt.
 ATTEMPTS, _FIRST_SECONDS = 5, 1.0
@@ -20,14 +20,21 @@ _FINAL = (TagExistsError, StateError, RankFailedError, RankTimeoutError)
 T = TypeVar("T")
 
 
-def begin_attempt(session: Session, output: RunOutput, saved: KnownCheckpoint, prepare: Callable[[], bytes]) -> bool:
+def begin_attempt(
+    session: Session,
+    output: RunOutput,
+    saved: KnownCheckpoint,
+    prepare: Callable[[], bytes],
+    list_records: Callable[[], Records] = lambda: NO_RECORDS,
+) -> bool:
     """Prepare and open the output of one attempt on all ranks, in a vote. Return false if the run has the checkpoint.
 
     Then an attempt that seemed to fail has committed it. ``prepare`` is the output's, with its arguments.
+    ``list_records`` returns, on rank 0, the records of the files: see :meth:`RunOutput.begin`.
     """
 
     def begin(posted: list[bytes]) -> bytes:
-        return b"" if output.is_committed(saved.id) else output.begin(saved, posted)
+        return b"" if output.is_committed(saved.id) else output.begin(saved, posted, list_records())
 
     _, begun = session.vote("preparing the drain", prepare, bytes, begin)
     if begun:

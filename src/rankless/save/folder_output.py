@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.base_comparison import FileSamples
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
@@ -37,10 +38,11 @@ from rankless.save.base_checkpoint import (
     BaseFile,
     KnownRun,
     TensorVersions,
+    checkpoint_before,
     count_sharing_saves,
     identify_files,
 )
-from rankless.save.run_output import LiveTensors, NewTag, SavedContent, WritingRanks
+from rankless.save.run_output import NO_RECORDS, LiveTensors, NewTag, Records, SavedContent
 from rankless.storage import posix
 from rankless.storage.atomic_rename import rename_path
 from rankless.storage.filesystem_kind import forget_names
@@ -73,6 +75,8 @@ class _BegunFolder(msgspec.Struct, frozen=True, array_like=True):
     id: str = ""
     whole: list[int] = []
     partial: list[int] = []
+    #: The files, by number, that are links to files with the same record: they are unchanged.
+    shared: list[int] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -92,6 +96,7 @@ class RunFolderOutput:
         self._incremental: IncrementalSave | None = None
         #: On rank 0, the files of the base that are linked.
         self._base_files: BaseFiles | None = None
+        self._unchanged = NOTHING_UNCHANGED
         self._pending = PendingDirectory(self._path, HiddenName(str(new.tag), "", "", "partial"))  # not created
         self._witness: int | None = None
         self._versions: TensorVersions = {}
@@ -130,7 +135,7 @@ class RunFolderOutput:
         except (CorruptCheckpointError, FormatError, NoCheckpointError):
             return False
 
-    def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> bytes:
+    def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
         """See :class:`RunOutput`. Each attempt has a pending directory of its own."""
         new = self._new
         found_corrupt = any(record.is_in(new.run / record.tag) for record in new.corrupt)
@@ -140,8 +145,11 @@ class RunFolderOutput:
         name = saved.id if self._attempt == 0 else secrets.token_hex(8)
         self._pending = self._make_pending(saved.run, name)
         self._clean_up(saved.run)
-        whole, some = self._create_files([] if self._incremental is None else self._select_samples(posted))
-        self._begun = _BegunFolder(saved.run, name, whole, some)
+        if records and new.incremental:
+            self._begun = _BegunFolder(saved.run, name, shared=self._link_known(saved, records))
+        else:
+            whole, some = self._create_files([] if self._incremental is None else self._select_samples(posted))
+            self._begun = _BegunFolder(saved.run, name, whole, some)
         return _encode(self._begun)
 
     def _make_pending(self, run: str, name: str) -> PendingDirectory:
@@ -162,6 +170,24 @@ class RunFolderOutput:
         self._sharing_saves = saves
         ranks = [msgspec.msgpack.decode(raw, type=_Samples) for raw in posted]
         return [rank.files for rank in ranks] if {rank.base for rank in ranks} == {base.id} else []
+
+    @traced("create the files", "write")
+    def _link_known(self, saved: KnownCheckpoint, records: Records) -> list[int]:
+        """Create the files, and link those that the checkpoint before has with the same record. Return the links."""
+        from rankless.save.base_files import BaseFiles  # noqa: PLC0415 - drains only
+
+        sizes, base = [file.size for file in self._plan.files], checkpoint_before(self._new.run, saved)
+        equal = list[int]()
+        if base is not None and sum(sizes) >= _MIN_SHARED and count_sharing_saves(base, self._new.keep_full_every):
+            self._base_files = BaseFiles(base, self._files, self._known.sharing)
+            equal = self._base_files.find_equal(records)
+        self._pending.create(sum(sizes) - sum(sizes[number] for number in equal))
+        if self._base_files is None or not (linked := self._base_files.link_files(equal)):
+            self._files.create_files()
+            return []
+        self._files.create_files(existing=linked)
+        self._unchanged = self._base_files.keep_links()
+        return linked
 
     @traced("create the files", "write")
     def _create_files(self, samples: Sequence[Sequence[FileSamples]]) -> tuple[list[int], list[int]]:
@@ -199,6 +225,12 @@ class RunFolderOutput:
     def omit_unchanged(self, *, trusts_versions: bool) -> SavePlan:
         """See :class:`RunOutput`."""
         begun, trusted = self._begun, self._versions if trusts_versions else {}
+        if begun.shared:
+            from rankless.engine.plan.omitted_ranges import omit_ranges, whole_files  # noqa: PLC0415 - drains only
+
+            files = self._plan.files
+            self._plan = omit_ranges(self._plan, whole_files(files, begun.shared))
+            self.shared_nbytes = sum(files[number].size - files[number].data_start for number in begun.shared)
         if self._incremental is not None and (begun.whole or begun.partial):
             self._plan = self._incremental.omit_unchanged(begun.whole, begun.partial, trusted)
             self.shared_nbytes = self._incremental.shared_nbytes
@@ -221,8 +253,7 @@ class RunFolderOutput:
         def commit(fragments: Fragments, payloads: list[bytes]) -> bytes:
             content.begin_commit(self._pending.path, payloads)
             small_files = content.build_small_files(payloads)
-            sharing = self._incremental
-            unchanged = NOTHING_UNCHANGED if sharing is None else sharing.unchanged
+            unchanged = self._unchanged if self._incremental is None else self._incremental.unchanged
             committed = self._files.finalize(fragments, small_files, content.make_manifest, unchanged)
             files = identify_files(self._pending.path, committed)
             self._committed_files = files if self._base_files is None else self._base_files.check_links(files)

@@ -15,15 +15,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from msgspec.structs import replace
 
-from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
 from rankless.engine.io.staging_memory import Arena
-from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.io.write import write_file_ranges
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
@@ -39,16 +37,16 @@ from rankless.run.retention import Retention
 from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun
 from rankless.save.drain_attempts import begin_attempt, retry_drain
-from rankless.save.run_output import NewTag, RankBytes, RunOutput, WritingRanks, open_output
+from rankless.save.run_output import NewTag, RunOutput, open_output
 from rankless.save.save_operation import SaveOperation
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import SECTOR_BYTES, BufferedWriter
 from rankless.storage.mapped_file import map_to_read
 from rankless.storage.writer_pool import WriterPool
 from rankless.tier.assembled_generation import Assembly
+from rankless.tier.held_parts import HeldParts
 from rankless.tier.job import TierJob
 from rankless.tier.slots import Slot
-from rankless.tier.upload_source import HeldParts
 
 #: Bytes of a file: its number, the offset, the bytes.
 _Edge = tuple[int, int, bytes]
@@ -86,12 +84,21 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         self._output = self._open_output(0)
         #: The bytes of the parts that this rank writes: they stay mapped if a newer generation replaces this one.
         self._memory: dict[int, Bytes] = {}
+        self._held = HeldParts({}, {})
         self._is_draining = False
         self.copied.set()
 
     def _open_output(self, attempt: int) -> RunOutput:
         label, tier = self._label, self._tier
-        new = NewTag(tier.run, label.manifest.tag, label.replaces, keep=self._options.keep, tier=tier)
+        new = NewTag(
+            tier.run,
+            label.manifest.tag,
+            label.replaces,
+            keep=self._options.keep,
+            tier=tier,
+            incremental=label.keep_full_every > 1,
+            keep_full_every=label.keep_full_every,
+        )
         # Whether the store honours conditions was asked by the job that has saved.
         ranks, known = WritingRanks(self._ranks, self._session, attempt), KnownRun(has_checked_store=True)
         return open_output(new, ranks, known)
@@ -135,6 +142,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
                 except StorageError:
                     self._tier.check_not_replaced()  # a later job removes what it does not load
                     raise
+        self._held = HeldParts(self._generation.tables, self._memory)
 
     def stage_tensors(self, arena: Arena) -> None:
         """Do nothing: all bytes are in the tier."""
@@ -175,6 +183,7 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def _end_drain(self, drained: CheckpointInfo | None) -> None:
         self._is_draining = False
         self._memory.clear()
+        self._held = HeldParts({}, {})
         for slot in self._slots:
             self._tier.slots.unpin(slot)
         self._slots = []
@@ -192,12 +201,13 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         def prepare() -> bytes:
             return output.prepare(self._plan_parts(output.grain), witness=self._find_witness())
 
-        if not begin_attempt(self._session, output, label, prepare):
+        if not begin_attempt(self._session, output, label, prepare, lambda: self._generation.manifest.files):
             return CheckpointInfo.of(self.path, label)
+        self._plan = output.omit_unchanged(trusts_versions=False)
         self._reporter.begin_phase("write")
         nbytes = sum(self._generation.tables[part].nbytes for part in self._memory)
         info = output.write(self, self._reporter.progress_counter("save", nbytes).add)
-        self._reporter.report_saved(self.path, info.step, info.nbytes, 0)
+        self._reporter.report_saved(self.path, info.step, info.nbytes, output.shared_nbytes)
         output.remove_old()
         return info
 
@@ -207,17 +217,17 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
         return next((rank for rank, host in enumerate(host_of) if host != host_of[0]), None)
 
     def _plan_parts(self, grain: CellGrain | None) -> SavePlan:
-        """Return the plan of this rank: the files and, for pieces with one writer, the bytes that ranks pass on."""
-        plan, session = self._generation.plan, self._session
+        """Return the plan of this rank: its ranges and, for pieces with one writer, the bytes that ranks pass on."""
+        session = self._session
+        plan = replace(self._generation.plan, file_ranges=self._held.file_ranges, rank_order=range(session.size))
         if grain is None:
-            return replace(plan, rank_order=range(session.size))
+            return plan
         moved = plan_transfers(self._list_held(), CellLayout(plan.files, grain, session.size), session.rank)
         return replace(
             plan,
             sent=moved.sent,
             received=moved.received,
             needs_exchange=moved.needs_exchange,
-            rank_order=range(session.size),
         )
 
     def _list_held(self) -> HeldBytes:
@@ -236,26 +246,19 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
 
     def write_files(self, folder: Path, on_moved: OnBytesMoved) -> HashedResult:
         """See :class:`SavedContent`. The payload has the bytes in pages that other hosts write, too."""
-        fragments: Fragments = {}
-        edges: list[_Edge] = []
-        for part, memory in self._memory.items():
-            edges += self._write_part(folder, part, memory, on_moved)
-            for tensor, of_tensor in self._generation.tables[part].rows.to_fragments().items():
-                fragments.setdefault(tensor, []).extend(of_tensor)
-        return HashedResult(fragments, _encode(edges))
-
-    def _write_part(self, folder: Path, part: int, memory: Bytes, on_moved: OnBytesMoved) -> list[_Edge]:
-        """Write the bytes of a part, and return those in pages that other hosts may write, too."""
-        ranges = [file_range for file_range, _ in self._generation.tables[part].rows.iter_ranges()]
-        edges: list[FileRange] = []
+        ranges, edges, held = self._plan.file_ranges, list[FileRange](), self._held
         if self._assembly.is_spread:
             ranges, edges = split_at_pages(ranges)
-        provider = TensorBytes(torch.from_numpy(memory))
-        write_file_ranges(self._list_files(folder), ranges, lambda _: provider, on_moved)
-        return [
-            (edge.file, edge.offset, memory[edge.local : edge.local + edge.stop - edge.start].tobytes())
+        write_file_ranges(self._list_files(folder), ranges, lambda _: held, on_moved)
+        fragments: Fragments = {}
+        for part in self._memory:
+            for tensor, of_tensor in self._generation.tables[part].rows.to_fragments().items():
+                fragments.setdefault(tensor, []).extend(of_tensor)
+        edge_bytes: list[_Edge] = [
+            (edge.file, edge.offset, held.view(edge.local, edge.local + edge.stop - edge.start).tobytes())
             for edge in edges
         ]
+        return HashedResult(fragments, _encode(edge_bytes))
 
     def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
         """See :class:`SavedContent`."""
@@ -273,10 +276,11 @@ class GenerationDrain(SaveOperation[CheckpointInfo]):
     def _list_files(self, folder: Path) -> list[Path]:
         return [folder / file.path for file in self._generation.plan.files]
 
-    def read_bytes(self) -> RankBytes:
+    def move_share(self, move: MoveRanges) -> bytes:
         """See :class:`SavedContent`."""
-        held = HeldParts(self._generation.tables, self._memory)
-        return RankBytes(held.file_ranges, lambda _: held)
+        held = self._held
+        move(self._plan.file_ranges, lambda _: held)
+        return b""
 
     def build_small_files(self, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
         """See :class:`SavedContent`."""

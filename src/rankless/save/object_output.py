@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io import upload_parts
 from rankless.engine.io.requests import OnBytesMoved
@@ -32,7 +33,7 @@ from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun, TensorVersions, UploadedBase, count_sharing_saves
 from rankless.save.object_publication import UNCHECKED, ObjectPublication, PublicationChecks
 from rankless.save.object_upload import ObjectUpload, note_of
-from rankless.save.run_output import LiveTensors, NewTag, SavedContent, WritingRanks
+from rankless.save.run_output import NO_RECORDS, LiveTensors, NewTag, Records, SavedContent
 from rankless.storage.object_path import ObjectPath
 
 if TYPE_CHECKING:
@@ -110,8 +111,9 @@ class RunObjectOutput:
         entry = find_tag(self._run, self._new.tag)
         return entry is not None and entry.names_checkpoint(checkpoint_id)
 
-    def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> bytes:
+    def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
         """See :class:`RunOutput`. Each attempt has a folder of its own: no two processes write one object."""
+        del records  # only files that this process has uploaded are copied
         self._saved = saved
         self._checks().before()
         folder_id = saved.id if self._ranks.attempt == 0 else secrets.token_hex(8)
@@ -194,7 +196,7 @@ class RunObjectOutput:
             return content.make_manifest(files)
 
         upload, publication = self._require_parts()
-        upload.send_parts(content.read_bytes, content.build_small_files, on_moved)
+        upload.send_parts(content.move_share, content.build_small_files, on_moved)
         written = upload.finish(make_manifest, self._publish)
         if self._known.uploaded is self._base:
             files = upload.describe_files() if self._ranks.session.rank == COORDINATOR_RANK else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.io.checkpoint_files import (
     NOTHING_UNCHANGED,
     MakeManifest,
@@ -15,14 +16,13 @@ from rankless.engine.io.checkpoint_files import (
     build_headers,
     build_indexes,
 )
-from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
 from rankless.engine.io.upload_target import FileFrame
 from rankless.engine.plan.save_plan import EMPTY_PLAN, SavePlan
 from rankless.errors import StateError
 from rankless.ondisk import block_crcs, manifest
 from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.save.base_checkpoint import UploadedFile
-from rankless.save.run_output import RankBytes, WritingRanks
 from rankless.save.shared_upload import SharedUpload, begin_uploads
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests
@@ -73,7 +73,7 @@ class ObjectUpload:
 
     def send_parts(
         self,
-        read_bytes: Callable[[], RankBytes],
+        move_share: Callable[[MoveRanges], bytes],
         build_small_files: Callable[[Sequence[bytes]], Mapping[str, bytes]],
         on_moved: OnBytesMoved,
     ) -> None:
@@ -84,7 +84,7 @@ class ObjectUpload:
             self._small_files = {**build_indexes(self._plan), **build_small_files(rank_values)}
             return [header for header, _ in self._headers]
 
-        self._require_shared().send_parts(read_bytes, build_all, on_moved)
+        self._require_shared().send_parts(move_share, build_all, on_moved)
 
     def finish(self, make_manifest: MakeManifest, publish: Callable[[Manifest], Manifest]) -> Manifest:
         """Send the parts with headers. Then rank 0 completes all files, and publishes the checkpoint.

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from rankless.engine.comm.session import RankGroup, Session
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import OnBytesMoved, ProviderOf
+from rankless.engine.io.requests import MoveRanges, OnBytesMoved
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.ondisk.manifest import FileRecord, Manifest
@@ -31,6 +30,12 @@ from rankless.storage.object_path import ObjectPath
 
 if TYPE_CHECKING:
     from rankless.tier.job import TierJob
+
+
+#: The records of files in a manifest, by path.
+Records = Mapping[str, FileRecord]
+
+NO_RECORDS: Records = {}
 
 
 class NewTag(msgspec.Struct, frozen=True):
@@ -59,14 +64,6 @@ class NewTag(msgspec.Struct, frozen=True):
         return self.run / str(self.tag)  # the tag is checked later, on all ranks together
 
 
-class WritingRanks(msgspec.Struct, frozen=True):
-    """The ranks that write together. ``attempt`` counts the attempts in their session, from 0 on."""
-
-    group: RankGroup
-    session: Session
-    attempt: int = 0
-
-
 class LiveTensors(msgspec.Struct, frozen=True):
     """The tensors of a rank while a save is prepared: what an output may compare with the checkpoint before.
 
@@ -79,22 +76,17 @@ class LiveTensors(msgspec.Struct, frozen=True):
     number: int
 
 
-class RankBytes(msgspec.Struct, frozen=True):
-    """The bytes that a rank has: ranges of files, the sources of their bytes by tensor, and its values."""
-
-    file_ranges: Sequence[FileRange]
-    bytes_of: ProviderOf
-    rank_values: bytes = b""
-
-
 class SavedContent(Protocol):
     """The part of a save that an output asks for bytes and files."""
 
     def write_files(self, folder: Path, on_moved: OnBytesMoved) -> HashedResult:
         """Write this rank's bytes into the files in a folder, inside the vote on the writing."""
 
-    def read_bytes(self) -> RankBytes:
-        """Return the bytes that this rank uploads or passes on, inside the vote on the writing."""
+    def move_share(self, move: MoveRanges) -> bytes:
+        """Call ``move`` once, with the bytes that this rank uploads or passes on, inside the vote on the writing.
+
+        Return the values of this rank.
+        """
 
     def build_small_files(self, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
         """Return the files without tensor data, by name, on rank 0."""
@@ -134,10 +126,12 @@ class RunOutput(Protocol):
     def is_committed(self, checkpoint_id: str) -> bool:
         """Return whether the run has the checkpoint under the tag, on rank 0."""
 
-    def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes]) -> bytes:
+    def begin(self, saved: KnownCheckpoint, posted: Sequence[bytes], records: Records = NO_RECORDS) -> bytes:
         """Create what is to be written, on rank 0. Return what all ranks must know of it.
 
-        ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared.
+        ``posted`` are the results of :meth:`prepare` of all ranks; none if nothing is shared. ``records`` are those of
+        files whose bytes were hashed before, as a drain's: such a file is shared if an earlier checkpoint has the
+        record, and nothing is compared.
         """
 
     def join(self, begun: bytes) -> None:

@@ -18,8 +18,8 @@ from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore
 from rankless.engine.io.staging import DeferredCopies, StagedTensors, stage_tensors
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.io.tensor_bytes import TensorBytes
-from rankless.engine.io.write import write_file_ranges
-from rankless.engine.io.write_stripes import hash_fragments, write_stripes
+from rankless.engine.io.write import hash_fragments, write_file_ranges
+from rankless.engine.io.write_stripes import write_stripes
 from rankless.engine.plan.cell_transfers import cut_out
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.save_plan import SavePlan

@@ -7,24 +7,26 @@ the ranks send the parts with headers; then rank 0 completes all files. Until th
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
+from rankless.engine.comm.session import WritingRanks
 from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io import upload_parts
-from rankless.engine.io.p2p import P2PExchange
-from rankless.engine.io.requests import Fragments, OnBytesMoved
+from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved, ProviderOf
 from rankless.engine.io.upload_parts import PartUploader, SentPart, UploadedParts
 from rankless.engine.io.upload_target import FileFrame, UploadTarget, check_file_size
+from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.errors import RanklessError, RankMismatchError, StorageError
 from rankless.observe.spans import traced
 from rankless.ondisk import block_crcs
 from rankless.process.prepared_types import prepared
-from rankless.save.run_output import RankBytes, WritingRanks
+from rankless.run.owned_lock import ABANDONED_SECONDS
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import Upload, map_requests
 
@@ -45,15 +47,16 @@ class _UploadReport(msgspec.Struct, frozen=True, array_like=True):
     sent: list[SentPart]
 
 
-def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str]) -> list[str]:
+def begin_uploads(files: Mapping[ObjectPath, int], notes: Mapping[str, str], *, hides_small: bool = False) -> list[str]:
     """Begin the upload of each file that has several parts, and return their ids; empty without one.
 
-    ``files`` have their sizes. If it fails, no upload is left.
+    ``files`` have their sizes. ``hides_small``: also of files of one part, which appear as soon as they are sent
+    otherwise, and so are kept in memory until then. If it fails, no upload is left.
     """
     begun: list[Upload] = []
 
     def create_upload(path: ObjectPath) -> str:
-        if files[path] <= upload_parts.GRAIN.nbytes:
+        if files[path] <= upload_parts.GRAIN.nbytes and not (hides_small and files[path]):
             return ""
         upload = path.store.create_upload(path, notes)
         begun.append(upload)
@@ -78,6 +81,14 @@ def abort_uploads(uploads: Sequence[Upload]) -> None:
     map_requests(abort_quietly, uploads)
 
 
+def abort_dead_uploads(folder: ObjectPath, files: Collection[ObjectPath]) -> None:
+    """Abort the uploads of files in a folder that were begun so long ago that their processes are dead."""
+    found = folder.store.list_uploads(folder)
+    abort_uploads(
+        [upload for upload, began in found if upload.path in files and time.time() - began > ABANDONED_SECONDS]
+    )
+
+
 class SharedUpload:
     """The upload of files whose bytes a plan divides. ``uploads`` are what :func:`begin_uploads` has returned."""
 
@@ -96,14 +107,20 @@ class SharedUpload:
         self._sent, self.etags = list[SentPart](), dict[int, str]()
 
     def send_parts(
-        self, read_bytes: Callable[[], RankBytes], build_headers: BuildHeaders, on_moved: OnBytesMoved
+        self, send_share: Callable[[MoveRanges], bytes], build_headers: BuildHeaders, on_moved: OnBytesMoved
     ) -> None:
-        """Send all parts without headers."""
+        """Send all parts without headers.
+
+        ``send_share`` calls its argument once, with the bytes of this rank, and returns the values of the rank.
+        """
+
+        def move(file_ranges: Sequence[FileRange], bytes_of: ProviderOf) -> Fragments:
+            self._uploaded = self._upload_share(file_ranges, bytes_of, on_moved)
+            return self._uploaded.fragments
 
         def upload_share() -> HashedResult:
-            own = read_bytes()
-            self._uploaded = self._upload_share(own, on_moved)
-            return HashedResult(self._uploaded.fragments, _encode(_UploadReport(own.rank_values, self._uploaded.sent)))
+            rank_values = send_share(move)
+            return HashedResult(self._uploaded.fragments, _encode(_UploadReport(rank_values, self._uploaded.sent)))
 
         def fold(fragments: Fragments, payloads: list[bytes]) -> bytes:
             reports = [msgspec.msgpack.decode(payload, type=_UploadReport) for payload in payloads]
@@ -114,12 +131,16 @@ class SharedUpload:
         self._headers = msgspec.msgpack.decode(decision, type=list[bytes])
 
     @traced("upload", "write")
-    def _upload_share(self, own: RankBytes, on_moved: OnBytesMoved) -> UploadedParts:
+    def _upload_share(
+        self, file_ranges: Sequence[FileRange], bytes_of: ProviderOf, on_moved: OnBytesMoved
+    ) -> UploadedParts:
         session, attempt = self._ranks.session, self._ranks.attempt
-        uploader = PartUploader(self._plan, self._targets, session.rank, own.file_ranges, own.bytes_of)
+        uploader = PartUploader(self._plan, self._targets, session.rank, file_ranges, bytes_of)
         messages = StoreMessages(session, attempt * _ROUNDS)
         if not self._plan.needs_exchange:
             return uploader.upload(None, messages, session.size, on_moved)
+        from rankless.engine.io.p2p import P2PExchange  # noqa: PLC0415 - it imports torch, which a conversion may lack
+
         with P2PExchange(self._ranks.group.gloo_group(session.timeout), session, attempt) as p2p:
             return uploader.upload(p2p, messages, session.size, on_moved)
 
@@ -145,6 +166,10 @@ class SharedUpload:
         send_headers = list[SentPart] if is_last else send_held
         _, decision = self._ranks.session.vote("completing the files", send_headers, _encode, complete_files)
         return decision
+
+    def path_of(self, number: int) -> ObjectPath:
+        """Return the path of a file by its number."""
+        return self._targets[number].path
 
     def check_files(self) -> None:
         """Raise ``RankMismatchError`` if a complete file is not there as this job has uploaded it, on rank 0."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.io.staging_memory import Arena, StagingMemory
 from rankless.engine.plan.save_plan import EMPTY_PLAN
@@ -22,7 +22,7 @@ from rankless.run.catalog import CheckpointIdentity
 from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun, TensorVersions
 from rankless.save.drain_attempts import begin_attempt, retry_drain
-from rankless.save.run_output import LiveTensors, WritingRanks, open_output
+from rankless.save.run_output import LiveTensors, open_output
 from rankless.save.save_negotiation import SaveAgreement
 from rankless.save.save_request import SaveRequest
 from rankless.save.tier_stage import TierStage
@@ -156,7 +156,9 @@ class TierSave(TrainingSave):
 
     def _describe(self, rank_values: list[bytes]) -> Common:
         """Return what the generation has in addition to parts and files, on rank 0."""
-        label = GenerationLabel(self.make_manifest({}), self._request.replaces)
+        options = self._request.options
+        keep_full_every = options.keep_full_every if options.incremental else 1
+        label = GenerationLabel(self.make_manifest({}), self._request.replaces, keep_full_every)
         return Common(label, {}, self.build_small_files(rank_values))
 
     def _keep_newest(self) -> None:

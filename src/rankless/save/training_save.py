@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import torch
 
-from rankless.engine.comm.session import RankGroup
+from rankless.engine.comm.session import RankGroup, WritingRanks
 from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity import replica_comparison
 from rankless.engine.integrity.compare_values_by_digest import join_differing
 from rankless.engine.integrity.crc_gather import HashedResult
-from rankless.engine.io.requests import OnBytesMoved
+from rankless.engine.io.requests import MoveRanges, OnBytesMoved
 from rankless.engine.io.staging import DeferredCopies
 from rankless.engine.io.staging_memory import Arena
 from rankless.engine.io.torn_snapshot import ALL_CHUNKS, SAMPLED_CHUNKS
@@ -34,7 +34,7 @@ from rankless.run.journal import Placement, append_entry, describe_event, descri
 from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
-from rankless.save.run_output import LiveTensors, NewTag, RankBytes, WritingRanks, open_output
+from rankless.save.run_output import LiveTensors, NewTag, open_output
 from rankless.save.save_negotiation import SaveAgreement, describe_differing, name_differing, negotiate_save
 from rankless.save.save_operation import SaveOperation
 from rankless.save.save_request import SaveRequest
@@ -288,9 +288,10 @@ class TrainingSave(SaveOperation[CheckpointInfo]):
         paths = [file.path for file in self._plan.files]
         return HashedResult(self._writer.write(folder, paths, self._staged, on_moved), self._captured.rank_values)
 
-    def read_bytes(self) -> RankBytes:
+    def move_share(self, move: MoveRanges) -> bytes:
         """See :class:`SavedContent`."""
-        return RankBytes(*self._writer.ranges_to_upload(self._staged), self._captured.rank_values)
+        move(*self._writer.ranges_to_upload(self._staged))
+        return self._captured.rank_values
 
     def begin_commit(self, folder: Path | None = None, payloads: Sequence[bytes] = ()) -> None:
         """See :class:`SavedContent`."""

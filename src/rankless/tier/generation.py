@@ -32,10 +32,12 @@ class GenerationLabel(msgspec.Struct, frozen=True):
     """The description of a generation.
 
     ``manifest`` is that of the checkpoint without its files. ``replaces``: the checkpoint may replace one of its tag.
+    ``keep_full_every``: a drain writes the checkpoint in full if its number is a multiple of it; 1 if all are.
     """
 
     manifest: Manifest
     replaces: bool = False
+    keep_full_every: int = 1
 
     @property
     def key(self) -> GenerationKey:

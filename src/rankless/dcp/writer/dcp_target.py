@@ -49,15 +49,15 @@ class DcpTarget:
     def create_files(self) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         self._files.create()
+        self._files.write_small_tensors()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         return self._files.locate_tensors()
 
     def write_metadata(self, fragments: Fragments) -> None:
-        """Write the in-memory tensors: small ones among the values."""
+        """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # these folders have no room for CRCs
-        self._files.write_small_tensors()
         sync_tree(self._pending)
 
     def open_reader(self) -> Reader:
@@ -86,7 +86,7 @@ class DcpFiles:
             present = layout.setdefault(keys[id(planned)], [])
             present += [span for span in spans if span not in present]  # a tensor may be in a value as well
         ordered = sorted(layout, key=lambda key: layout[key][0])
-        return FileLayout(saved.files, {key: layout[key] for key in ordered})
+        return FileLayout(saved.files, {key: layout[key] for key in ordered}, [0] * len(saved.files))
 
     def write_small_tensors(self) -> None:
         """Write the tensors that have data: small ones among the values."""

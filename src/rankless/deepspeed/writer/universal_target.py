@@ -45,6 +45,7 @@ class UniversalTarget:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         for path, file in self._files.items():
             file.create_file(path)
+            file.write_small_tensors(path)
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -55,13 +56,11 @@ class UniversalTarget:
             for fake, offset in sorted(file.read_offsets(path).items(), key=lambda start: start[1]):
                 key = keys[fake]
                 spans.setdefault(key, []).append(FileSpan(number, offset, 0, infos[key].nbytes))
-        return FileLayout(list(self._files), spans)
+        return FileLayout(list(self._files), spans, [0] * len(self._files))
 
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`. Warns of what DeepSpeed does not restore."""
         del fragments  # these files have no room for CRCs
-        for path, file in self._files.items():
-            file.write_small_tensors(path)
         write_small(self._pending / LATEST[1], self._tag.encode())
         sync_tree(self._pending)
         for warning in self._warnings:

@@ -317,6 +317,17 @@ def _run_work(
         return None, VoteOutcome(failure=RankFailure.from_error(error)), error
 
 
+class WritingRanks(msgspec.Struct, frozen=True):
+    """The ranks that write an output together. ``attempt`` counts the attempts in their session, from 0 on.
+
+    Saves, drains, components and conversions pass it to their outputs.
+    """
+
+    group: RankGroup
+    session: Session
+    attempt: int = 0
+
+
 @contextmanager
 def translate_store_errors(phase: str) -> Iterator[None]:
     """Raise ``RankFailedError`` if the store is lost meanwhile, ``RankTimeoutError`` if it does not answer."""

@@ -11,12 +11,11 @@ import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rankless.engine.comm.store_messages import StoreMessages
-from rankless.engine.io.p2p import P2PExchange, SentBytes
 from rankless.engine.io.requests import ByteProvider
 from rankless.engine.plan.cell_transfers import CellTransfer, Numbers, TransferTable, tabulate_transfers
 from rankless.engine.plan.file_ranges import FileRange
@@ -24,6 +23,9 @@ from rankless.errors import RankFailedError
 from rankless.ondisk.block_crcs import crc64
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import BufferedWriter
+
+if TYPE_CHECKING:
+    from rankless.engine.io.p2p import P2PExchange, SentBytes
 
 _CRC = struct.Struct("<Q")
 

@@ -16,7 +16,7 @@ from rankless.engine.io.read_order import rotate_by_rank
 from rankless.engine.io.requests import Fragments, OnBytesMoved, SinkOf, ignore_progress, merge_fragments
 from rankless.engine.io.source_reader import SourceReader
 from rankless.engine.io.tensor_sources import Source
-from rankless.engine.io.write_stripes import hash_fragments
+from rankless.engine.io.write import hash_fragments
 from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.load_plan import BroadcastChunk
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rankless.engine.io.byte_sinks import ByteSink
@@ -37,6 +37,9 @@ ShardOf = Callable[[int], "TensorBytes"]
 
 #: Returns the source of the bytes of tensor number n.
 ProviderOf = Callable[[int], ByteProvider]
+
+#: Moves the bytes of file ranges, which it gets from their tensors, into files or to a store. Returns what was hashed.
+MoveRanges = Callable[[Sequence[FileRange], ProviderOf], Fragments]
 
 #: Returns the destination of the bytes of tensor number n.
 SinkOf = Callable[[int], ByteSink]

@@ -64,19 +64,26 @@ class StreamedTensor:
         """Return ``None``: the bytes are not in memory."""
 
     def copy_out(self, start: int, into: Bytes) -> None:
-        """Fill ``into`` with the bytes from ``start`` on. ``start`` and the length are whole elements.
+        """Fill ``into`` with the bytes from ``start`` on. They may begin and end inside of elements, as cells do.
 
         Raises ``CorruptCheckpointError``.
         """
         if self.stored == self.dtype:
             self._read_range(start, into)
+            self.fragments_read.add_bytes(self.tensor, start, into)
             return
         width, stored_width = dtype_width(self.dtype), dtype_width(self.stored)
-        raw = np.empty(len(into) // width * stored_width, np.uint8)
-        self._read_range(start // width * stored_width, raw)
-        self.cast(raw, self.stored, self.dtype, into)
+        first, own, stop = start // width, -(-start // width), -(-(start + len(into)) // width)
+        raw = np.empty((stop - first) * stored_width, np.uint8)
+        self._read_range(first * stored_width, raw)
+        # An element at an edge is read by two calls, but hashed only where it begins: fragments must not overlap.
+        self.fragments_read.add_bytes(self.tensor, own * stored_width, raw[(own - first) * stored_width :])
+        whole = len(raw) // stored_width * width == len(into)
+        elements = into if whole else np.empty((stop - first) * width, np.uint8)
+        self.cast(raw, self.stored, self.dtype, elements)
+        if not whole:
+            into[:] = elements[start - first * width :][: len(into)]
 
     def _read_range(self, start: int, into: Bytes) -> None:
         for number, offset, low, high in self.locate(start, start + len(into)):
             self.reader.read(number, offset, into[low - start : high - start].data)
-        self.fragments_read.add_bytes(self.tensor, start, into)

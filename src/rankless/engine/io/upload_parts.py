@@ -16,25 +16,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rankless.engine.comm.store_messages import StoreMessages
 from rankless.engine.io.cell_exchange import CellExchange, ReceivedRun
-from rankless.engine.io.p2p import P2PExchange
 from rankless.engine.io.part_assembly import PartAssembly
-from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, merge_fragments
+from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf, ignore_progress, merge_fragments
 from rankless.engine.io.upload_target import PART_BYTES, UploadTarget
-from rankless.engine.io.write_stripes import hash_fragments
+from rankless.engine.io.write import hash_fragments
 from rankless.engine.plan.cell_transfers import TransferTable, cut_out
-from rankless.engine.plan.file_ranges import FileRange
+from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.ondisk.block_crcs import Fragment
 from rankless.process.prepared_types import prepared
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.aligned_memory import Bytes, aligned_buffer
+
+if TYPE_CHECKING:
+    from rankless.engine.io.p2p import P2PExchange
 
 #: The cells of a plan for uploads: each is a part. Ranks take turns in sending the headers, which they keep in memory.
 GRAIN = CellGrain(PART_BYTES, is_dealt=True)
@@ -130,18 +132,23 @@ class PartUploader:
         self._sent_starts = [_Position(transfer.file, transfer.start) for transfer in plan.sent]
         self._known: Mapping[tuple[int, int], list[tuple[int, bytes]]] = {}
         self._free_buffers: list[Bytes] = []
+        self._on_moved: OnBytesMoved = ignore_progress
 
     def upload(
         self, p2p: P2PExchange | None, stored: StoreMessages, ranks: int, on_moved: OnBytesMoved
     ) -> UploadedParts:
-        """Send all parts of this rank. All ranks call this; with one rank there is no ``p2p``."""
+        """Send all parts of this rank. All ranks call this; with one rank there is no ``p2p``.
+
+        ``on_moved`` counts the bytes of tensors that the rank sends to the store or to another rank.
+        """
+        self._on_moved = on_moved
         uploaded = UploadedParts()
         hashed: list[list[tuple[int, Fragment]]] = []
         self._known = self._choose_known(ranks)
         for number, upload_round in enumerate(_plan_rounds(self._targets, ranks)):
             kept, runs = self._exchange_round(number, upload_round, p2p, stored, hashed)
             parts = _group_parts(kept, runs, self._known_in(upload_round))
-            hashed += run_in_threads(lambda part: self._send_part(part, uploaded, on_moved), parts, _THREADS)
+            hashed += run_in_threads(lambda part: self._send_part(part, uploaded), parts, _THREADS)
         uploaded.fragments = merge_fragments(hashed)
         return uploaded
 
@@ -182,6 +189,7 @@ class PartUploader:
             for file_range in sent_ranges:
                 data = cells.pack_range(transfer, file_range, self._bytes_of(file_range.tensor))
                 hashed.append(list(hash_fragments(file_range, data)))
+                self._on_moved(file_range.stop - file_range.start)
         cells.start()
         return kept, list(cells.receive_runs())
 
@@ -197,7 +205,7 @@ class PartUploader:
                 clipped.append(file_range.slice_bytes(low - file_range.offset, high - low))
         return clipped
 
-    def _send_part(self, part: _Part, uploaded: UploadedParts, on_moved: OnBytesMoved) -> list[tuple[int, Fragment]]:
+    def _send_part(self, part: _Part, uploaded: UploadedParts) -> list[tuple[int, Fragment]]:
         target, start = self._targets[part.file], part.number * PART_BYTES
         size = min(PART_BYTES, target.size - start)
         if target.is_held(start):
@@ -210,7 +218,7 @@ class PartUploader:
                 fragments = self._fill_part(part, assembly)
                 sent = _send_assembled(target, part.file, part.number, assembly)
             uploaded.sent.append(sent)
-        on_moved(size)
+        self._on_moved(count_bytes(part.file_ranges))
         return fragments
 
     def _fill_part(self, part: _Part, assembly: PartAssembly) -> list[tuple[int, Fragment]]:

@@ -15,12 +15,13 @@ from rankless.engine.io.cell_exchange import CellExchange
 from rankless.engine.io.p2p import P2PExchange, Works
 from rankless.engine.io.requests import Fragments, OnBytesMoved, ShardOf, ignore_progress, merge_fragments
 from rankless.engine.io.tensor_bytes import TensorBytes
+from rankless.engine.io.write import hash_fragments
 from rankless.engine.plan.cell_transfers import cut_out
-from rankless.engine.plan.file_ranges import FileRange, count_bytes, split_at_blocks
+from rankless.engine.plan.file_ranges import FileRange, count_bytes
 from rankless.engine.plan.stripe_owners import OwnedStripe, RemoteStripe, ShardContribution, StripeTask
 from rankless.engine.plan.stripes import STRIPE, StripeSlice
 from rankless.observe.spans import span, traced
-from rankless.ondisk.block_crcs import Fragment, crc64
+from rankless.ondisk.block_crcs import Fragment
 from rankless.process.worker_threads import THREADS
 from rankless.storage.aligned_memory import Bytes, aligned_buffer
 from rankless.storage.direct_io import SECTOR_BYTES
@@ -192,10 +193,3 @@ def _same_page_offset(data: Bytes, file_range: FileRange) -> Bytes:
     copy = aligned_buffer(lead + len(data))[lead:]
     np.copyto(copy, data)
     return copy
-
-
-def hash_fragments(file_range: FileRange, data: Bytes) -> Iterator[tuple[int, Fragment]]:
-    """Yield the fragments of a file range that may span several blocks."""
-    for piece in split_at_blocks(file_range):
-        crc = crc64(data[piece.start - file_range.start : piece.stop - file_range.start])
-        yield piece.tensor, Fragment(piece.start, piece.stop, crc)

@@ -7,7 +7,7 @@ omit the same ranges, so sends and receives still match.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -16,9 +16,15 @@ from rankless.engine.plan.element_ranges import ElementRange
 from rankless.engine.plan.file_ranges import FileRange
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.stripe_owners import StripeTask
+from rankless.ondisk.data_files import DataFile
 
 #: Ranges of bytes by the number of the file: ascending, and neither overlapping nor adjacent.
 OmittedRanges = Mapping[int, Sequence[ElementRange]]
+
+
+def whole_files(files: Sequence[DataFile], numbers: Iterable[int]) -> OmittedRanges:
+    """Return the ranges that are whole files, by their numbers."""
+    return {number: [ElementRange(0, files[number].size)] for number in numbers}
 
 
 def omit_ranges(plan: SavePlan, omitted: OmittedRanges) -> SavePlan:

@@ -75,7 +75,9 @@ class MegatronTarget:
             self._source.reader.verify_transposed()
         make_directory(self._folder)
         self._common.create_file(self._folder / COMMON)
+        self._common.write_small_tensors(self._folder / COMMON)
         self._tensors.create()
+        self._tensors.write_small_tensors()
 
     def locate_tensors(self) -> FileLayout:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
@@ -91,7 +93,7 @@ class MegatronTarget:
         for fake, offset in self._common.read_offsets(self._folder / COMMON).items():
             size = self._source.tensor_infos[keys[fake]].nbytes
             tensors.setdefault(keys[fake], []).append(FileSpan(len(dcp.files), offset, 0, size))
-        return FileLayout([*dcp.files, self._folder / COMMON], tensors)
+        return FileLayout([*dcp.files, self._folder / COMMON], tensors, [*dcp.header_bytes, 0])
 
     @staticmethod
     def _locate_parts(entry: StoredEntry, spans: Sequence[FileSpan]) -> Iterator[tuple[Key, FileSpan]]:
@@ -114,8 +116,6 @@ class MegatronTarget:
     def write_metadata(self, fragments: Fragments) -> None:
         """See :class:`rankless.conversion.target.ConversionTarget`."""
         del fragments  # these files have no room for CRCs
-        self._tensors.write_small_tensors()
-        self._common.write_small_tensors(self._folder / COMMON)
         write_small(self._folder / DESCRIPTION, json.dumps(_DESCRIPTION).encode())
         write_small(self._pending / LATEST, self._latest.encode())
         sync_tree(self._pending)

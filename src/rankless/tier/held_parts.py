@@ -1,4 +1,4 @@
-"""The parts of a generation that one process holds, as one memory: a source of the bytes of an upload."""
+"""The parts of a generation that one process holds, as one memory: the source of the bytes of a drain."""
 
 from __future__ import annotations
 

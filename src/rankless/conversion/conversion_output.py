@@ -1,0 +1,72 @@
+"""The interface between a conversion and the place that it writes into.
+
+A conversion says what is written (:class:`ConvertedContent`, and a target with the files of the format). An output says
+where, and how it appears: :class:`rankless.conversion.folder_output.FolderConversionOutput` by one rename,
+:class:`rankless.conversion.object_output.ObjectConversionOutput` file by file, those that name others last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rankless.conversion.target import ConversionTarget, FileLayout
+from rankless.engine.comm.session import WritingRanks
+from rankless.engine.io.requests import Fragments, MoveRanges, OnBytesMoved
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.storage.object_path import ObjectPath
+
+
+class RankShare(NamedTuple):
+    """The layout of the files, at the paths at which they can be read back, and the bytes that this rank writes."""
+
+    layout: FileLayout
+    file_ranges: Sequence[FileRange]
+
+
+class ConvertedContent(Protocol):
+    """The part of a conversion that an output asks for bytes, inside the vote on the writing."""
+
+    def move_share(self, move: MoveRanges) -> bytes:
+        """Call ``move`` once, with the bytes of this rank. Return what rank 0 must know of them."""
+
+    def finish(self, fragments: Fragments, reports: Sequence[bytes]) -> None:
+        """Check the source, and let the target write its headers, on rank 0, from what all ranks have hashed."""
+
+
+class ConversionOutput(Protocol):
+    """The place of one conversion. All ranks have one, and call its methods in this order; each ends in a vote."""
+
+    @property
+    def pending(self) -> Path:
+        """The folder in which the target of rank 0 creates its files. Rank 0 sends it to all ranks."""
+
+    def clean_up(self) -> None:
+        """Remove what dead conversions to the same path have left, on rank 0."""
+
+    def create(self, target: ConversionTarget, nbytes: int, host_of: Sequence[int]) -> RankShare:
+        """Create the files, with tensors of ``nbytes`` bytes, and divide the work. ``host_of`` has each rank's host."""
+
+    def write(self, content: ConvertedContent, on_moved: OnBytesMoved) -> None:
+        """Write all bytes. Afterwards they can be read back."""
+
+    def check_valid(self, target: ConversionTarget) -> None:
+        """Raise ``CorruptCheckpointError`` if the format's reader refuses the files. Each rank calls it for itself."""
+
+    def publish(self) -> None:
+        """Let the output appear at its final path. Raises ``TagExistsError`` if something is there."""
+
+    def discard(self) -> None:
+        """Remove what was written, after a failure. No vote."""
+
+
+def open_conversion_output(final: Path, ranks: WritingRanks) -> ConversionOutput:
+    """Return the output for a path. Nothing is created. The modules of each kind are imported if it is used."""
+    if isinstance(final, ObjectPath):
+        from rankless.conversion.object_output import ObjectConversionOutput  # noqa: PLC0415
+
+        return ObjectConversionOutput(final, ranks)
+    from rankless.conversion.folder_output import FolderConversionOutput  # noqa: PLC0415
+
+    return FolderConversionOutput(final, ranks.session)

@@ -1,0 +1,109 @@
+"""The output of a conversion on a disk: all ranks write into files in a pending directory, which rank 0 renames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankless.conversion.conversion_output import ConvertedContent, RankShare
+from rankless.conversion.target import ConversionTarget, FileLayout
+from rankless.conversion.work_shares import share_by_cells, share_evenly
+from rankless.engine.comm.session import Session
+from rankless.engine.comm.vote import COORDINATOR_RANK
+from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
+from rankless.engine.io.requests import Fragments, OnBytesMoved, ProviderOf
+from rankless.engine.io.write import write_file_ranges
+from rankless.engine.plan.file_ranges import FileRange
+from rankless.run.cleanup import clean_up
+from rankless.run.pending_dir import PendingDirectory
+from rankless.run.pending_lock import confirm_lock
+from rankless.storage.direct_io import BufferedWriter
+from rankless.storage.posix import file_size, sync_tree
+
+
+class FolderConversionOutput:
+    """A :class:`rankless.conversion.conversion_output.ConversionOutput` on a file system."""
+
+    def __init__(self, final: Path, session: Session) -> None:
+        self._session, self._pending = session, PendingDirectory(final)  # that of rank 0 is used
+        self._share = RankShare(FileLayout([], {}, []), [])
+        #: The entry of the pending directory that gets the final path.
+        self._entry = ""
+
+    @property
+    def pending(self) -> Path:
+        """See :class:`ConversionOutput`."""
+        return self._pending.path
+
+    def clean_up(self) -> None:
+        """See :class:`ConversionOutput`."""
+        clean_up(self._pending.final.parent, tag=self._pending.final.name)
+
+    def create(self, target: ConversionTarget, nbytes: int, host_of: Sequence[int]) -> RankShare:
+        """See :class:`ConversionOutput`."""
+        is_spread = len({*host_of}) > 1
+        self._entry = target.output_name
+
+        def create_files(_: list[bytes]) -> bytes:
+            self._pending.create_new(nbytes)
+            target.create_files()
+            if is_spread:
+                # Pages that rank 0 has written must not be written back after other hosts have written next to them.
+                sync_tree(self._pending.path)
+            return str(self._pending.path).encode()
+
+        def locate_tensors() -> FileLayout:
+            if self._session.rank != COORDINATOR_RANK:
+                confirm_lock(Path(pending.decode()))
+            return target.locate_tensors()
+
+        _, pending = self._session.vote("preparing", lambda: None, lambda _: b"", create_files)
+        layout = self._session.run_on_all("reading the layout of the new files", locate_tensors)
+        rank, size = self._session.rank, self._session.size
+        shares = (
+            share_by_cells(layout, [file_size(file) for file in layout.files], host_of, rank)
+            if is_spread
+            else share_evenly(layout, rank, size)
+        )
+        self._share = RankShare(layout, shares)
+        return self._share
+
+    def write(self, content: ConvertedContent, on_moved: OnBytesMoved) -> None:
+        """See :class:`ConversionOutput`."""
+
+        def write_share() -> HashedResult:
+            written: Fragments = {}
+
+            def move(file_ranges: Sequence[FileRange], bytes_of: ProviderOf) -> Fragments:
+                # Through the page cache, because the files are soon read back.
+                written.update(
+                    write_file_ranges(self._share.layout.files, file_ranges, bytes_of, on_moved, BufferedWriter)
+                )
+                return written
+
+            report = content.move_share(move)
+            return HashedResult(written, report)
+
+        def finish(fragments: Fragments, reports: list[bytes]) -> bytes:
+            content.finish(fragments, reports)
+            return b""
+
+        vote_with_fragments(self._session, "converting", write_share, finish)
+
+    def check_valid(self, target: ConversionTarget) -> None:
+        """See :class:`ConversionOutput`."""
+        target.open_reader()
+
+    def publish(self) -> None:
+        """See :class:`ConversionOutput`."""
+
+        def rename(_: list[bytes]) -> bytes:
+            self._pending.publish(self._entry)
+            return b""
+
+        self._session.vote("finishing", lambda: None, lambda _: b"", rename)
+
+    def discard(self) -> None:
+        """See :class:`ConversionOutput`."""
+        if self._pending.is_locked:
+            self._pending.discard()
