@@ -7,7 +7,7 @@ The save says what is written (:class:`SavedComponent`). An output says where, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,14 +29,20 @@ class SavedComponent(Protocol):
     def plan(self) -> SavePlan:
         """The plan of this rank."""
 
+    def find_equal_files(self, files: Mapping[int, Path]) -> tuple[list[int], Fragments]:
+        """Return which of some files, by number, have this rank's bytes already: see :mod:`.unchanged_files`."""
+
+    def omit_files(self, numbers: Sequence[int]) -> None:
+        """Write nothing into files with these numbers, on all ranks."""
+
     def write_files(self, folder: Path) -> HashedResult:
         """Write this rank's bytes into the files in a folder, inside the vote on the writing."""
 
     def move_share(self, move: MoveRanges) -> bytes:
         """Call ``move`` once, with the bytes that this rank uploads or passes on, inside the vote on the writing."""
 
-    def build_headers(self, fragments: Fragments) -> list[bytes]:
-        """Return the headers of the files, on rank 0, from the fragments of all ranks."""
+    def build_header(self, number: int, fragments: Fragments) -> bytes:
+        """Return the header of a file by its number, on rank 0, from the fragments of all ranks."""
 
 
 class ComponentOutput(Protocol):

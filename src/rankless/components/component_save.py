@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -154,6 +155,27 @@ class ComponentSave(SaveOperation[Path]):
         """See :class:`SavedComponent`."""
         return self._plan
 
+    def find_equal_files(self, files: Mapping[int, Path]) -> tuple[list[int], Fragments]:
+        """See :class:`SavedComponent`. Stripes that are not staged have their bytes on several ranks: not compared."""
+        from rankless.components.unchanged_files import find_equal_files  # noqa: PLC0415 - few saves replace a model
+
+        striped = {} if self._staged is not None else self._striped_files()
+        kept = {number: path for number, path in files.items() if number not in striped}
+        return find_equal_files(kept, *self._writer.ranges_in_memory(self._staged))
+
+    def _striped_files(self) -> set[int]:
+        return {file_range.file for task in self._plan.stripe_tasks for file_range in task.file_ranges}
+
+    def omit_files(self, numbers: Sequence[int]) -> None:
+        """See :class:`SavedComponent`."""
+        from rankless.engine.plan.omitted_ranges import omit_ranges  # noqa: PLC0415 - as above
+
+        sizes = self._layout.sizes
+        self._plan = omit_ranges(self._plan, {number: [ElementRange(0, sizes[number])] for number in numbers})
+        if self._staged is not None:
+            kept = [file_range for file_range in self._staged.file_ranges if file_range.file not in numbers]
+            self._staged = self._staged.restrict_to(kept)
+
     def write_files(self, folder: Path) -> HashedResult:
         """See :class:`SavedComponent`."""
         return HashedResult(self._writer.write(folder, list(map(os.fsdecode, self._layout.files)), self._staged))
@@ -163,16 +185,21 @@ class ComponentSave(SaveOperation[Path]):
         move(*self._writer.ranges_to_upload(self._staged))
         return b""
 
-    def build_headers(self, fragments: Fragments) -> list[bytes]:
+    def build_header(self, number: int, fragments: Fragments) -> bytes:
         """See :class:`SavedComponent`."""
+
+        def fragments_of(name: str) -> list[Fragment]:
+            return [fragment for tensor in self._numbers[name] for fragment in fragments.get(tensor, [])]
+
+        return self._files[number].build_header(fragments_of)
+
+    @cached_property
+    def _numbers(self) -> dict[str, list[int]]:
+        """The numbers of each stored tensor, one for each tensor that it consists of."""
         numbers: dict[str, list[int]] = {}
         for number, name in enumerate(self._names):
             numbers.setdefault(name, []).append(number)
-
-        def fragments_of(name: str) -> list[Fragment]:
-            return [fragment for number in numbers[name] for fragment in fragments.get(number, [])]
-
-        return [file.build_header(fragments_of) for file in self._files]
+        return numbers
 
 
 def _tensor_spans(

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from rankless.components.component_files import FileSet
 from rankless.components.component_output import SavedComponent
 from rankless.components.destination import Destination
@@ -15,7 +17,19 @@ from rankless.engine.comm.vote import COORDINATOR_RANK
 from rankless.engine.integrity.crc_gather import HashedResult, vote_with_fragments
 from rankless.engine.io.requests import Fragments
 from rankless.engine.io.upload_target import FileFrame
+from rankless.process.prepared_types import prepared
 from rankless.run.pending_lock import confirm_lock
+
+
+@prepared
+class _BegunFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The folder that rank 0 has created, and the files, by number, that may be unchanged, in the system's encoding."""
+
+    folder: bytes
+    there: dict[int, bytes]
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class FolderComponentOutput:
@@ -27,20 +41,54 @@ class FolderComponentOutput:
     def __init__(self, destination: Destination, session: Session) -> None:
         self._destination, self._session = destination, session
         self._folder = Path()
-        #: On rank 0, the files.
+        #: The files, by number, that may be at their final paths already.
+        self._there: dict[int, Path] = {}
+        #: On rank 0, the files, and the fragments of unchanged ones.
         self._pending: PendingFiles | None = None
+        self._fragments: Fragments = {}
 
     def begin(self, files: FileSet, frames: Sequence[FileFrame]) -> bytes:
         """See :class:`ComponentOutput`."""
         self._pending = PendingFiles(self._destination, files, frames)
-        return os.fsencode(self._pending.folder)
+        there = {number: os.fsencode(path) for number, path in self._pending.find_there().items()}
+        return _encode(_BegunFiles(os.fsencode(self._pending.folder), there))
 
     def join(self, begun: bytes) -> None:
         """See :class:`ComponentOutput`."""
-        self._folder = Path(os.fsdecode(begun))
+        decoded = msgspec.msgpack.decode(begun, type=_BegunFiles)
+        self._folder = Path(os.fsdecode(decoded.folder))
+        self._there = {number: Path(os.fsdecode(path)) for number, path in decoded.there.items()}
+
+    def _find_unchanged(self, component: SavedComponent) -> None:
+        """Leave out the files that are at their final paths already, on all ranks.
+
+        It is a vote of its own, in the background of an asynchronous save, and only if there may be such files: a
+        comparison before the call returns would block as long as it reads.
+        """
+
+        def compare() -> HashedResult:
+            equal, fragments = component.find_equal_files(self._there)
+            return HashedResult(fragments, _encode(equal))
+
+        def settle(fragments: Fragments, posted: list[bytes]) -> bytes:
+            by_rank = [{*msgspec.msgpack.decode(raw, type=list[int])} for raw in posted]
+            self._fragments, pending = fragments, self._pending
+            return _encode(
+                [
+                    number
+                    for number in sorted(set.intersection(*by_rank))
+                    if pending is not None and pending.keep_file(number, component.build_header(number, fragments))
+                ]
+            )
+
+        order = component.plan.rank_order
+        raw = vote_with_fragments(self._session, "finding unchanged files", compare, settle, order)
+        component.omit_files(msgspec.msgpack.decode(raw, type=list[int]))
 
     def write(self, component: SavedComponent) -> None:
         """See :class:`ComponentOutput`. Rank 0 publishes the files when all ranks have written theirs."""
+        if self._there:
+            self._find_unchanged(component)
 
         def write_share() -> HashedResult:
             if self._session.rank != COORDINATOR_RANK:
@@ -49,7 +97,8 @@ class FolderComponentOutput:
 
         def publish(fragments: Fragments, _: list[bytes]) -> bytes:
             if self._pending is not None:
-                self._pending.publish(component.build_headers(fragments))
+                known = {**self._fragments, **fragments}
+                self._pending.publish(lambda number: component.build_header(number, known))
             return b""
 
         vote_with_fragments(self._session, "writing", write_share, publish, component.plan.rank_order)

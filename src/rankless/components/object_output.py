@@ -87,7 +87,7 @@ class ObjectComponentOutput:
         appear_when_completed = all(self._begun.uploads)  # a file of one part appears as soon as that is sent
 
         def build_headers(fragments: Fragments, _: Sequence[bytes]) -> list[bytes]:
-            headers = component.build_headers(fragments)
+            headers = [component.build_header(number, fragments) for number in range(len(frames))]
             if not appear_when_completed:
                 self._prepare_folder()
             return headers
