@@ -3,6 +3,11 @@
 There is one primitive: each rank does some work that may fail, and posts its outcome. Rank 0 reads all outcomes and
 decides. Every rank gets the decision or raises the same error. It uses the key-value store of the default process
 group: no collectives, any backend, and a rank that does not come is named.
+
+A save, a load, a live copy, a conversion and ``open_weights`` open one :class:`Session` each, on every rank, in the
+thread of the caller. The votes of an asynchronous save continue in its background thread: no two threads vote in one
+session at a time. The order of the votes of a session must be the same on all ranks, and may only depend on decisions
+that all ranks have.
 """
 
 from __future__ import annotations
@@ -73,7 +78,11 @@ this_thread = _ThreadState()
 
 
 class RankGroup:
-    """The ranks of a process group, and the own rank; a single rank if there is no group."""
+    """The ranks of a process group, and the own rank; a single rank if there is no group.
+
+    Each call makes one from its argument ``process_group``, on each rank; ``RunDirectory`` and the components keep
+    theirs. It sends nothing before a session is opened.
+    """
 
     def __init__(self, process_group: ProcessGroupArgument = None) -> None:
         self.process_group = current_process_group(process_group)
@@ -137,6 +146,8 @@ class RankGroup:
 
         It is the process group itself if that has gloo; otherwise all ranks make another one, once. Raises
         ``RankTimeoutError`` if not all of them come to make it within ``seconds``.
+
+        Saves and loads that exchange bytes call it on all ranks, in the thread that exchanges.
         """
         if self.process_group is None:
             return None
@@ -211,6 +222,9 @@ class Session:
         """Do the first half of a vote: do ``work`` and post the outcome.
 
         The returned function does the second half. A single rank raises errors at once.
+
+        :class:`~rankless.save.save_operation.SaveOperation` splits its vote on the copies so: an asynchronous save
+        posts in the call, and finishes the vote in the background.
         """
         if self.store is None:
             result = work()
@@ -251,6 +265,9 @@ class Session:
         """Raise an error if another rank has failed in the work of the current vote. Call it during that work.
 
         Raises ``RankTimeoutError`` if the other rank timed out waiting for a third one, otherwise ``PeerFailedError``.
+
+        :class:`~rankless.engine.io.p2p.P2PExchange` and :class:`~rankless.engine.comm.store_messages.StoreMessages` ask
+        while they wait for bytes.
         """
         if self._channel is None:
             return
@@ -266,6 +283,9 @@ class Session:
 
         Rank 0 waits for all other ranks first, because its process may host the key-value store. If a rank did not come
         to the last vote, it waits only for those that get the error of that.
+
+        A save that has committed calls it on every rank, in the thread that has committed
+        (:mod:`rankless.save.background`), and so do the searches in local tiers. A load of a run directory does not.
         """
         if self.store is None:
             return

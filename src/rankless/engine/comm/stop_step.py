@@ -15,6 +15,9 @@ report and reading the number. So every rank reaches this step, and none has pas
 ``count_step`` waits for the thread next to it. If a rank is blocked in a collective until others come, its thread
 reports nevertheless, and the others come, as all continue until the chosen step. Nothing blocks inside the store, and
 every wait has a timeout.
+
+:mod:`rankless.liveness.preemption` has one on each rank: training counts its steps in the main thread, and the thread
+of the preemption does the rest. No vote is held.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Ranks are put into buckets in an order in which ranks with adjacent bytes are ne
 :mod:`rankless.engine.plan.rank_order`). The first rank of a bucket merges the CRCs of the bucket, and rank 0
 receives about as much from each bucket as from one rank. No rank waits for another here: a vote after which all have
 reported comes first, and names the ranks that have not.
+
+The votes on the writing of saves, drains, components and conversions, and the votes of incremental saves, go through
+here. With more than :data:`MAX_FLAT_RANKS` ranks the decision of rank 0, such as the commit, runs in the second vote,
+"gathering CRCs".
 """
 
 from __future__ import annotations

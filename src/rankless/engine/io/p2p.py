@@ -2,6 +2,10 @@
 
 Sends and receives use a gloo group. Between two ranks they match in the order in which both make them. Daemon threads
 wait for them, so that a rank does not hang if its peer has left or another rank has failed.
+
+Saves, loads, live copies and transfers of a local tier have one for each exchange, on every rank that takes part,
+inside a vote: an error of a rank sets the flag for which the others look. The order of sends and receives between two
+ranks comes from the plan, and must be the same on both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Reading of byte ranges straight into the tensors. They are hashed while they are still in the processor's cache."""
+"""Reading of byte ranges straight into the tensors. They are hashed while they are still in the processor's cache.
+
+A load calls it on each rank in the vote "reading" (:mod:`rankless.load.rank_reads`), after the last check: from here on
+tensors of the caller change. The view of a checkpoint, conversions, ``rankless verify`` and the loader of weights for
+engines read through it, too.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 Tensors that do not change until a certain moment may be copied later. Hashes detect if they have changed nevertheless:
 see :mod:`rankless.engine.io.torn_snapshot`. Tensors on accelerators are copied by the devices, see
 :mod:`rankless.engine.io.device_staging`, all others by threads.
+
+:mod:`rankless.save.shard_writer` calls :func:`stage_tensors` on each rank, in the thread of the caller, in the vote
+"copying what is to be saved". :meth:`StagedTensors.copy_deferred` runs in the background thread, in a second vote of
+this name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Writing of file ranges from this rank's own memory: a few threads fill, hash and write chunks of files."""
+"""Writing of file ranges from this rank's own memory: a few threads fill, hash and write chunks of files.
+
+:mod:`rankless.save.shard_writer` calls :func:`write_file_ranges` on every rank, in the vote "writing"; a drain and a
+conversion call it, too. Rank 0 has created the files before, in the vote on the preparation. A rank must sync its bytes
+before it reports their fragments, unless it saves alone and little.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 A rank reports the boxes of the tensor that it holds, or only the sizes of its shard. Of sizes, the shards lie side by
 side in the order of their mesh, so each begins after the sizes of those before it. All boxes together must tile the
 tensor.
+
+:mod:`rankless.engine.plan.global_spec` calls it on every rank when it merges the specs; an error becomes common in the
+vote that follows.
 """
 
 from __future__ import annotations
