@@ -1,4 +1,9 @@
-"""Lookup of the checkpoint that a path and a tag mean, in any format."""
+"""Lookup of the checkpoint that a path and a tag mean, in any format.
+
+The view, conversions, ``open_weights`` and the commands open checkpoints through :func:`open_latest`; of several ranks
+each opens for itself, and a vote compares. A load has a selection of its own on rank 0
+(:mod:`rankless.load.selection`).
+"""
 
 from __future__ import annotations
 

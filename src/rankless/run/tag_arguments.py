@@ -1,4 +1,8 @@
-"""Arguments that select an existing checkpoint of a run: a tag, an alias, the best one by a metric, or the latest."""
+"""Arguments that select an existing checkpoint of a run: a tag, an alias, the best one by a metric, or the latest.
+
+Rank 0 resolves the argument of a load in the vote "finding the checkpoint to load" (:mod:`rankless.load.selection`);
+the view, aliases, added metrics and commands resolve theirs in one process.
+"""
 
 from __future__ import annotations
 
