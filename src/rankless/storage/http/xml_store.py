@@ -2,6 +2,9 @@
 
 Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so
 what matters is compared with what the server says afterwards.
+
+``S3`` and ``GCS`` inherit from it. Receipts of parts are passed from rank to rank as texts, and
+:meth:`XmlStore.complete_upload` of rank 0 takes them apart.
 """
 
 from __future__ import annotations
