@@ -1,6 +1,10 @@
 """A guard that makes optimizer steps wait for background copies of tensors that a step modifies.
 
 If accelerators copy all of these, the step's kernels wait for that on the device, and the caller does not wait.
+
+:mod:`rankless.save.background` has one for the process. The caller's thread adds a copy before the call of a save
+returns, and its next step calls the hook; the background thread sets ``copied``. Loads and live copies wait here before
+they change tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Tied weights: the names under which one tensor of a model stands."""
+"""Tied weights: the names under which one tensor of a model stands.
+
+:mod:`rankless.state.model.model_traversal` asks it on each rank. Which of the names is stored follows from the order of
+the names alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The layout in which a model's tensors are stored: that of transformers for its models, else that of the memory."""
+"""The layout in which a model's tensors are stored: that of transformers for its models, else that of the memory.
+
+Saves of a model in the layout of transformers (``components/``), and training saves for their file with the layout
+(:mod:`rankless.save.hub_layout`), ask it on each rank. The result decides the bytes of files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Configuration files that make a directory of weights a model of transformers or diffusers."""
+"""Configuration files that make a directory of weights a model of transformers or diffusers.
+
+:mod:`rankless.state.capture` puts the files into a save on each rank, of which rank 0 writes its own.
+"""
 
 from __future__ import annotations
 

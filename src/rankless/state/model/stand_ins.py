@@ -1,4 +1,7 @@
-"""A state dict that ``state_dict`` hooks fill, with tensors without data that stand for the model's tensors."""
+"""A state dict that ``state_dict`` hooks fill, with tensors without data that stand for the model's tensors.
+
+:mod:`rankless.state.model.state_dict_hooks` fills one on each rank when a model with hooks is viewed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters that give optimizers of all kinds one interface: parameter groups with settings, and states by parameter."""
+"""Adapters that give optimizers of all kinds one interface: parameter groups with settings, and states by parameter.
+
+:mod:`rankless.state.optimizer.optimizer_view` makes the adapters on each rank, for captures and restores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The warning of outputs that have no place for values which an optimizer keeps besides states and settings."""
+"""The warning of outputs that have no place for values which an optimizer keeps besides states and settings.
+
+Conversions call it on rank 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A restore of the values that one optimizer keeps besides the states of its parameters and their groups."""
+"""A restore of the values that one optimizer keeps besides the states of its parameters and their groups.
+
+:mod:`rankless.state.optimizer.optimizer_restore` makes one for each optimizer on each rank; :meth:`OwnRestore.apply`
+runs the optimizer's own code, in the vote "putting values in place".
+"""
 
 from __future__ import annotations
 
