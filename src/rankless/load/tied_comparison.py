@@ -1,4 +1,7 @@
-"""Comparison of stored tensors that are one tensor here: tied weights, or several names of one memory."""
+"""Comparison of stored tensors that are one tensor here: tied weights, or several names of one memory.
+
+It runs on each rank for a share of the pairs, in the vote "matching …".
+"""
 
 from __future__ import annotations
 
