@@ -1,4 +1,7 @@
-"""The parts of a generation that one process holds, as one memory: a source of the bytes of an upload."""
+"""The parts of a generation that one process holds, as one memory: a source of the bytes of an upload.
+
+:mod:`rankless.save.generation_drain` makes one on each rank of a drain into an object store, in the vote "writing".
+"""
 
 from __future__ import annotations
 
