@@ -1,6 +1,8 @@
 """A strict JSON parser: unique keys, finite numbers, text without lone surrogates.
 
 Input that only lenient parsers accept can mean different things to different readers.
+
+Headers, manifests and files of values are parsed with it, on each rank that opens a checkpoint.
 """
 
 from __future__ import annotations
