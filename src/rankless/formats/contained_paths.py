@@ -1,4 +1,7 @@
-"""Checks that every file of a checkpoint is inside the folder that was opened, after symbolic links are resolved."""
+"""Checks that every file of a checkpoint is inside the folder that was opened, after symbolic links are resolved.
+
+Readers of formats with an index or several files check each name before they open it: an index is not trusted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``."""
+"""Files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``.
+
+:mod:`rankless.formats.detect_foreign` opens it through the registry, on each rank; readers of folders of such files
+call :func:`read_tree`. No pickle is run: see :mod:`rankless.formats.pickles.unpickle`.
+"""
 
 from __future__ import annotations
 
