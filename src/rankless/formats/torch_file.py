@@ -54,6 +54,8 @@ def read_tree(
 
     The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name. Pass
     ``readers`` that many files share: otherwise each file stays open as long as its tree exists.
+
+    Callers pass the allow-list of their format: nothing else in a pickle is looked up.
     """
     window = _open_window(path, readers)
     if budget is None:

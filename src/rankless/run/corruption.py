@@ -62,6 +62,8 @@ def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) ->
     """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
 
     A checkpoint that was renamed, copied or repaired since is left unchanged.
+
+    Rank 0 calls it after the commit of a save.
     """
     if isinstance(path, ObjectPath):
         yield from _remove_pointers_to_corrupt(records, path, run)

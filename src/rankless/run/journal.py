@@ -6,8 +6,8 @@ reports only, and no part of the format: lines that cannot be read are skipped, 
 nothing. In an object store each entry is an object: see :mod:`rankless.run.object_journal`.
 
 Saves, drains and loads append in the thread that reports their events; retention and ``rankless prune`` append what
-they remove. The report, ``rankless top`` and ``save_when`` by cost (:mod:`rankless.save.cadence`) read it. One line is
-one ``write``, and fields keep their names: journals of older versions are read.
+they remove. The report, ``rankless top`` and :mod:`rankless.save.cadence` read it. One line is one ``write``, and
+fields keep their names: journals of older versions are read.
 """
 
 from __future__ import annotations

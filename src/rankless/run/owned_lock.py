@@ -14,7 +14,7 @@ hosts may differ.
 
 Pending directories (:mod:`rankless.run.pending_lock`) and pins (:mod:`rankless.run.pin`) have such locks. The bytes of
 the file are read by other hosts and other versions: the first 64 are the owner's host, those behind them the host that
-has seen the lock.
+has seen the lock. In doubt the owner counts as alive.
 """
 
 from __future__ import annotations

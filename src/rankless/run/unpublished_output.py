@@ -172,6 +172,8 @@ def hold_output(final: Path) -> Iterator[None]:
 
     Raises ``TagExistsError`` if another process holds it, and the errors of :func:`check_destination`. In an object
     store a path cannot be held.
+
+    Merges and exports call it, in one process.
     """
     check_destination(final)
     if isinstance(final, ObjectPath):

@@ -6,7 +6,8 @@ stopped before that.
 
 Each :class:`~rankless.engine.comm.session.RankGroup` has one for its calls of the key-value store, each
 :class:`~rankless.engine.io.p2p.P2PExchange` one for each kind of waits. The threads end in the stage ``STORE`` of the
-exit, after the stages of saves: a save in the background votes until then.
+exit, after the stages of saves: a save in the background votes until then. No call of a store or of a wait for bytes
+may run in another thread: the process would hang in it, or die at its exit.
 """
 
 from __future__ import annotations

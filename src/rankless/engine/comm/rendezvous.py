@@ -80,7 +80,10 @@ class Rendezvous:
         return self._name
 
     def close(self) -> None:
-        """Answer no more arrivals, because a new process group has been made."""
+        """Answer no more arrivals, because a new process group has been made.
+
+        The rendezvous of the next group calls it, on rank 0 and all others: two groups must not answer one arrival.
+        """
         self.is_over = True
 
     def _request_name(self, store: DeadlineStore) -> None:

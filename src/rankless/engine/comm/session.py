@@ -117,7 +117,10 @@ class RankGroup:
 
     @traced("open the session", "vote")
     def open_session(self, timeout: float) -> Session:
-        """Return a session for one save or load. The n-th session of each rank is the same one."""
+        """Return a session for one save or load. The n-th session of each rank is the same one.
+
+        Every rank calls it, in the same order as all others. It waits for no other rank.
+        """
         this_thread.opened_sessions += 1
         if self.process_group is None or self._store is None or self._executor is None:
             return Session(None, 0, 1, timeout)
@@ -134,6 +137,8 @@ class RankGroup:
 
         It counts as a session: every rank must call it. Nothing is sent yet. A single rank has no store. ``connect``
         returns the connection, given that of the training.
+
+        ``rankless.watch`` calls it on every rank, in the thread of the caller.
         """
         if self.process_group is None or self._store is None:
             return None
@@ -310,7 +315,10 @@ class Session:
         return HostVoteChannel(store, vote, hosts, self.rank, board)
 
     def run_on_all(self, phase: str, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank; all succeed, or all raise the same error."""
+        """Do ``work`` on every rank; all succeed, or all raise the same error.
+
+        Call it on all ranks. ``work`` may fail on one of them alone.
+        """
         return self.vote(phase, work, lambda _: b"", lambda _: b"")[0]
 
     def begin_on_all(self, phase: str, work: Callable[[], T]) -> Callable[[], T]:
@@ -359,7 +367,10 @@ def translate_store_errors(phase: str) -> Iterator[None]:
 
 
 def require_equal(subject: str, values: Sequence[str]) -> str:
-    """Return the value that all ranks passed. Raises ``RankMismatchError`` naming both sides if they differ."""
+    """Return the value that all ranks passed. Raises ``RankMismatchError`` naming both sides if they differ.
+
+    Rank 0 calls it in decisions.
+    """
     for rank, value in enumerate(values):
         if value != values[0]:
             raise RankMismatchError(f"ranks disagree about {subject}: rank 0 has {values[0]}, rank {rank} has {value}")

@@ -54,6 +54,8 @@ class StepConsensus:
         """Count one more step. Return whether the chosen step is reached.
 
         Raises the error that occurred in choosing it.
+
+        The thread of the training calls it.
         """
         if not self._counter.acquire(timeout=2 * self._session.timeout):
             raise RankTimeoutError(f"the key-value store of the ranks does not answer while {_PHASE}")
@@ -84,7 +86,11 @@ class StepConsensus:
             return self._store.check([_REQUESTED_KEY])
 
     def agree_on_step(self) -> None:
-        """Agree with all ranks on a step; an error is raised by :meth:`count_step`."""
+        """Agree with all ranks on a step; an error is raised by :meth:`count_step`.
+
+        The thread next to the training calls it, on every rank. The report must not be sent before the counter is
+        locked.
+        """
         with self._counter:
             try:
                 self._chosen = self._await_chosen_step()

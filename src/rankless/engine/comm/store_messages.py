@@ -36,7 +36,10 @@ class StoreMessages:
         return StoreMessages(self._session, self._round + number)
 
     def send(self, message: bytes, receiver: int) -> None:
-        """Send a message. Do not wait until it is received."""
+        """Send a message. Do not wait until it is received.
+
+        Each rank that the plan makes a sender calls it before it receives.
+        """
         with translate_store_errors(_PHASE):
             self._store.set(self._key(self._session.rank, receiver), message)
 

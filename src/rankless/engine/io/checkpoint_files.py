@@ -61,6 +61,8 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         """Create the data files with their final sizes, so that all ranks can write into them.
 
         ``existing`` are the numbers of files that exist already.
+
+        Rank 0 calls it in its decision in the vote on the preparation: all ranks write into the files afterwards.
         """
         for number in range(len(self.plan.files)):
             if number not in existing:
@@ -87,6 +89,8 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
 
         ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
         if they leave a gap in a tensor.
+
+        Rank 0 calls it in the decision of the vote on the writing.
         """
         headers, records = {}, {}
         for number, (header, record) in enumerate(build_headers(self.plan, fragments, unchanged)):
@@ -142,6 +146,9 @@ def build_headers(
     """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
 
     ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+
+    Rank 0 calls it in a commit or for an upload; a generation of a local tier builds its headers on each rank that
+    reads it.
     """
     numbers = itertools.count()
     for file in plan.files:

@@ -5,7 +5,8 @@ scratch on the device first, and strided ones, too: a copy costs some microsecon
 many. The scratch is kept, so that a save allocates nothing on the device.
 
 :mod:`rankless.engine.io.device_staging` and :mod:`rankless.engine.io.device_windows` enqueue with it, in the thread of
-the caller of a save: its current streams decide what the copies follow.
+the caller of a save: its current streams decide what the copies follow. The shards must not change before the copies
+are done, and only one thread may use the scratch at a time.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ def read_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards. If
     not ``hashed``, there are no fragments: CRCs that are compared with nothing are half of the processor's time.
+
+    A load calls it on each rank in the vote "reading"; other readers call it in one process.
     """
     grain = _choose_grain(files)
     with (
@@ -66,6 +68,8 @@ def read_host_shared(
     """Read file ranges that other ranks of the host read, too. See :func:`read_file_ranges`.
 
     Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
+
+    A load calls it on each rank of a host in the vote "reading".
     """
     with (
         SourceReader(files, make_readers(BufferedReader)) as reader,

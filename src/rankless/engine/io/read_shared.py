@@ -52,7 +52,10 @@ def read_stripes(
     *,
     make_readers: MakeReaders = ReaderPool,
 ) -> Fragments:
-    """Read stripes whole, as other ranks do, keep this rank's part of each, and return the fragments that it hashed."""
+    """Read stripes whole, as other ranks do, keep this rank's part of each, and return the fragments that it hashed.
+
+    Each rank of a load calls it for itself; no message is sent.
+    """
     buffers = BufferPool(STRIPE)
     with SourceReader(files, make_readers(BufferedReader)) as reader:
 

@@ -46,6 +46,8 @@ def write_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing; by default
     many bytes go past the page cache. Without ``sync`` nothing is durable before the caller has synced the files.
+
+    Each rank calls it for its own ranges, inside the vote on the writing.
     """
     # A direct write of a few bytes waits for the disk, and its sync waits again: a save of 33 kB took a fourth longer.
     open_writer = open_writer or (BufferedWriter if are_few(count_bytes(file_ranges)) else DirectWriter)

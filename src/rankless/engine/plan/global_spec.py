@@ -161,6 +161,8 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Yield every tensor that some rank holds.
 
         Raises ``RankMismatchError`` if ranks describe a tensor differently.
+
+        Each rank iterates in the vote in which it plans. The order is that of the specs, and equal on all ranks.
         """
         naming: dict[tuple[str, str], list[tuple[int, TensorSpec]]] = {}
         for number, spec in enumerate(self.specs):

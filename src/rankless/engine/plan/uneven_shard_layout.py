@@ -4,8 +4,8 @@ A rank reports the boxes of the tensor that it holds, or only the sizes of its s
 side in the order of their mesh, so each begins after the sizes of those before it. All boxes together must tile the
 tensor.
 
-:mod:`rankless.engine.plan.global_spec` calls it on every rank when it merges the specs; an error becomes common in the
-vote that follows.
+:mod:`rankless.engine.plan.global_spec` calls it on every rank, inside the vote in which the rank plans; so its errors
+become common.
 """
 
 from __future__ import annotations
