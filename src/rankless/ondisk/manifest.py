@@ -4,8 +4,8 @@ The manifest is the commit record: every directory with its final name has one. 
 with its size and CRC.
 
 Rank 0 encodes it as the last file of a commit, and all readers decode it first (:mod:`rankless.formats.native`). The
-order of the members, and the CRC as the last line, are parts of the format; ``manifest.schema.json`` in the package
-must be the result of :func:`manifest_schema`.
+members, and the CRC as the last line, are parts of the format; ``manifest.schema.json`` in the package must be the
+result of :func:`manifest_schema`.
 """
 
 from __future__ import annotations

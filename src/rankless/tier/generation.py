@@ -5,7 +5,7 @@ indexes, manifest. They are computed when a generation is loaded or drained, not
 
 A save describes the generation on rank 0 in the vote "completing the local checkpoint"
 (:mod:`rankless.save.tier_stage`), and each host writes the :class:`Common`. Loads, drains and the commands of the tier
-build a :class:`Generation` from it. Headers and manifest must have the same bytes as after a save without a tier.
+build a :class:`Generation` from it. The headers must have the same bytes as after a save without a tier.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ColossalAI writes in place, and writes the index of an asynchronous save before its data. So a crash leaves folders that
 look complete, and shards of earlier saves stay.
 
-``rankless verify`` and :mod:`rankless.inspection.inspected_checkpoint` run it in one process.
+:mod:`rankless.inspection.inspected_checkpoint` runs it in one process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading the tensor files that an index names: files of torch.save, and safetensors files, which may have pickles.
 
-:mod:`rankless.formats.sharded.reader_files` reads with it, and ``rankless verify`` by way of
+:mod:`rankless.formats.sharded.reader_files` reads with it, on each rank that opens such a folder, and so does
 :mod:`rankless.formats.sharded.find_shard_faults`.
 """
 
