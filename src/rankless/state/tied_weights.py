@@ -1,7 +1,7 @@
 """Tied weights: the names under which one tensor of a model stands.
 
-:mod:`rankless.state.model.model_traversal` asks it on each rank. Which of the names is stored follows from the order of
-the names alone.
+:mod:`rankless.state.model.model_traversal` asks it on each rank. Ranks with the same model must keep the same name of a
+tensor: it is in files.
 """
 
 from __future__ import annotations

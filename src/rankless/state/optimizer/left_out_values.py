@@ -1,6 +1,6 @@
 """The warning of outputs that have no place for values which an optimizer keeps besides states and settings.
 
-Conversions call it on rank 0.
+Conversions and the writer of NxD's format call it.
 """
 
 from __future__ import annotations
