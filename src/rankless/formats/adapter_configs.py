@@ -1,4 +1,7 @@
-"""The configurations of PEFT's adapters, which a checkpoint has in addition to tensors."""
+"""The configurations of PEFT's adapters, which a checkpoint has in addition to tensors.
+
+Rank 0 of a load compares adapters with it, in the vote "reading the metadata"; exports and conversions copy the files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A tensor that is stored in chunks. Each chunk is located in its file when it is first read."""
+"""A tensor that is stored in chunks. Each chunk is located in its file when it is first read.
+
+Readers of DCP, Megatron and NxD have such tensors, on each rank of a load or conversion. The extents must have the same
+source objects each time: loads number files by them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tensors as chunks of files, which are cut, moved and permuted without reading them. Pure functions."""
+"""Tensors as chunks of files, which are cut, moved and permuted without reading them. Pure functions.
+
+Readers and writers of Megatron, DeepSpeed and NxD call it on each rank that opens such a checkpoint. All ranks must get
+the same chunks in the same order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A reader of a folder whose components have different formats."""
+"""A reader of a folder whose components have different formats.
+
+:mod:`rankless.formats.detect_foreign` and the readers of pipelines and Accelerate make one, on each rank that opens
+such a folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Checks that every file of a checkpoint is inside the folder that was opened, after symbolic links are resolved."""
+"""Checks that every file of a checkpoint is inside the folder that was opened, after symbolic links are resolved.
+
+Readers of formats with an index or several files check each name before they open it: an index is not trusted. The
+check must come before the file is opened, and follow links.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Detection of a checkpoint's format by its files.
 
 The modules for other systems are imported if a path is no native checkpoint and has files: a native load needs none.
+
+Each rank of a load opens its reader so in the vote "reading the metadata"; the view, conversions and commands do so in
+one process. All ranks must detect the same format: they compare fingerprints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Detection of the checkpoints of other systems by their files. A native save or load does not import this module."""
+"""Detection of the checkpoints of other systems by their files. A native save or load does not import this module.
+
+:mod:`rankless.formats.detect` calls it, in the process or rank that opens the path. The order in which formats are
+tried decides about folders that could be several.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The checksums of byte ranges that other systems' files have, and the ranges that cover the bytes of a tensor."""
+"""The checksums of byte ranges that other systems' files have, and the ranges that cover the bytes of a tensor.
+
+Conversions and ``rankless verify`` compare all such checksums, loads of files of ``torch.save`` compare those of what
+was read (:mod:`rankless.load.torch_file_crcs`).
+"""
 
 from __future__ import annotations
 

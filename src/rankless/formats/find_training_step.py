@@ -1,4 +1,7 @@
-"""The training step of checkpoints of other systems, which have it among their values."""
+"""The training step of checkpoints of other systems, which have it among their values.
+
+A load asks it on each rank after its last vote, for the result; conversions store the step in the manifest.
+"""
 
 from __future__ import annotations
 

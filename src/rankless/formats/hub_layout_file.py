@@ -3,6 +3,9 @@
 transformers renames, divides and joins some tensors of a model in its files. That depends on the class, the
 configuration and the version of transformers, which a process that converts need not have. The file is left out if all
 tensors are stored as they are in memory.
+
+A training save writes the file on rank 0 (:mod:`rankless.save.hub_layout`), conversions read it in one process or on
+each rank. Its members are a part of the format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A reader of rankless's own format, version 1: see ``docs/format.md``."""
+"""A reader of rankless's own format, version 1: see ``docs/format.md``.
+
+Every rank of a load opens the checkpoint with :class:`NativeReader` in the vote "reading the metadata"; rank 0,
+clean-ups and commands read manifests alone. The manifest is read first, and each file is compared with it. What cannot
+be read for a moment must be a ``StorageError``, and never "corrupt" or "missing".
+"""
 
 from __future__ import annotations
 
@@ -88,7 +93,10 @@ def is_native(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises ``CheckpointReplacedError`` if there is none, or not any more."""
+    """Return the manifest of a checkpoint. Raises ``CheckpointReplacedError`` if there is none, or not any more.
+
+    Rank 0 calls it while it selects a checkpoint and before it replaces one.
+    """
     file = path / manifest.NAME
 
     def read() -> Manifest:
@@ -127,7 +135,10 @@ def claims_to_be_native(path: Path) -> bool:
 
 
 def holds_checkpoint(path: Path, identity: str) -> bool:
-    """Return whether a folder holds the checkpoint with the id ``identity``; also if its manifest cannot be read."""
+    """Return whether a folder holds the checkpoint with the id ``identity``; also if its manifest cannot be read.
+
+    Rank 0 and clean-ups ask before and after they rename or remove a folder. In doubt the answer is true.
+    """
     forget_names(path.parent)
     try:
         return read_manifest(path).id == identity
@@ -286,7 +297,10 @@ class NativeReader:
 
 
 def decode_values(shared: bytes, ranks: bytes, folder: Path, shared_codec: ArrayCodec) -> CheckpointValues:
-    """Decode the shared values of a checkpoint, and parse those of the ranks, from its files in ``folder``."""
+    """Decode the shared values of a checkpoint, and parse those of the ranks, from its files in ``folder``.
+
+    Readers call it on each rank, and the receivers of a live copy.
+    """
     tree = values.load_values(shared, shared_codec, str(folder / STATE))
     table = parse_json(ranks, str(folder / RANKS))
     per_rank = table.get("ranks") if isinstance(table, dict) else None

@@ -2,6 +2,8 @@
 
 Source: ``PeftModel.save_pretrained``. The adapter ``default`` is in the folder itself, others in folders with their
 names. Each is a group of tensors, as in a checkpoint of rankless.
+
+:mod:`rankless.formats.detect_foreign` opens it through the registry, on each rank that loads or converts such a folder.
 """
 
 from __future__ import annotations

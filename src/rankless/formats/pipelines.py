@@ -1,4 +1,7 @@
-"""A reader of pipelines of diffusers: a folder with a ``model_index.json``, and a folder for each of several models."""
+"""A reader of pipelines of diffusers: a folder with a ``model_index.json``, and a folder for each of several models.
+
+:mod:`rankless.formats.detect_foreign` opens it on each rank or process that loads or converts such a folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reading the bytes of stored tensors, for checks that compare tensors with each other."""
+"""Reading the bytes of stored tensors, for checks that compare tensors with each other.
+
+The readers of Megatron, DeepSpeed and NxD compare tensors with it, on each rank that opens the checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 A reader parses metadata and moves no tensor data. For any byte range of a tensor it returns the file ranges that hold
 it, so that each rank reads just the bytes that it needs, however the checkpoint was sharded.
+
+Loads open one reader on each rank, and the readers of all ranks must agree: equal fingerprints, groups, names and order
+of extents. Views, conversions and commands open one in their process. Readers lock nothing; who reads asks
+:meth:`Reader.is_current` afterwards, or on an error.
 """
 
 from __future__ import annotations
@@ -135,6 +139,9 @@ def find_file_ranges(
     """Yield the ranges of files that hold a range of the stored tensor ``key``, its group and name.
 
     ``local`` counts from the start of the range. A file that is not in ``files`` gets the next number there.
+
+    The view, verifications and the loader of weights read through it; a load numbers files by itself
+    (:mod:`rankless.load.rank_reads`).
     """
     number, start, stop = tensor_range
     for extent in reader.find_extents(*key, start, stop):
@@ -143,7 +150,10 @@ def find_file_ranges(
 
 
 def check_read(reader: Reader, is_wanted: Callable[[UnreadTensorNote], bool]) -> None:
-    """Raise ``FormatError``, or a subclass, naming the first wanted tensor or value that rankless cannot read."""
+    """Raise ``FormatError``, or a subclass, naming the first wanted tensor or value that rankless cannot read.
+
+    A load calls it on each rank in the vote "reading the metadata".
+    """
     for note in reader.unread:
         if is_wanted(note):
             kind = "value" if note.is_value else "tensor"
@@ -161,7 +171,10 @@ def check_current(reader: Reader) -> None:
 
 @contextmanager
 def detect_replacement(reader: Reader) -> Iterator[None]:
-    """Raise ``CheckpointReplacedError`` for a read error if another process replaced or removed the checkpoint."""
+    """Raise ``CheckpointReplacedError`` for a read error if another process replaced or removed the checkpoint.
+
+    Conversions, commands and loads of other formats read inside of it.
+    """
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:

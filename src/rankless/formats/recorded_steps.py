@@ -2,6 +2,8 @@
 
 The bytes of a file that was copied from another save are intact: only its step can tell. That is a reason for a warning
 and not for an error, because an optimizer may have taken steps before a training, or have begun anew in it.
+
+The readers of DeepSpeed and Accelerate describe doubts with it; rank 0 of a load warns of them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 The code of each system is in a package of its own above all others, with ``reader``, ``writer`` and what a training
 calls. It is named here by its module: this is the only way from the core to it, and a program that does not meet the
 format never imports it.
+
+:mod:`rankless.formats.detect_foreign` tries :data:`READABLE` in its order, on each rank; :mod:`rankless.run.ownership`
+asks for :data:`PROOFS`, conversions for :data:`TARGETS`. The names are arguments of ``convert(to=)`` and in
+``Reader.format``: users know them.
 """
 
 from __future__ import annotations

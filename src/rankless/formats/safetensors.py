@@ -1,4 +1,9 @@
-"""Reading safetensors files: the header, and the block CRCs if rankless wrote them into it."""
+"""Reading safetensors files: the header, and the block CRCs if rankless wrote them into it.
+
+Readers of this and other systems open files with it, on each rank that needs their headers; clean-ups ask
+:func:`has_our_checksums` before they remove a file. A file is checked against its record in the manifest before
+anything in its header is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The tensors of a checkpoint, however their bytes are stored. Readers of other systems' formats build on these."""
+"""The tensors of a checkpoint, however their bytes are stored. Readers of other systems' formats build on these.
+
+Readers of DCP, Megatron, NxD, DeepSpeed, ColossalAI and files of ``torch.save`` describe tensors so, on each rank that
+opens them.
+"""
 
 from __future__ import annotations
 

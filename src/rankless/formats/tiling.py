@@ -1,4 +1,7 @@
-"""Checks that the chunks of a tensor tile it: every element is in exactly one chunk. Pure functions."""
+"""Checks that the chunks of a tensor tile it: every element is in exactly one chunk. Pure functions.
+
+Readers of formats with chunks check with it when they open a checkpoint, before anything is read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``."""
+"""Files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``.
+
+:mod:`rankless.formats.detect_foreign` opens it through the registry, on each rank; readers of folders of such files
+call :func:`read_tree`. No pickle is run: see :mod:`rankless.formats.pickles.unpickle`.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,8 @@ def read_tree(
 
     The bytes of its pickle are added to ``budget``. ``names`` are the globals that the pickle may name. Pass
     ``readers`` that many files share: otherwise each file stays open as long as its tree exists.
+
+    Callers pass the allow-list of their format: nothing else in a pickle is looked up.
     """
     window = _open_window(path, readers)
     if budget is None:

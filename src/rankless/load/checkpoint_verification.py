@@ -1,4 +1,7 @@
-"""Verifies all of a checkpoint, and reports every corruption, not just the first one."""
+"""Verifies all of a checkpoint, and reports every corruption, not just the first one.
+
+``Checkpoint.verify`` and ``rankless verify`` run it in one process, without ranks. It changes nothing.
+"""
 
 from __future__ import annotations
 

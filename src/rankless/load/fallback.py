@@ -1,4 +1,9 @@
-"""Loads another checkpoint if the newest one is corrupt, or is replaced or removed while it is read."""
+"""Loads another checkpoint if the newest one is corrupt, or is replaced or removed while it is read.
+
+:class:`~rankless.run_directory.RunDirectory`, the loads of components and Lightning call :func:`load_with_fallback` on
+every rank, in the thread of the caller. Each attempt is a session of its own: all ranks must try again, or none. So
+only errors that a vote has made common may lead to another attempt, and none after values began to be put in place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Joins stored tensors that are one tensor in the model: fused experts, parameters split by ``state_dict`` hooks."""
+"""Joins stored tensors that are one tensor in the model: fused experts, parameters split by ``state_dict`` hooks.
+
+:mod:`rankless.load.load_operation` wraps its reader so on each rank, in the vote "reading the metadata". Ranks may join
+other tensors, if their models differ. What is joined must cover each element once; the stored tensors keep their
+numbers.
+"""
 
 from __future__ import annotations
 

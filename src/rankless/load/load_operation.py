@@ -1,6 +1,10 @@
 """The steps of one load, from selecting the checkpoint to applying the last value, on all ranks together.
 
 Everything that can be checked without changing the caller's tensors is checked before they are changed.
+
+:mod:`rankless.load.fallback` runs one for each attempt, on every rank, in the thread of the caller. The order of the
+votes must stay: select, read the metadata, exchange specs, the last check ("matching …"), read, apply. Nothing of the
+caller's may change before the vote "reading".
 """
 
 from __future__ import annotations
@@ -146,7 +150,11 @@ class LoadOperation:
         self._doubts: Sequence[str] = ()
 
     def run(self) -> RestoreResult:
-        """Run all steps of the load, on all ranks."""
+        """Run all steps of the load, on all ranks.
+
+        :mod:`rankless.load.fallback` calls it on every rank. No vote follows the last step, the reports and warnings at
+        the end.
+        """
         self.selected = self._select_checkpoint()
         folder = self.selected.locate(self._request.path)
         reader, targets, plan = self._prepare_reads(folder)

@@ -1,4 +1,8 @@
-"""The arguments of a load, and their checks."""
+"""The arguments of a load, and their checks.
+
+Callers of :mod:`rankless.load.fallback` make one on each rank. Ranks compare :meth:`LoadRequest.describe_call` in the
+first vote, and check their arguments there, so that all raise the same error.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 At first only the tables are read. The bytes of the parts are verified later, while hosts send to each other what they
 lack (:mod:`rankless.load.part_fetch`), or before a part is computed from others. Then the generation is assembled again
 without what is corrupt.
+
+:mod:`rankless.load.tier_load` calls it on every rank, in sessions of a load or a drain. Rank 0 merges what all have
+posted; all ranks must assemble the same generation, because they plan reads and transfers from it.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class PartAssembler:
         """Collect the tables of all parts. Raises ``CorruptCheckpointError`` on all ranks.
 
         That is if a part is neither on the hosts nor copied.
+
+        It ends in votes. All ranks call it, again after a part was found corrupt.
         """
 
         def merge(posted: list[bytes]) -> bytes:
@@ -86,7 +91,11 @@ class PartAssembler:
             rebuild_parts(self._ranks, session, self._tier, self.key, merged.rebuildings)
 
     def verify_share(self) -> bool:
-        """Verify the bytes of this rank's share. Return whether all of them are intact."""
+        """Verify the bytes of this rank's share. Return whether all of them are intact.
+
+        Each rank calls it for itself: in a thread next to the transfers of a load (:mod:`rankless.load.part_fetch`), or
+        in a vote before a drain.
+        """
         folder, count = self._tier.folder, len(self._corrupt)
         for name in self._list_share("part"):
             with self._noting_problem(name.name):

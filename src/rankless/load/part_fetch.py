@@ -2,6 +2,9 @@
 
 They are put into files of the tier at the same offsets. After that, the load is an ordinary one, from files of the
 host. The parts are verified meanwhile: that keeps processors busy, and this the network.
+
+:mod:`rankless.load.tier_load` runs it on every rank after the vote "matching …", before anything of the caller's has
+changed. A second thread of each rank verifies meanwhile.
 """
 
 from __future__ import annotations

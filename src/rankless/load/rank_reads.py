@@ -1,4 +1,8 @@
-"""The plan of one rank's reads in a load, and its execution."""
+"""The plan of one rank's reads in a load, and its execution.
+
+:mod:`rankless.load.load_operation` builds it on every rank in the vote "matching …", and runs it in the vote "reading".
+The numbers of tensors and files must be equal on all ranks: the exchanged items name them.
+"""
 
 from __future__ import annotations
 
@@ -111,6 +115,8 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
         """Plan the reads of this rank. ``tensors`` are those that any rank requests.
 
         Tensors have the same numbers on all ranks.
+
+        An error of it is raised on all ranks, in the last vote before anything changes.
         """
         groups = underlying_reader(reader).groups
         numbered = sorted((group, name) for group, names in groups.items() for name in names)
@@ -193,6 +199,8 @@ class Reads(msgspec.Struct, frozen=True, dict=True):
         """Read into the targets, all of which have memory now. Return the CRCs of the fragments that were hashed.
 
         The reads run after the work that the caller has enqueued on the targets' devices, and before later work.
+
+        Each rank calls it in the vote "reading", in the thread of the caller.
         """
         aliases = (target for _, target in targets.aliased_targets)
         tensors = [target.local for target in (*targets.targets.values(), *aliases)]

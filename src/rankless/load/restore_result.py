@@ -1,4 +1,7 @@
-"""The result of a load."""
+"""The result of a load.
+
+:mod:`rankless.load.load_operation` makes it on each rank, after the last vote of a load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Selects the checkpoint to load, and the next one if that one is corrupt or was replaced while it was read."""
+"""Selects the checkpoint to load, and the next one if that one is corrupt or was replaced while it was read.
+
+Rank 0 selects in its decision in the vote "finding the checkpoint to load" (:mod:`rankless.load.load_operation`);
+:mod:`rankless.load.fallback` notes failures on all ranks. A checkpoint that cannot be read for a moment must not be
+skipped: what is skipped as corrupt is hidden by the next save.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +168,10 @@ class CheckpointSelector:
         self.filled: set[tuple[str, str]] = set()
 
     def note_failure(self, selected: SelectedCheckpoint, filled: set[tuple[str, str]], error: RanklessError) -> None:
-        """Record the error of a failed attempt, which is the same on all ranks, and the tensors it may have filled."""
+        """Record the error of a failed attempt, which is the same on all ranks, and the tensors it may have filled.
+
+        All ranks call it, between two attempts.
+        """
         self._failed = selected, error
         self.filled |= filled
         if filled and self._filling_error is None:
@@ -173,6 +181,8 @@ class CheckpointSelector:
         """Return the checkpoint to load, or the next one after a failure. Raise the failure if there is none.
 
         If an earlier attempt may have partly filled the tensors, raise that attempt's error rather than a later one.
+
+        Rank 0 calls it, in a vote; its error is raised on all ranks.
         """
         if self._failed is not None:
             self._handle_failure(*self._failed)

@@ -1,4 +1,8 @@
-"""Comparison of stored tensors that are one tensor here: tied weights, or several names of one memory."""
+"""Comparison of stored tensors that are one tensor here: tied weights, or several names of one memory.
+
+It runs on each rank for a share of the pairs, in the vote "matching …". All ranks must have the pairs in one order, or
+a pair would be compared by none.
+"""
 
 from __future__ import annotations
 

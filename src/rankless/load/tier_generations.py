@@ -1,4 +1,9 @@
-"""The generations in the local tiers of all hosts: each rank lists those of its host, and all ranks exchange them."""
+"""The generations in the local tiers of all hosts: each rank lists those of its host, and all ranks exchange them.
+
+:mod:`rankless.load.tier_load` calls it on every rank before a checkpoint is selected. The order of :func:`take_over`
+must stay: announce in the run directory, take over the folders of all hosts, and only then look. An earlier job that is
+still alive could otherwise change what was seen.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +64,10 @@ class _Gathered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def gather_hosts(tier: TierJob, session: Session) -> TierHosts:
-    """Let all ranks tell which generations their hosts have, and put what only they have into the run directory."""
+    """Let all ranks tell which generations their hosts have, and put what only they have into the run directory.
+
+    Every rank of a job that goes on calls it, after it has taken over the folders.
+    """
     hosts, gathered = _gather(tier, session, lambda: _offer(tier.folder, tier.slots.writer), refuses_unknown=True)
     if gathered.lacking is not None:
         _complete_collected(tier, session, hosts, gathered.lacking, gathered.ranks)

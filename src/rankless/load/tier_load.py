@@ -5,6 +5,10 @@
 3. Each host gets the bytes that its ranks need and that are in parts on other hosts. Meanwhile the ranks of each host
    verify its parts. If one is corrupt, the generation is assembled again without it: a copy on another host, or what is
    computed from parity, takes its place. After that, the load is an ordinary one, from files of the host.
+
+:mod:`rankless.load.fallback` and :mod:`rankless.load.load_operation` call it on every rank, in the thread of the
+caller; ``RunDirectory.drain`` assembles with it, too. Rank 0 claims only when all ranks have put the values in place,
+and other generations are removed only after the claim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Comparison of what all ranks read with the CRC-32s in files of ``torch.save``. rankless's own files have others."""
+"""Comparison of what all ranks read with the CRC-32s in files of ``torch.save``. rankless's own files have others.
+
+:mod:`rankless.load.load_operation` collects on each rank in the vote "reading", and compares on rank 0 in its decision.
+Pieces of one range with different CRCs must be an error.
+"""
 
 from __future__ import annotations
 

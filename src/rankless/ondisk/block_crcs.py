@@ -3,6 +3,9 @@
 A tensor's bytes are split into blocks of 16 MiB (the last one may be shorter), and each block has a CRC.
 A *fragment* is the CRC of the part of a block that one rank hashed. Fragments that tile a block exactly
 combine into its CRC, whichever ranks hashed them. So no rank needs a byte that it does not write or read.
+
+Saves hash with it on each rank, and rank 0 combines; loads and verifications compare. :data:`BLOCK_BYTES`, the
+polynomial and the form of :func:`to_hex` are parts of the format: do not change them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Tensors are ordered by dtype width, widest first, then by name, so that each is aligned to its
 dtype. Each is stored whole and row-major. A new file starts if the next tensor would exceed the
 limit, or after the last tensor that is not kept apart from others. The number of ranks has no influence.
+
+The plan of a save packs files with it on every rank (:mod:`rankless.engine.plan.save_plan`), and so do conversions and
+saves of components. The names of files, the order of tensors and the alignment are bytes of the checkpoint, and must be
+equal on all ranks.
 """
 
 from __future__ import annotations
@@ -188,6 +192,8 @@ def pack_files(
     adapters, or ``"state"`` or ``"ranks"`` (files next to the manifest). A tensor is never split over files. No file
     has both tensors in ``apart`` and others.
     Raises ``UnsupportedTensorError`` for a tensor that could not be read back.
+
+    Each rank calls it while it plans a save, in the vote on the preparation.
     """
     limit = sys.maxsize if is_adapter_group(group) else limit  # PEFT reads one file only
     order = sorted(tensors, key=lambda name: (name in apart, -dtype_width(tensors[name].dtype), name))
@@ -263,7 +269,10 @@ def index_path(files: Sequence[DataFile]) -> str:
 
 
 def build_index(files: Sequence[DataFile]) -> bytes:
-    """Return the index of several files in Hugging Face's format: the total size and each tensor's file."""
+    """Return the index of several files in Hugging Face's format: the total size and each tensor's file.
+
+    Rank 0 writes the index when it commits.
+    """
     total = sum(entry.nbytes for file in files for entry in file.entries.values())
     weight_map = {name: file.path.rsplit("/")[-1] for file in files for name in file.entries}
     table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -2,6 +2,9 @@
 
 Source: the safetensors format, https://github.com/huggingface/safetensors. Values of the packed dtypes, F4 and F6,
 share bytes. rankless counts their bytes as elements, as torch does: in the last dimension of a shape.
+
+Headers, values and readers use these names, also readers without torch. A name that is in files must keep its meaning
+and its width.
 """
 
 from __future__ import annotations

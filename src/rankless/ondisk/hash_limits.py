@@ -1,6 +1,9 @@
 """Limits on equal hashes among untrusted keys of dicts and sets.
 
 Many keys of one hash make each insertion into a dict or set linear in its size: a denial-of-service attack.
+
+Readers of pickles and values, and the check of values of a save, count with it: what a save accepts, readers must
+accept.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Source: the safetensors format, https://github.com/huggingface/safetensors. Its invariants are
 checked in full: tensors tile the data area, without holes or overlaps, to its last byte.
+
+A save encodes headers on rank 0 in its commit (:mod:`rankless.ondisk.data_files`); every rank of a load decodes the
+headers of all files (:mod:`rankless.formats.safetensors`). The bytes are a part of the format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Names of hidden directories, lock files and pins in a run. They are no checkpoints; their name says what they are."""
+"""Names of hidden directories, lock files and pins in a run. They are no checkpoints; their name says what they are.
+
+``run/`` makes the names on rank 0, and clean-ups of any job parse them. Names in run directories are of all versions: a
+form that is not parsed any more stays there for ever, and a new one is not recognized by older jobs.
+"""
 
 from __future__ import annotations
 

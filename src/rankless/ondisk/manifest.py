@@ -2,6 +2,10 @@
 
 The manifest is the commit record: every directory with its final name has one. It names every file
 with its size and CRC.
+
+Rank 0 encodes it as the last file of a commit, and all readers decode it first (:mod:`rankless.formats.native`). The
+members, and the CRC as the last line, are parts of the format; ``manifest.schema.json`` in the package must be the
+result of :func:`manifest_schema`.
 """
 
 from __future__ import annotations
@@ -93,7 +97,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def has_end(raw: bytes) -> bool:
-    """Return whether a manifest has its end, which :func:`encode_manifest` writes: a part of one does not."""
+    """Return whether a manifest has its end, which :func:`encode_manifest` writes: a part of one does not.
+
+    A save asks it about a folder that has the tag: :mod:`rankless.run.interrupted_copy`.
+    """
     return _TAIL.search(raw) is not None
 
 

@@ -1,4 +1,8 @@
-"""Checksums of file ranges in the formats of other systems, such as entries of zip files."""
+"""Checksums of file ranges in the formats of other systems, such as entries of zip files.
+
+Loads, conversions and verifications of formats with such checksums collect them
+(:mod:`rankless.formats.file_checksums`).
+"""
 
 from __future__ import annotations
 

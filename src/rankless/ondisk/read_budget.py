@@ -3,6 +3,9 @@
 A few bytes can cause a lot of work: a list that contains one list many times, or keys that all have one hash. Bytes of
 input add units to a budget, and all code that decodes the input takes units from it. So such input is refused before it
 costs much time or memory.
+
+Each open checkpoint has one, on each rank that reads it; readers of other formats pass it through all they call.
+:data:`MEMORY_FACTOR` and the units must not depend on the machine: all ranks must accept or refuse the same file.
 """
 
 from __future__ import annotations

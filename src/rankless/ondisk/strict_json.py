@@ -1,6 +1,9 @@
 """A strict JSON parser: unique keys, finite numbers, text without lone surrogates.
 
 Input that only lenient parsers accept can mean different things to different readers.
+
+Headers, manifests and files of values are parsed with it, on each rank that opens a checkpoint. What is refused here
+must not be accepted elsewhere: two readers would see other values.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 An inner tensor of ``0.weight`` is called ``0._weight_qdata``, and the header's metadata describes each tensor. Source:
 torchao's ``prototype/safetensors``.
+
+Exports of quantized models write this form (components and conversions), and the reader of Hugging Face's layout reads
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Validation of tags, file names, tensor names, manifest numbers and arguments."""
+"""Validation of tags, file names, tensor names, manifest numbers and arguments.
+
+Public functions check their arguments with it on each rank, inside of what makes errors common
+(:mod:`rankless.engine.comm.collective_call`, or the first vote). :func:`state_key` makes names of tensors that are in
+files.
+"""
 
 from __future__ import annotations
 

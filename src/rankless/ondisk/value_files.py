@@ -2,6 +2,9 @@
 
 The file that all ranks share lists parameters by name, because a pipeline stage knows only its own parameters. If all
 ranks have the same list, its order is saved with the per-rank state: formats that number parameters need it.
+
+Rank 0 builds both files in the commit of a save; live copies and conversions build them, too. Readers restore the order
+(:mod:`rankless.formats.native`). The keys, and the order of what is sorted, are parts of the format.
 """
 
 from __future__ import annotations
@@ -90,6 +93,8 @@ def build_state_file(merged: Mapping[str, Any], shared: Mapping[str, bytes]) -> 
     """Return the file of values that all ranks share; ``shared`` is JSON.
 
     Raises ``UnsupportedValueError`` if the file is too large.
+
+    A save calls it on rank 0; each rank also checks the size of its own values with it in the first vote.
     """
     parts = {slot: values.to_json(_as_stored(slot, value)) for slot, value in merged.items()}
     members = (values.to_json(name) + b":" + part for name, part in {**parts, **shared}.items())
@@ -128,7 +133,10 @@ def _without_params(entry: Any) -> Any:
 
 
 def build_ranks_file(rank_values: Sequence[bytes], merged: Mapping[str, Any]) -> bytes:
-    """Return the file of values that belong to single ranks, and of the order of optimizers' parameters if known."""
+    """Return the file of values that belong to single ranks, and of the order of optimizers' parameters if known.
+
+    A save calls it on rank 0 with the values of all ranks, in their order.
+    """
     orders = {slot: order_names(value["groups"]) for slot, value in merged.items() if slot.startswith(_OPTIMIZER)}
     order_json = b',"order":' + values.to_json(orders) if orders else b""
     return values.check_size(b'{"ranks":[' + b",\n".join(rank_values) + b"]" + order_json + b"}\n", values.RANKS_FILE)

@@ -3,6 +3,10 @@
 A value of a type that JSON lacks is an object with one key, a tag such as ``$tuple``.
 Tensors and arrays become a reference (``{"$tensor": "key"}``) to a safetensors file next to the JSON.
 Types are kept exactly. A save refuses values that would come back changed, and its error lists all of them.
+
+Each rank of a save encodes its values in the first vote, in the thread of the caller; each rank of a load decodes them
+in the vote "reading the metadata". The tags and suffixes are in files: a tag keeps its meaning, and equal values must
+have equal JSON on all ranks, because ranks compare digests of it.
 """
 
 from __future__ import annotations

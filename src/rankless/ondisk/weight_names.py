@@ -1,4 +1,8 @@
-"""The names of the files with a model's weights in folders of Hugging Face's libraries: transformers and diffusers."""
+"""The names of the files with a model's weights in folders of Hugging Face's libraries: transformers and diffusers.
+
+Exports and conversions name files so, and the reader of Hugging Face's layout looks for them. Other libraries open
+files by these names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Prefixes that wrappers add to the names of tensors: those that are not stored, and those of PEFT."""
+"""Prefixes that wrappers add to the names of tensors: those that are not stored, and those of PEFT.
+
+Readers of other systems' files clean names with it. For models in memory there is
+:mod:`rankless.state.model.wrapper_modules`; both must give the same names.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 An alias is a hidden file ``.NAME.alias`` in the run directory with the tag and the id of a checkpoint. It is no part of
 the format: a run directory without it is complete. Retention does not remove a checkpoint that has an alias.
+
+``rankless.set_alias`` and ``rankless alias`` write them, in any process. Retention asks :func:`has_alias` on rank 0
+before it removes anything, so what cannot be read must stay an error there. Names and contents are on disks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The catalog of a run directory: its checkpoints, the latest one, and the identity of the next one."""
+"""The catalog of a run directory: its checkpoints, the latest one, and the identity of the next one.
+
+A save calls :func:`next_identity` on rank 0, in its decision in the vote "preparing the save"; a load that resumes
+calls :func:`claim_incarnation` on rank 0 after its last vote, where no error may be raised. Lists are called by anyone:
+the public functions, commands, and rank 0 of loads.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +76,8 @@ def find_checkpoint(path: Path, tag: str) -> Path:
     """Return the directory of the rankless checkpoint ``tag`` in a run.
 
     Raises ``NoCheckpointError``, which names the existing tags, if there is none.
+
+    A load calls it on rank 0, in the vote "finding the checkpoint to load".
     """
     if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
         return folder
@@ -160,7 +167,10 @@ def _look_at_run(path: Path) -> RunScan:
 
 
 def independent_identity(path: Path) -> CheckpointIdentity:
-    """Return the identity of a checkpoint that continues nothing, and that no job continues: of a conversion."""
+    """Return the identity of a checkpoint that continues nothing, and that no job continues: of a conversion.
+
+    A conversion calls it on rank 0 in its commit.
+    """
     scan = _look_at_run(path)
     return CheckpointIdentity(scan.history.next_sequence(scan.checkpoints), secrets.token_hex(8), secrets.token_hex(8))
 

@@ -1,4 +1,7 @@
-"""The page of the checkpoints of a run in a notebook: the columns of ``rankless ls`` that need no disk."""
+"""The page of the checkpoints of a run in a notebook: the columns of ``rankless ls`` that need no disk.
+
+:class:`rankless.run.catalog.CheckpointList` calls it when a notebook shows a list.
+"""
 
 from __future__ import annotations
 

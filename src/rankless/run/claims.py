@@ -3,6 +3,11 @@
 Each claim is a small file or object ``RUN/.history/N.json``, which no other job can create: an
 :class:`rankless.run.history.Entry`. It is never changed, and never removed before its run. Rank 0 of a job claims; the
 vote of the save tells all ranks.
+
+:mod:`rankless.run.catalog` claims in a save (inside the vote on the preparation) and after a load,
+:mod:`rankless.tier.job` in a load with a local tier, and ``rankless rollback`` in a process of its own. The exclusive
+creation of the file decides between jobs: a look before it proves nothing. The JSON of entries is on disks, and jobs of
+other versions read it.
 """
 
 from __future__ import annotations
@@ -208,6 +213,9 @@ def read_history(run: Path) -> Entry:
     """Return the newest entry of the history of a run directory; an empty one if there is none.
 
     An entry that is corrupt is passed over, with a warning. Raises ``StorageError`` if it cannot be read now.
+
+    Called on rank 0 in votes, and by commands. What cannot be read now must be an error: without the entry an abandoned
+    checkpoint would be the latest.
     """
     return read_newest(run)[0]
 
@@ -393,7 +401,11 @@ def read_token(run: Path) -> str:
 
 
 def announce(run: Path, above: int) -> int:
-    """Announce on rank 0 that a job will look into the tiers of its hosts. Return its number, above ``above``."""
+    """Announce on rank 0 that a job will look into the tiers of its hosts. Return its number, above ``above``.
+
+    :class:`~rankless.tier.job.TierJob` calls it before the ranks take over the folders of their hosts: the number must
+    be in the run directory first.
+    """
     me = describe_job(secrets.token_hex(8))
     return add_entry(run, lambda newest, highest: newest.announce(max(highest, above), me)).number
 
@@ -571,6 +583,9 @@ def check_not_superseded(run: Path, newest: Entry, job: JobHistory) -> None:
 
     If another object of this process has, and has not abandoned what this one goes on from, the job goes on with its
     incarnation.
+
+    A save calls it on rank 0 in the vote on the preparation, and in its first vote if the tag is taken; an output in an
+    object store calls it again around the publication.
     """
     claimed = job.claim
     if claimed is None:

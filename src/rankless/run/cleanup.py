@@ -1,6 +1,11 @@
 """Removes stale directories of dead saves, and checkpoints that are no longer kept, from a run directory.
 
 A checkpoint is renamed to a hidden name before it is deleted, so that a partly deleted directory never looks complete.
+
+A save calls :func:`clean_up` on rank 0 when it begins its output, in the vote "preparing the save", and removes old
+checkpoints on rank 0 after the commit, when no rank waits for it. Conversions, components and ``rankless prune`` clean
+up, too. The order of a removal must stay: take the lock, look for pins and aliases, rename, look at what was renamed,
+delete.
 """
 
 from __future__ import annotations
@@ -157,6 +162,9 @@ def finish_interrupted_replace(path: Path) -> set[str]:
     """Give the displaced checkpoint its name back if its replacement died between two renames.
 
     This happens only on file systems that cannot exchange two names. Return the names that were in the directory.
+
+    Loads of rank 0 call it before they look for a checkpoint, without a lock of their own; so it takes the lock of the
+    dead save.
     """
     names = list_names(path)
     for hidden in displaced_checkpoints(names):
@@ -257,6 +265,8 @@ def delete_checkpoints(checkpoints: Sequence[CheckpointInfo]) -> Iterator[Checkp
     Skip those that have an alias, those that another process has pinned, removed or replaced, and, with a warning,
     those with files of somebody else in them. One that cannot be removed keeps none of the others: its error is raised
     at the end.
+
+    Saves call it on rank 0 after the commit, and ``rankless prune`` in its process.
     """
     failures = []
     for info in checkpoints:

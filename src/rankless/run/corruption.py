@@ -1,6 +1,11 @@
 """Checkpoints that a load found corrupt. They are hidden when the run that continued without them saves again.
 
 No save removes them: ``rankless prune --leftovers`` does. In an object store, a checkpoint without a pointer is hidden.
+
+:mod:`rankless.load.selection` records on rank 0 what a load found corrupt, and all ranks get the records with its
+decision. The next saves of the process pass them on, and :mod:`rankless.save.folder_output` and
+:mod:`rankless.save.object_publication` use them on rank 0, in the commit and after it. A checkpoint that has changed
+since the record must keep its name.
 """
 
 from __future__ import annotations
@@ -58,6 +63,8 @@ def set_aside_corrupt(records: Iterable[CorruptRecord], path: Path, run: str) ->
     """Hide the recorded checkpoints that ``run`` has saved, so that their tags are free. Yield the hidden paths.
 
     A checkpoint that was renamed, copied or repaired since is left unchanged.
+
+    Rank 0 calls it after the commit of a save.
     """
     if isinstance(path, ObjectPath):
         yield from _remove_pointers_to_corrupt(records, path, run)

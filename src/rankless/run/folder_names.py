@@ -2,6 +2,9 @@
 
 A folder is called ``TAG.ID``, or ``TAG`` if it was copied there. A checkpoint ``TAG`` of the incarnation 3 that is
 abandoned gets the tag ``TAG@3`` if its tag is needed, or ``TAG@3.2`` and so on if that is taken.
+
+Saves, lists and clean-ups of object stores use these names, on rank 0 and in commands. They are keys in stores: a name
+that is not recognized any more is a checkpoint that is not found.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ its line. All others are *abandoned*: a rollback left them, or a job saved them 
 
 This module is pure. :mod:`rankless.run.claims` stores one :class:`Entry` for each claim; the newest has the whole
 history, so a reader needs only that one. Ancestry never follows checkpoints, because retention removes them.
+
+Rank 0 decides by it in saves and loads, and other ranks get the decision in a vote. :class:`Entry` and its parts are
+stored as JSON: fields keep their names and defaults.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 This module is pure. An entry of the history knows the branch of each run after one claim, so the branches of all
 entries are the tree. Of an incarnation whose entry is lost, the tree has what lines of other branches say, and no job.
+
+``rankless report``, ``rankless show`` and ``rankless ls --tree`` build the trees, each in one process. No save or load
+decides by them.
 """
 
 from __future__ import annotations

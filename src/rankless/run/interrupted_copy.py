@@ -3,6 +3,9 @@
 No save leaves such a folder, because a folder gets its name when it is complete, and no load sees it. But it has the
 name of a tag. A job that goes on from the checkpoint before it could never save that step, at no restart. So the save
 that needs the tag hides the folder, as it hides a corrupt checkpoint. ``rankless prune --leftovers`` removes it.
+
+The save asks :func:`is_interrupted_copy` on rank 0 in its first vote, and hides the folder on rank 0 in the commit. In
+doubt a folder is no copy, and keeps its name.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Rank 0 of a job appends a line of JSON for each save, each resume and each remov
 ``.journal.jsonl``. One of a mebibyte becomes ``.journal.1.jsonl``, in place of the one before. The journal is for
 reports only, and no part of the format: lines that cannot be read are skipped, and a failure to write one affects
 nothing. In an object store each entry is an object: see :mod:`rankless.run.object_journal`.
+
+Saves, drains and loads append in the thread that reports their events; retention and ``rankless prune`` append what
+they remove. The report, ``rankless top`` and :mod:`rankless.save.cadence` read it. One line is one ``write``, and
+fields keep their names: journals of older versions are read.
 """
 
 from __future__ import annotations

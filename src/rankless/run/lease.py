@@ -3,6 +3,9 @@
 A lease is over if its holder has removed it, or has not renewed it for an hour; that of a removal, for which others
 wait, after five minutes. A holder that was stopped for longer has lost its lease. A holder that may not delete writes
 that the lease is over. The time since the renewal is that of the store's clock, so clocks of hosts may differ.
+
+:mod:`rankless.run.pin` and :mod:`rankless.run.cleanup` hold leases in object stores, in the process that evaluates or
+removes. A thread of that process renews each. All processes must agree on the seconds after which a lease is over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The place of one checkpoint in the history of its run: the job that saved it, and the one that abandoned it."""
+"""The place of one checkpoint in the history of its run: the job that saved it, and the one that abandoned it.
+
+``rankless show`` calls it, in one process.
+"""
 
 from __future__ import annotations
 

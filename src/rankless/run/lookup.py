@@ -1,4 +1,9 @@
-"""Lookup of the checkpoint that a path and a tag mean, in any format."""
+"""Lookup of the checkpoint that a path and a tag mean, in any format.
+
+The view, conversions, ``open_weights`` and the commands open checkpoints through :func:`open_latest`; of several ranks
+each opens for itself, and a vote compares. A load has a selection of its own on rank 0
+(:mod:`rankless.load.selection`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,10 @@ _ATTEMPTS, _RETRY_SECONDS = 100, 0.01
 
 
 def latest_checkpoint(path: Path) -> CheckpointInfo:
-    """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if none can be read."""
+    """Return the latest complete checkpoint. Raises ``NoCheckpointError`` if none can be read.
+
+    A load calls it on rank 0, in the vote "finding the checkpoint to load".
+    """
     return _choose_latest(path, cached_checkpoints(path))
 
 
@@ -71,6 +79,8 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None, tag: str | Be
 
     If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
     :func:`rankless.formats.detect.open_reader`. Raises ``CheckpointReplacedError`` if all attempts fail.
+
+    Each process calls it for itself.
     """
     for _ in range(_ATTEMPTS):
         # What a tag names in an object store is a folder of a save, also if that is removed meanwhile.

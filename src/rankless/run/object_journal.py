@@ -2,6 +2,8 @@
 
 Objects cannot be appended to, and jobs that replace one object would lose each other's entries. The names begin with
 the time, so their order is that of the entries. Each write removes the oldest ones, so their number is bounded.
+
+:mod:`rankless.run.journal` calls it for runs in object stores, on rank 0 and in commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Removal of checkpoints from a run in an object store, and of what dead saves have left there."""
+"""Removal of checkpoints from a run in an object store, and of what dead saves have left there.
+
+Retention and the failure of a save call it on rank 0, ``rankless prune`` in its process. The orders must stay: pointers
+are removed before files, and a folder is marked before the look for pointers.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,10 @@ An object store cannot rename, so a checkpoint cannot get its name by a rename. 
 A writer that was stopped for hours can only publish its own checkpoint, which is whole. A prefix ``TAG.ID`` without a
 pointer is a save in progress, or an interrupted one. A folder ``NAME`` that was copied into the run, and whose name
 does not end with an id, is a checkpoint with this tag.
+
+The order of a save must stay: all files, the manifest as the last file, then the pointer
+(:mod:`rankless.save.object_publication`). Keys of older versions stay in stores. Loads, clean-ups and lists ask this
+module, on rank 0 or in commands.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ it while the owner lives. That is so
 
 In all other cases the owner counts as dead if nothing has changed for a day, by the clock of the file system: clocks of
 hosts may differ.
+
+Pending directories (:mod:`rankless.run.pending_lock`) and pins (:mod:`rankless.run.pin`) have such locks. The bytes of
+the file are read by other hosts and other versions: the first 64 are the owner's host, those behind them the host that
+has seen the lock. In doubt the owner counts as alive.
 """
 
 from __future__ import annotations
@@ -120,6 +124,9 @@ def confirm_lock(path: Path) -> bool:
 
     Return false if it does not see it, although the file is there. On the owner's host, and once another host has
     written it, nothing is done: so any ranks may call this.
+
+    A save calls it through :mod:`rankless.run.pending_lock` on one rank of another host than rank 0, in the vote
+    "writing".
     """
     if not _lacks_witness(path):
         return True

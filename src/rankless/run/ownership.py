@@ -3,6 +3,9 @@
 A user may keep anything at a path that a save is given, and put anything into a checkpoint. So whatever replaces or
 removes a path asks first: the reader of a format that the caller may replace must name every file there. Saves,
 drains, retention, components, DCP, Lightning and exports all ask here, so that none of them forgets it.
+
+Rank 0 asks in the first vote of a save, and again in the commit, after an exchange of names; clean-ups and retention
+ask before and after their renames. What cannot be proved must count as foreign.
 """
 
 from __future__ import annotations

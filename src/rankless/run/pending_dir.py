@@ -6,6 +6,11 @@ the next process that finds the directory without a locked lock file removes it:
 
 Checkpoints, components, conversions, DCP folders and Lightning's files all go through :class:`PendingDirectory`, so
 there is one place where two jobs that write to one path meet.
+
+Rank 0 creates the directory in the vote on the preparation, and publishes it in the decision of the vote on the
+writing, in the thread of the save. The order must stay: take the lock, create the directory, write and sync everything,
+rename, release the lock. In :meth:`PendingDirectory.replace`, what was displaced is checked after the exchange, and not
+only before it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ too coarse. If a lock cannot be made, because the disk is full, who removes look
 the checkpoint back.
 
 In an object store, pins and locks have the same names, and are leases: see :mod:`rankless.run.lease`.
+
+``rankless.pin`` and the iterators over checkpoints hold pins, in the process of an evaluator; retention and ``rankless
+prune`` look for them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 A *pointer* ``RUN/.tags/TAG/N`` is a small object that names the id of a checkpoint. It is created by a conditional
 write, which one of several writers wins. This is the commit of a save (``N`` = 1) and of an overwrite (``N`` = the
 highest + 1). The pointer with the highest ``N`` counts.
+
+:mod:`rankless.save.object_publication` creates them on rank 0, in the vote "completing the files"; lists, loads,
+clean-ups and commands read them. A pointer is never changed, so it may be remembered by its path and version. Its JSON
+is in stores: fields keep their names.
 """
 
 from __future__ import annotations
@@ -157,6 +161,9 @@ def find_tag(run: ObjectPath, tag: str) -> TagEntry | None:
 
     A pointer that stays listed, but is not found, was removed a moment ago if no checkpoint of the tag has a manifest:
     the list lags. Otherwise it cannot be read: a replica of the store lags.
+
+    A load and a save call it on rank 0, in votes, and clean-ups before they delete. What cannot be read now must never
+    be "no checkpoint".
     """
     found: list[ObjectInfo] = []
     for _ in range(_ATTEMPTS):
@@ -274,7 +281,10 @@ def _decode_pointer(info: ObjectInfo) -> Pointer | None:
 
 
 def read_back(path: ObjectPath) -> bytes:
-    """Return the bytes of a pointer that was just written. Raises ``StorageError`` if it is not there."""
+    """Return the bytes of a pointer that was just written. Raises ``StorageError`` if it is not there.
+
+    :mod:`rankless.run.claims` reads its entries back with it, too.
+    """
     for _ in range(_ATTEMPTS):
         if data := find_bytes(path):
             return data

@@ -1,4 +1,9 @@
-"""Retention policies: rules for which checkpoints of a run are kept, combined with ``|``."""
+"""Retention policies: rules for which checkpoints of a run are kept, combined with ``|``.
+
+A save checks a policy on each rank in its first vote, and rank 0 applies it after the commit
+(:func:`rankless.run.cleanup.expired_checkpoints`). All ranks must pass equal policies, which are compared by their
+``repr``.
+"""
 
 from __future__ import annotations
 

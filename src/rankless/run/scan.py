@@ -2,6 +2,9 @@
 
 All names are listed in one step. If a checkpoint is removed before its manifest is read, the directory is listed again.
 So a directory that always contains a checkpoint never appears to be empty.
+
+:mod:`rankless.run.catalog` and rank 0 of loads scan, in votes, and so do all commands. The order of checkpoints follows
+from manifests and the history alone, never from file times or names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Arguments that select an existing checkpoint of a run: a tag, an alias, the best one by a metric, or the latest."""
+"""Arguments that select an existing checkpoint of a run: a tag, an alias, the best one by a metric, or the latest.
+
+Rank 0 resolves the argument of a load in the vote "finding the checkpoint to load" (:mod:`rankless.load.selection`);
+the view, aliases, added metrics and commands resolve theirs in one process.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,8 @@ def resolve_tag(path: Path, tag: str | Best) -> str:
 
     A checkpoint with this very tag is preferred to an alias. Raises ``NoCheckpointError`` if there is no checkpoint
     with the metric, or if the one that an alias means no longer exists.
+
+    Rank 0 of a load calls it in a vote, commands call it in one process.
     """
     if isinstance(tag, Best):
         return _find_best(path, tag)
@@ -111,6 +117,8 @@ def give_alias(run: Path, alias: str, tag: str | Best | None) -> CheckpointInfo:
 
     Retention may remove the checkpoint meanwhile. So, as with a pin, the alias is written first, and after that the
     checkpoint must still be in a list of the directory. Raises ``NoCheckpointError`` and ``TagExistsError``.
+
+    ``rankless.set_alias`` and ``rankless alias`` call it in one process. The alias must be written before the look.
     """
     for _ in range(_ATTEMPTS):
         if any((info.tag, info.status) == (alias, "complete") for info in list_checkpoints_strictly(run)):
@@ -128,6 +136,8 @@ def give_metrics(run: Path, tag: str | Best | None, metrics: Mapping[str, float 
     """Add metrics to a checkpoint in a run directory, by default to the latest. Return the checkpoint with them.
 
     Raises ``NoCheckpointError``, and ``InvalidArgumentError`` if the save has stored one of the metrics.
+
+    ``rankless.add_metrics`` calls it in one process.
     """
     info = _find_checkpoint(run, tag)
     if stored := sorted(metrics.keys() & read_manifest(info.path).metrics.keys()):

@@ -2,6 +2,10 @@
 
 They are in the hidden folder ``.parts``, until all parts of a checkpoint are there and it is written from them. The
 names of their files begin with the epoch, the sequence number and the id of the checkpoint.
+
+A save cleans up with it on rank 0, in the vote on its preparation; :mod:`rankless.tier.parts_in_run` calls it on rank 0
+of a load with a local tier, and in a drain without a job. :mod:`rankless.tier.part_names` makes the names, which are on
+disks.
 """
 
 from __future__ import annotations

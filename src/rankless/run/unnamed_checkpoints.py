@@ -1,4 +1,8 @@
-"""Checkpoints of a run in an object store that has no pointer at all, such as a copy that lacks hidden names."""
+"""Checkpoints of a run in an object store that has no pointer at all, such as a copy that lacks hidden names.
+
+:mod:`rankless.run.catalog` calls it on rank 0 when a job looks at the run before it claims or saves. It creates the
+pointer first, and looks at the folder after that.
+"""
 
 from __future__ import annotations
 

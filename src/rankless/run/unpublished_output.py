@@ -2,6 +2,9 @@
 
 A store cannot rename, so the files of a folder appear there one after another. The files that name others, such as
 indexes and manifests, are the last ones: without them no reader takes a part of a folder for the whole.
+
+A conversion has one on each rank, of which rank 0's is used, in its votes; exports, merges and drains of tiers use it
+in one process. In an object store the order of :func:`upload_order` must stay: what names other files comes last.
 """
 
 from __future__ import annotations
@@ -169,6 +172,8 @@ def hold_output(final: Path) -> Iterator[None]:
 
     Raises ``TagExistsError`` if another process holds it, and the errors of :func:`check_destination`. In an object
     store a path cannot be held.
+
+    Merges and exports call it, in one process.
     """
     check_destination(final)
     if isinstance(final, ObjectPath):

@@ -1,6 +1,9 @@
 """Decoding of tensors, arrays, dtypes and devices in trees of plain values.
 
 torch is imported when a tree has the first of them, so that plain values are read without it.
+
+A load decodes with it on each rank, in the vote "reading the metadata"; the view, conversions and the files of
+schedulers decode in one process. The tags (``$numpy``, ``$dtype``, …) are in files: do not change them.
 """
 
 from __future__ import annotations

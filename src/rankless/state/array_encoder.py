@@ -1,6 +1,9 @@
 """Encoding of tensors, arrays, dtypes and devices in trees of plain values.
 
 :mod:`rankless.state.array_decoder` is the other direction.
+
+A save encodes values with it on each rank, in its first vote (:mod:`rankless.state.capture`). The names of tensors and
+the tags are in files; the names must not depend on the rank, or ranks would not share a plan.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ def name_merged(
     they change from save to save, and are named by the optimizer's parameters, so that the plan of the save before
     stays valid. What is in settings and in schedulers hardly changes, and is named by its content: ranks that have
     equal settings store them once, and :func:`~rankless.state.capture.merge_values` sees that others differ.
+
+    Names are in files, and a load finds tensors by them.
     """
     for slot, entries in own.items():
         for number, entry in enumerate(entries):

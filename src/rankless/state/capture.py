@@ -1,4 +1,9 @@
-"""Capture of the state that one save takes from this rank: tensors with a spec of them, values, config files."""
+"""Capture of the state that one save takes from this rank: tensors with a spec of them, values, config files.
+
+:mod:`rankless.save.save_negotiation` calls :func:`capture_training` on every rank in the vote "looking at what to
+save", in the thread of the caller; a live copy does so on its sources. The order of tensors in an inventory, and all
+names, follow from the objects alone: ranks with the same objects must have equal specs, and the files keep the names.
+"""
 
 from __future__ import annotations
 
@@ -313,7 +318,11 @@ def _merge_optimizer(groups: Sequence[Any], own: Sequence[dict[str, Any]]) -> di
 
 
 def merge_values(contributions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the merged values of several ranks: every entry of a model, every parameter of an optimizer."""
+    """Return the merged values of several ranks: every entry of a model, every parameter of an optimizer.
+
+    Rank 0 calls it in its decision in the vote "exchanging tensor specs". The result must not depend on the number of
+    ranks: it is in ``state.json``.
+    """
     merged: dict[str, Any] = {}
     for slot in contributions[0]:
         if slot.startswith(OPTIMIZER):
@@ -350,7 +359,10 @@ def check_rank_state(captured: Capture, merged: bytes) -> None:
 
 
 def check_rank_states(sizes: Sequence[int]) -> None:
-    """Raise ``UnsupportedValueError`` if the values of all ranks, of ``sizes`` bytes, are too large for their file."""
+    """Raise ``UnsupportedValueError`` if the values of all ranks, of ``sizes`` bytes, are too large for their file.
+
+    Rank 0 calls it in its decision in the first vote.
+    """
     if sum(sizes) > values.VALUES_LIMIT:
         raise UnsupportedValueError(
             f"{values.RANKS_FILE} would have {sum(sizes):,} bytes, and readers accept {values.VALUES_LIMIT:,} at most; "

@@ -1,4 +1,8 @@
-"""Values that only rank 0 stores, and that the ranks which have them compare by digests."""
+"""Values that only rank 0 stores, and that the ranks which have them compare by digests.
+
+Each rank posts the digests in the vote "looking at what to save" (:mod:`rankless.save.save_negotiation`), or in that of
+a live copy. They are compared only, and not stored. Equal values must have equal digests in all processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Components that the user passed, by slot: one object, a list of parts of one, or a dict of separate ones."""
+"""Components that the user passed, by slot: one object, a list of parts of one, or a dict of separate ones.
+
+Saves and loads name components with it on each rank. The slots are names in ``state.json`` and of folders: do not
+change them.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Rank 0's value is stored for all, as if they were equal. Besides, each rank's own values are stored among its per-rank
 values, and so are stateful objects that rank 0 does not have. As many ranks with the same layout get them back; others
 get rank 0's, and the result of the load says so.
+
+:mod:`rankless.state.capture` stores them on each rank, and :mod:`rankless.state.restore` gives them back on each rank.
+The keys are in ``ranks.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Models on the meta device that a load gives memory."""
+"""Models on the meta device that a load gives memory.
+
+:mod:`rankless.state.restore` has one for each load, on each rank: the check is in the vote "matching …", the memory
+comes in the vote "reading", after the last check.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The mismatches between a checkpoint and what it is loaded into, and the policy that refuses or allows them."""
+"""The mismatches between a checkpoint and what it is loaded into, and the policy that refuses or allows them.
+
+A load or live copy fills a report on each rank while it matches; rank 0 of a load merges the tolerated mismatches of
+all ranks in the vote "matching the checkpoint with what it is loaded into".
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A process group that replaces another one may number its ranks differently. Meshes keep the numbers that they were made
 with.
+
+A live copy asks it on each rank before it builds specs.
 """
 
 from __future__ import annotations

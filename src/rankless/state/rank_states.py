@@ -2,6 +2,10 @@
 
 On another number of ranks it cannot be restored exactly. Then positions of data loaders are split again if the loader
 supports that, and generators are seeded, in the same way each time.
+
+:mod:`rankless.state.capture` captures on each rank, in the first vote of a save; :mod:`rankless.load.load_operation`
+and the receivers of a live copy restore on each rank. Nothing is changed before :meth:`RankState.apply`, in the vote
+"putting values in place". The keys are in ``ranks.json``.
 """
 
 from __future__ import annotations
@@ -168,6 +172,8 @@ def _make_seeds(saved: SavedRankStates, rank: int, size: int) -> dict[str, str]:
     Groups of neighbouring ranks that drew the same numbers (the ranks of one model, under tensor parallelism) do so
     again. If all ranks did, such groups cannot be distinguished from ranks with equal seeds, and each rank gets its own
     stream.
+
+    The texts are a part of what a load promises: the same checkpoint gives the same random numbers each time.
     """
     all_states = _comparable_states(saved)
     if not all_states:

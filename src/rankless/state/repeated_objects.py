@@ -1,4 +1,7 @@
-"""Comparison of the saved values of one object that was passed under several names: it can have only one of them."""
+"""Comparison of the saved values of one object that was passed under several names: it can have only one of them.
+
+:mod:`rankless.state.restore` calls it on each rank while it matches, before anything has changed.
+"""
 
 from __future__ import annotations
 

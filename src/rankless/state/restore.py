@@ -1,4 +1,10 @@
-"""A restore of training objects on this rank: everything is matched and allocated first, and applied last."""
+"""A restore of training objects on this rank: everything is matched and allocated first, and applied last.
+
+:mod:`rankless.load.load_operation` and :mod:`rankless.live_copy.copy_targets` have one :class:`LoadTargets` on each
+rank, in the thread of the caller. The order must stay: match (vote "reading the metadata"), check (vote "matching …"),
+then give memory and fill (vote "reading"), then :meth:`LoadTargets.apply` (vote "putting values in place"). Nothing of
+the caller's may change before the fill.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +116,10 @@ class LoadTargets:
         self._scheduler_entries: dict[str, Any] = {}
 
     def match_targets(self, shared: Mapping[str, Any], rank_state: RankState, rank_arrays: ArrayDecoder) -> None:
-        """Find a target for everything requested. Raises ``OptimizerMismatchError``."""
+        """Find a target for everything requested. Raises ``OptimizerMismatchError``.
+
+        Each rank calls it in the vote "reading the metadata".
+        """
         self._values, self._rank_state = replace_shared(shared, rank_state.own), rank_state
         model_parts = models.model_components(self._training.model)
         for slot, parts in model_parts.items():
@@ -270,6 +279,8 @@ class LoadTargets:
 
         ``requested`` are the stored tensors that any rank requests, ``known`` the other names that any rank knows. If
         all ranks together request only a part (``is_part``), names that no rank knows are not unexpected.
+
+        Each rank calls it in the last vote before anything changes.
         """
         for slot, view in self._views.items():
             known_names = known.get(f"{_KNOWN} {slot}", set())
@@ -302,7 +313,10 @@ class LoadTargets:
         return self._rank_state.content
 
     def count_changes(self) -> None:
-        """Make torch count a change of each tensor that is filled: their bytes are not written through torch."""
+        """Make torch count a change of each tensor that is filled: their bytes are not written through torch.
+
+        A load calls it in the vote "reading", right before the reads.
+        """
         increment_version([target.local for target in self.targets.values() if not target.local.is_inference()])
 
     def explain_adapters(self, files: Mapping[str, bytes]) -> Iterator[str]:
@@ -707,7 +721,10 @@ class LoadTargets:
 
     @traced("apply", "apply")
     def apply(self) -> None:
-        """Put the values in place, once all tensors are filled."""
+        """Put the values in place, once all tensors are filled.
+
+        Each rank calls it in the vote "putting values in place", in which errors of user code become common.
+        """
         for target in self._iterate_targets():
             if target.packed is not None:
                 target.packed.unpack(target.local)

@@ -1,4 +1,9 @@
-"""The random number generators of this process: Python's, NumPy's, torch's on the CPU and on the accelerator."""
+"""The random number generators of this process: Python's, NumPy's, torch's on the CPU and on the accelerator.
+
+:mod:`rankless.state.rank_states` calls it on each rank: captures in the first vote of a save, restores as the last step
+of a load. The names of generators are in ``ranks.json``; :func:`seed_generators` must give the same numbers for a text
+in all versions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Schedulers: their state is stored with their class, so that it is not loaded into another class."""
+"""Schedulers: their state is stored with their class, so that it is not loaded into another class.
+
+A save calls it on each rank in its first vote (:mod:`rankless.state.capture`), a load while it matches and when it puts
+values in place (:mod:`rankless.state.restore`). The form of :func:`scheduler_values` is in ``state.json``.
+"""
 
 from __future__ import annotations
 

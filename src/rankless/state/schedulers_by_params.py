@@ -1,4 +1,9 @@
-"""Schedulers of several stages: each is stored with the parameters that it schedules, and found again by them."""
+"""Schedulers of several stages: each is stored with the parameters that it schedules, and found again by them.
+
+:mod:`rankless.state.capture` merges entries on rank 0 in the vote "exchanging tensor specs", and
+:mod:`rankless.state.restore` finds them on each rank. The order of merged entries is stored, and must not depend on the
+ranks.
+"""
 
 from __future__ import annotations
 

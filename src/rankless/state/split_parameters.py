@@ -1,4 +1,7 @@
-"""Optimizer states of split parameters: they are split in the same way, and stored under the same names."""
+"""Optimizer states of split parameters: they are split in the same way, and stored under the same names.
+
+:mod:`rankless.state.capture` asks it on each rank in the first vote of a save. The names are in files.
+"""
 
 from __future__ import annotations
 

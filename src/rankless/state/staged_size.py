@@ -1,6 +1,8 @@
 """An estimate of the bytes that this rank stages in a save. It needs no message of another rank.
 
 Memory of this size can be prepared before the first save. If the estimate is wrong, the save allocates other memory.
+
+``RunDirectory.prepare_staging`` asks it on each rank, before the first save.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """A guard that makes optimizer steps wait for background copies of tensors that a step modifies.
 
 If accelerators copy all of these, the step's kernels wait for that on the device, and the caller does not wait.
+
+:mod:`rankless.save.background` has one for the process. The caller's thread adds a copy before the call of a save
+returns, and its next step calls the hook; the background thread sets ``copied``. Loads and live copies wait here before
+they change tensors.
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ class StepGuard:
         """Make every step from now on follow a copy that is done when ``copied`` is set.
 
         The thread that begins a step calls ``order_step``; if that is ``None``, it waits.
+
+        The caller's thread calls it in the call of an asynchronous save, before it returns: a step may follow at once.
         """
         if copied.is_set():
             return
@@ -57,7 +63,10 @@ class StepGuard:
             self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until no copy is in progress."""
+        """Wait until no copy is in progress.
+
+        Loads and live copies call it in the thread of the caller, before they change anything.
+        """
         copying = list(self._copying)
         with span("wait for copies", "wait") if copying else nullcontext():
             for copy in copying:

@@ -1,4 +1,7 @@
-"""A mark of the state that training objects have after a step, which tells later whether they have changed since."""
+"""A mark of the state that training objects have after a step, which tells later whether they have changed since.
+
+:class:`rankless.Checkpointer` has one on each rank, in the thread of the training.
+"""
 
 from __future__ import annotations
 

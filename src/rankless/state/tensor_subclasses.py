@@ -2,6 +2,9 @@
 
 A wrapper subclass is one that torch calls traceable: ``__tensor_flatten__`` returns the names of its inner tensors, and
 a context. A load fills the inner tensors of a tensor that exists, and requires an equal description of it.
+
+Views of models and optimizers describe wrappers with it, on each rank of a save or load. Descriptions are in
+``state.json`` and are compared at a load; they must not depend on the rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Views of tensors of training objects: dtype, global shape, layout, and the local shard in this rank's memory."""
+"""Views of tensors of training objects: dtype, global shape, layout, and the local shard in this rank's memory.
+
+Views of models, optimizers and values are made of these, on each rank: in the first vote of a save, and in the vote
+"reading the metadata" of a load. The layout must be equal on all ranks that hold a tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""torchao's own description of a quantized tensor, for files that torchao and transformers read."""
+"""torchao's own description of a quantized tensor, for files that torchao and transformers read.
+
+:mod:`rankless.state.model.model_traversal` calls it on each rank. The text is stored, and a load compares it only if
+nothing else describes the tensor.
+"""
 
 from __future__ import annotations
 

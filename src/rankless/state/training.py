@@ -1,4 +1,8 @@
-"""The objects of a training run, as the user passes them to a save or a load."""
+"""The objects of a training run, as the user passes them to a save or a load.
+
+:class:`~rankless.run_directory.RunDirectory`, the components and live copies make one on each rank from the arguments
+of a call.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Objects of the user with ``state_dict`` and ``load_state_dict``: checks of them, and errors of their code.
 
 They are loss scalers, averages of weights and data loaders.
+
+Captures and restores call it on each rank, in votes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Aligned memory for direct I/O."""
+"""Aligned memory for direct I/O.
+
+The buffers of writes, reads, stripes and staging come from here, on each rank. They must begin on a page, or direct I/O
+fails.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A write to a file that was opened with ``O_APPEND`` goes to its end, also if another process has just written there: on
 a local file system lines never mix. On NFS one may overwrite another, so readers must skip what is no line of theirs.
+
+:mod:`rankless.run.journal` alone uses it, on rank 0 of a job, which appends while other jobs may do so, too.
 """
 
 from __future__ import annotations

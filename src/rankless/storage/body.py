@@ -1,6 +1,9 @@
 """The bytes that a request sends to an object store, with their CRC.
 
 They may be in several pieces, so that tensors are sent from their own memory, without a copy.
+
+:mod:`rankless.engine.io.part_assembly` and :mod:`rankless.engine.io.upload_files` make one for each part, in the thread
+that sends it; the memory must not change until the request has ended, because it may be sent again.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The pages of a file in memory count for the cgroup that touched them first. A process that touches more than its cgroup
 may have is killed, so they are counted before.
+
+:mod:`rankless.engine.io.staging_memory` and :mod:`rankless.storage.mapped_file` ask it on each rank before they take
+memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A mixin for classes that are closed at the end of a ``with`` block."""
+"""A mixin for classes that are closed at the end of a ``with`` block.
+
+Readers, writers and their pools, watches and loaders of weights inherit from it.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 ``O_DIRECT`` moves whole sectors between aligned memory and the disk, past the page cache. The first and last bytes
 of a range, which are not whole sectors, are written through the cache. Two writers may share a sector only on one host.
+
+:mod:`rankless.engine.io.write` writes with :class:`DirectWriter` on each rank, in several threads;
+:class:`BufferedReader` is the reader of all files of file systems, unless a caller passes another one. Ranges of two
+threads must not overlap.
 """
 
 from __future__ import annotations

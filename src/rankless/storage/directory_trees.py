@@ -1,4 +1,8 @@
-"""Removal of directories with their contents, and copies of them by hard links."""
+"""Removal of directories with their contents, and copies of them by hard links.
+
+Clean-ups, retention and pending directories remove with it on rank 0 or in commands; exports of components copy with
+it. A directory is renamed to a hidden name before its contents are removed: a reader must never see a part.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 On a disk of this machine such reads are direct. On a network file system they go through the page cache without
 read-ahead: what a host reads ahead, another host reads again, from one server.
+
+Loads, the reading of shared bytes, conversions and the comparison with a base open files so, on each rank, in reading
+threads.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ A network file system keeps locks of *directories* to each client, and so does L
 open for reading only on NFS 4. So the lock is taken on a regular file that is open for writing. No kind of lock is seen
 by all hosts on every file system: FUSE forwards ``flock`` and not always record locks; a process on an NFS server sees
 the record locks of its clients and not their ``flock``. So both kinds are taken.
+
+Locks of pending directories and pins (:mod:`rankless.run.owned_lock`), of slots and folders of local tiers (``tier/``),
+and of drains are such locks. Processes of other versions take the same locks: both kinds must be taken, and the file
+must be compared after that.
 """
 
 from __future__ import annotations

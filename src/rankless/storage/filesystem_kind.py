@@ -1,4 +1,8 @@
-"""Kinds of file systems, by their magic number from ``statfs``."""
+"""Kinds of file systems, by their magic number from ``statfs``.
+
+Saves, loads, locks and local tiers ask it on each rank for itself, mostly rank 0. In doubt a file system counts as
+shared, and its locks as invisible.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 A worker of a data loader may live for days. Through inherited descriptors it would hold the lock of a save that has
 ended, and the disk space of removed files.
+
+Files, locks and connections are registered by their classes; the hook of ``os.register_at_fork`` closes them in the
+child. The child must not unlock anything: its parent still holds the lock.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Files need no server, no connection and no thread. No call blocks, and a message outlives its sender. A file may be
 missing at any time, because the memory was full or a login manager removed the files of a user who logged out, so
 nothing may depend on a message alone. Killed processes leave their directories; later ones remove these.
+
+:class:`~rankless.engine.comm.host_vote_channel.HostVoteChannel` has one for each vote of several hosts, on every rank,
+in the thread that votes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A shared file must never be written, so it is made read-only. No failure to share matters
 to the caller, who writes the bytes instead, except that the disk fails or is full.
+
+:mod:`rankless.save.base_files` links and clones on rank 0 in an incremental save: links in the vote on the preparation,
+clones in the vote "finding unchanged bytes". Reports and ``rankless ls`` count what files share.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Locations that callers pass: the path of a folder or file, or the URL of a place in an object store.
 
 This module knows all kinds of stores; the modules of the stores know nothing of it.
+
+Every public function that takes a path calls :func:`parse_location` first, on each rank for itself; equal arguments
+must give equal paths, because ranks compare them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A store into a mapped file without reserved space kills the process (``SIGBUS``) if the file system or the memory cgroup
 is full.
+
+The slots of a local tier (:mod:`rankless.tier.slots`) are mapped so on each rank when it prepares a save, and parts are
+mapped to be read in loads, rebuilds and drains. The reservation comes before the first store into the mapping.
 """
 
 from __future__ import annotations

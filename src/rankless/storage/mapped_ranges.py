@@ -2,6 +2,8 @@
 
 A load from a mapping whose page cannot be read kills the process (``SIGBUS``). So the pages of a range are read and
 mapped before the range is used, by ``MADV_POPULATE_READ``, which reports such an error instead.
+
+:mod:`rankless.engine.io.read_mapped` has one for each call, for the loader of weights of engines.
 """
 
 from __future__ import annotations

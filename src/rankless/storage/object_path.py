@@ -4,6 +4,9 @@ An :class:`ObjectPath` is a :class:`pathlib.Path` in all that concerns names: it
 it is a key of dictionaries. So a run in a bucket is described by the same classes as one in a directory. It is no path
 of the operating system: whatever would open it as one raises ``InvalidArgumentError``. Functions that read or write go
 through the store that a path belongs to: see :mod:`rankless.storage.store`.
+
+:mod:`rankless.storage.location` and the stores make such paths; ``save/``, ``load/``, ``run/`` and ``tier/`` branch by
+``isinstance(path, ObjectPath)``, on every rank alike.
 """
 
 from __future__ import annotations

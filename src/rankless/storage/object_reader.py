@@ -1,4 +1,8 @@
-"""Reads of byte ranges of one version of an object."""
+"""Reads of byte ranges of one version of an object.
+
+Stores return it from ``open_reader`` (:mod:`rankless.storage.http.object_reads`), and
+:mod:`rankless.storage.reader_pool` shares it between the reading threads of a rank. All reads must be of one version.
+"""
 
 from __future__ import annotations
 

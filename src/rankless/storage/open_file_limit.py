@@ -1,4 +1,7 @@
-"""The number of files that may be open at a time."""
+"""The number of files that may be open at a time.
+
+The pools of readers and writers, and :mod:`rankless.engine.io.write` ask it on each rank.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Functions for files on a local or shared POSIX file system: small files, names, durability.
 
 They raise ``StorageError`` with the path instead of ``OSError``.
+
+All packages that touch files of a file system call it, on any rank and in any thread. ``ENOENT`` must stay distinct
+from all other errors: callers take only that for a missing file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A pool of readers of many files, which are opened at their first read and closed together."""
+"""A pool of readers of many files, which are opened at their first read and closed together.
+
+A load, a view or a verification has one for each read, through :class:`~rankless.engine.io.source_reader.SourceReader`,
+on each rank.
+"""
 
 from __future__ import annotations
 

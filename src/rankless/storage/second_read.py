@@ -3,6 +3,9 @@
 A bit may flip in the memory of a reader or in the page cache. Only what is wrong on the disk too is corrupt: a load
 falls back over it, and a later save hides it. Readers of manifests, headers and small files call
 :func:`read_twice_if_wrong`; the verification of blocks reads with :class:`UncachedReader`.
+
+Both happen on whichever rank has read; the decision that a block is corrupt is rank 0's or the reading rank's, inside
+the vote on the reads. A checkpoint must never be called corrupt after one read.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Bytes are written by calls, not into a mapping: a mapping would have to be reserved first, which fills it with zeros,
 and each of its pages costs a fault.
+
+:mod:`rankless.load.part_fetch` writes parts of other hosts so in a load from a local tier: each rank of the host the
+bytes that it receives.
 """
 
 from __future__ import annotations

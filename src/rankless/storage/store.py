@@ -2,6 +2,10 @@
 
 ``Store`` is narrow, so that a checkpoint can be read from wherever its bytes are. A file system is one store, each
 endpoint of an object store is another. ``tests/unit/storage/test_store_conformance.py`` runs one suite against all.
+
+``formats/`` reads, and ``run/`` lists and removes through :func:`store_of`, on rank 0 or on each rank. What a store
+cannot tell for a moment must be a ``StorageError``, and never "missing". The conditional methods of
+:class:`ObjectStore` decide between jobs.
 """
 
 from __future__ import annotations

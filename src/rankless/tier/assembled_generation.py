@@ -1,4 +1,8 @@
-"""A generation as the hosts of a job have it together."""
+"""A generation as the hosts of a job have it together.
+
+:mod:`rankless.load.part_assembler` makes it on each rank of a load or drain, and a drain without a job makes one
+(:mod:`rankless.save.offline_drain`). :meth:`Assembly.rank_that_drains` must be the same on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Copies of parts on other hosts: which host gets which part, and how a save makes them."""
+"""Copies of parts on other hosts: which host gets which part, and how a save makes them.
+
+:mod:`rankless.save.tier_stage` calls it on every rank when a generation is complete, in the background thread of an
+asynchronous save. Partners and transfers must follow from the arguments alone: each rank plans both ends for itself.
+"""
 
 from __future__ import annotations
 

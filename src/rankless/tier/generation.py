@@ -2,6 +2,10 @@
 
 From these and the tables of all parts follows everything that the checkpoint will have in the run directory: headers,
 indexes, manifest. They are computed when a generation is loaded or drained, not at each save.
+
+A save describes the generation on rank 0 in the vote "completing the local checkpoint"
+(:mod:`rankless.save.tier_stage`), and each host writes the :class:`Common`. Loads, drains and the commands of the tier
+build a :class:`Generation` from it. The headers must have the same bytes as after a save without a tier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The generations that the hosts of a job have together, and the choice of the one to load."""
+"""The generations that the hosts of a job have together, and the choice of the one to load.
+
+Each rank lists its host in the vote "looking into the local tier"; rank 0 finds the complete generations in its
+decision (:mod:`rankless.load.tier_generations`). What the history does not call current must never be among them.
+"""
 
 from __future__ import annotations
 

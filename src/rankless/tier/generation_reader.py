@@ -1,4 +1,8 @@
-"""A reader of a generation in the local tier: as of a checkpoint's folder, with tensor data in parts."""
+"""A reader of a generation in the local tier: as of a checkpoint's folder, with tensor data in parts.
+
+:mod:`rankless.load.tier_load` opens one on each rank of a load, and ``rankless show`` for a tier opens one in its
+process.
+"""
 
 from __future__ import annotations
 

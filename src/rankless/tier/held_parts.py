@@ -1,4 +1,7 @@
-"""The parts of a generation that one process holds, as one memory: the source of the bytes of a drain."""
+"""The parts of a generation that one process holds, as one memory: the source of the bytes of a drain.
+
+:mod:`rankless.save.generation_drain` makes one on each rank, in the vote "preparing the drain".
+"""
 
 from __future__ import annotations
 

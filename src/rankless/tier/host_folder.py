@@ -11,6 +11,10 @@ The folder belongs to one user and one run directory. It has, by their suffix:
 
 Tables and commons appear by a rename. Nothing is synced: a process may die at any moment, and what it wrote stays; a
 host that dies takes its memory with it.
+
+All ranks of a host use one folder, in saves, loads and drains (:mod:`rankless.tier.job`), and commands look into it.
+Names and formats of files are those that other processes of the host read. The order must stay: bytes before their
+table; a table is removed before its bytes are overwritten; the owner is checked before anything is removed.
 """
 
 from __future__ import annotations
@@ -145,6 +149,9 @@ class TierFolder(msgspec.Struct, frozen=True):
 
         What dead processes have reserved and not filled is removed first: this job needs the memory already to load.
         Raises ``SupersededError`` if a later job is.
+
+        All ranks call it in the vote "taking over the local tier", before any of them looks; a save calls it if no job
+        has the folder.
         """
         owner = self._read_owner()
         if parse_job_number(owner) > parse_job_number(job):
@@ -211,7 +218,10 @@ class TierFolder(msgspec.Struct, frozen=True):
         return name.name in self._list_names()
 
     def write_part(self, table: PartTable) -> None:
-        """Write a table, whose bytes are complete."""
+        """Write a table, whose bytes are complete.
+
+        Each rank calls it in the vote "completing the local checkpoint".
+        """
         self._write(table.name.name, table.encode())
 
     def read_parity(self, name: PartName) -> ParityTable:
@@ -243,7 +253,11 @@ class TierFolder(msgspec.Struct, frozen=True):
         return sorted(key for key in map(parse_generation_name, names) if key is not None)
 
     def write_common(self, common: Common) -> None:
-        """Write what a generation has in addition to its parts, unless another process of this host has."""
+        """Write what a generation has in addition to its parts, unless another process of this host has.
+
+        Each rank calls it in a vote that follows the tables of all ranks: who reads it knows that all tables were
+        written.
+        """
         name = f"{common.label.key.name}{COMMON_SUFFIX}"
         if name not in self._list_names():
             self._write(name, encode_checked(common))

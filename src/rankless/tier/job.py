@@ -1,6 +1,10 @@
 """The state of a run's local tier in one process: its slots, and the order of its saves.
 
 After the first save or load, nothing of it needs the run directory: a save into the tier must not wait for storage.
+
+:mod:`rankless.save.tier_save` and :mod:`rankless.save.tier_stage` ask it in saves, :mod:`rankless.load.tier_load` in
+loads, and outputs ask it before and after a publication. What says "on rank 0" is called in votes there; each rank has
+its own slots. The caller's thread, the background threads of saves and of drains share it.
 """
 
 from __future__ import annotations
@@ -211,6 +215,8 @@ class TierJob:
         """Decide on a save, on rank 0. ``is_forced`` says of the new checkpoint whether it is drained in any case.
 
         Raises ``StorageError`` if nothing was drained for too long.
+
+        It runs in the decision of the vote "preparing the save".
         """
         identity = self.choose_identity(job)
         self._check_age(options.max_undrained_seconds)
@@ -334,6 +340,8 @@ class TierJob:
         """Return a slot as :meth:`Slots.take`. Raises the errors of :meth:`check_not_replaced`.
 
         A folder that was removed is made anew. Raises ``StorageError`` if there is only the makeshift one.
+
+        Each rank calls it in the vote "preparing the save", and before copies and parity are made.
         """
         self.reopen_lost_folder()
         self.check_not_replaced()
@@ -351,7 +359,11 @@ class TierJob:
                 self.folder.remove_generations(is_wanted)
 
     def check_not_fenced(self, tag: str) -> None:
-        """Raise ``SupersededError`` if another job has continued the run, on rank 0."""
+        """Raise ``SupersededError`` if another job has continued the run, on rank 0.
+
+        :mod:`rankless.save.folder_output` calls it before it begins and before it renames,
+        :mod:`rankless.save.object_output` before it publishes.
+        """
         if self._is_fenced():
             raise SupersededError(f"another job has continued the run: {self.run / tag} stays in its local tier")
 
@@ -409,7 +421,10 @@ class TierJob:
                 self._has_failed_drain = True
 
     def note_complete(self, key: GenerationKey) -> None:
-        """Note that a generation is complete in the tier."""
+        """Note that a generation is complete in the tier.
+
+        Each rank calls it after the vote in which the generation became complete.
+        """
         with self._lock:
             self.newest, self.is_drained = key, False
 

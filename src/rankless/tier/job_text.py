@@ -2,6 +2,9 @@
 
 It has the number of the job's announcement, the token of the run directory, which stays the same if that is moved, and
 random digits.
+
+Rank 0 makes the text when it announces the job (:mod:`rankless.tier.job`), and every host writes it into its folder.
+Other jobs parse it there, so its form must stay.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ keeps the exclusive or of one chunk of each other member: its *parity*. So each 
 
 A lost chunk is the exclusive or of the parity that it counts for and of the other chunks that this one consists of.
 This is the scheme of SCR's ``XOR`` (https://scr.readthedocs.io).
+
+:mod:`rankless.save.tier_stage` makes parity on every rank when a generation is complete, in the background thread of an
+asynchronous save; :mod:`rankless.tier.rebuild` computes lost parts by the same rules. Which chunk counts for which
+member decides what parities on disks mean.
 """
 
 from __future__ import annotations

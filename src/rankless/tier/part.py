@@ -4,6 +4,10 @@ A *generation* is a checkpoint in the local tier. Any set of parts with one id t
 wherever the parts are. The table says, for each range, the tensor and the file that it belongs to, its offset in the
 file with the bytes of the part, and its CRC. Ranges end at the blocks of their tensor, so the CRCs combine into those
 of the blocks.
+
+:mod:`rankless.save.tier_stage` writes a table on each rank in the vote "completing the local checkpoint"; loads, drains
+and commands read it, also in later jobs. The columns of a row and their order are on disks: with other ones, raise
+:data:`VERSION`.
 """
 
 from __future__ import annotations

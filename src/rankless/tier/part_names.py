@@ -1,4 +1,8 @@
-"""The names of the files of generations in the local tier: the tables of parts and parities, and commons."""
+"""The names of the files of generations in the local tier: the tables of parts and parities, and commons.
+
+:mod:`rankless.tier.host_folder` and :mod:`rankless.tier.parts_in_run` name files so. The names are on disks, their
+numbers have a fixed width, and keys sort from the oldest to the newest.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 A transfer is planned by a pure function, which gives the same order to all ranks: between two ranks, sends and receives
 match in the order in which both make them.
+
+Loads (:mod:`rankless.load.part_fetch`), copies, parity and rebuilds run transfers on every rank, inside a vote. Rank 0
+plans those of a load and sends them; the others are planned by each rank for itself, from the same arguments.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 The folder ``.parts`` of a run directory is a tier folder in miniature that all hosts share: tables, bytes and commons,
 without slots, because no process writes into them again. All files appear by a rename, when they are durable. So two
 hosts may put parts at once, and a process may die at any moment.
+
+Drains without a job put parts (:mod:`rankless.save.offline_drain`), and so does a load that finds a generation of which
+only hosts and the run directory together have all parts (:mod:`rankless.load.tier_generations`). The order must stay:
+bytes, table, and the checkpoint is published before the parts are removed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 They have keys below ``.parts``. No two processes write one object with the bytes of a part; the table, which is written
 last, names the one that counts. There are no locks: two hosts may write the checkpoint at once, and the first one gives
 it its tag. A host that finds that parts were removed meanwhile looks for the checkpoint.
+
+:meth:`CollectedParts.of <rankless.tier.parts_in_run.CollectedParts.of>` returns it for runs in object stores. The table
+must be written last.
 """
 
 from __future__ import annotations

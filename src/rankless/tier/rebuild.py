@@ -1,4 +1,8 @@
-"""The computation of lost parts from the parts and parities of their groups, which puts them back into the tier."""
+"""The computation of lost parts from the parts and parities of their groups, which puts them back into the tier.
+
+:mod:`rankless.load.part_assembler` calls :func:`rebuild_parts` on every rank, with what rank 0 has planned, before a
+load reads or a drain writes. A computed part counts only if its bytes match the CRCs in its table.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ Memory is reserved before the first byte is copied (:mod:`rankless.storage.mappe
 
 A process needs three slots: one whose generation is being drained, one with the newest complete generation, and one for
 the save in progress. Slots are used again: fresh pages would cost more than the copy.
+
+:class:`~rankless.tier.job.TierJob` has the slots of a process, each rank its own. The save in the caller's thread takes
+one, the background threads keep and give back. The table is removed before the first byte of a slot is overwritten, and
+a pinned slot is never taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""``LocalTier``: the options of the local tier of a run."""
+"""``LocalTier``: the options of the local tier of a run.
+
+:class:`~rankless.run_directory.RunDirectory` passes the options to saves and loads on each rank.
+:meth:`LocalTier.describe` is compared between ranks in their first vote.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A check that all ranks make the same call: ranks compare digests of it, and exchange the text if these differ."""
+"""A check that all ranks make the same call: ranks compare digests of it, and exchange the text if these differ.
+
+The first vote of most public calls goes this way, on all ranks: that of a save (:mod:`rankless.save.save_negotiation`),
+of a load (:mod:`rankless.load.load_operation`), of a live copy and of ``open_weights``. So errors of arguments become
+common there. If digests differ, all ranks hold one more vote: each must derive that from the same decision.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +52,8 @@ def vote_same_call(
 
     ``work`` checks the arguments first. Then ``describe`` returns this rank's call. Both run inside the vote: all ranks
     raise an error of one of them. Raises ``RankMismatchError`` if the ranks' calls differ.
+
+    Call it on all ranks, as the first vote of a session. ``decide`` runs on rank 0, only if all calls are equal.
     """
 
     def work_and_describe() -> bytes:

@@ -1,4 +1,9 @@
-"""Errors that a rank raises before the first vote of a call, such as for a wrong argument: all ranks raise them."""
+"""Errors that a rank raises before the first vote of a call, such as for a wrong argument: all ranks raise them.
+
+The public functions (:mod:`rankless.api`, ``Checkpointer``, ``RunDirectory``, the components and the frameworks) enter
+:func:`collective_call` on every rank, in the thread of the caller. A check of arguments must not move out of the block:
+its error would be raised on one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,10 @@ def collective_call(process_group: ProcessGroupArgument, timeout: float = _SECON
 
 
 def _fail_on_all(error: Exception, process_group: ProcessGroupArgument, timeout: float) -> None:
-    """Fail in the vote that the other ranks are in, or in the same way as they do."""
+    """Fail in the vote that the other ranks are in, or in the same way as they do.
+
+    It opens the session that the body would have opened, so that all ranks count the same number of sessions.
+    """
 
     def fail() -> None:
         raise error

@@ -3,6 +3,11 @@
 A daemon thread does not keep the process from ending. But if such a thread returns from C++ code while the interpreter
 shuts down, the process dies with SIGABRT: the thread may not run any more, and C++ cannot unwind it. So every thread is
 stopped before that.
+
+Each :class:`~rankless.engine.comm.session.RankGroup` has one for its calls of the key-value store, each
+:class:`~rankless.engine.io.p2p.P2PExchange` one for each kind of waits. The threads end in the stage ``STORE`` of the
+exit, after the stages of saves: a save in the background votes until then. No call of a store or of a wait for bytes
+may run in another thread: the process would hang in it, or die at its exit.
 """
 
 from __future__ import annotations

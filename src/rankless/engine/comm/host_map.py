@@ -1,4 +1,9 @@
-"""The host of each rank, and the message of a host with the outcomes of its ranks. Nothing is sent here."""
+"""The host of each rank, and the message of a host with the outcomes of its ranks. Nothing is sent here.
+
+:mod:`rankless.engine.comm.host_vote_channel` uses it in every vote of several hosts, and
+:mod:`rankless.engine.comm.vote` in the first vote of a process group, in which rank 0 publishes the hosts. Keys in the
+store contain the numbers of hosts: all ranks must derive the same numbers from the same decision.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +77,11 @@ def separate_outcomes(message: bytes) -> list[bytes]:
 
 
 class HostAgreement:
-    """The hosts of a process group, once the ranks have agreed on them; its ranks learn them with a decision."""
+    """The hosts of a process group, once the ranks have agreed on them; its ranks learn them with a decision.
+
+    One for each process group, in its :class:`~rankless.engine.comm.rendezvous.Rendezvous`. Rank 0 calls :meth:`answer`
+    when it decides a vote, the others :meth:`learn` when they have read the decision.
+    """
 
     def __init__(self) -> None:
         self.hosts: HostMap | None = None

@@ -8,6 +8,10 @@
    outcomes: each rank of a host that is not complete gets a key of its own in the store, as in
    :class:`VoteChannel`. So a missing rank is distinguished from others of its host, and a vote succeeds even if
    messages within a host are lost.
+
+:class:`~rankless.engine.comm.session.Session` opens one for each vote, on every rank, once the ranks of the process
+group know their hosts. The result must be the one of :class:`VoteChannel`, whatever is lost within a host: only the
+store decides. Rank 0 alone calls the methods that say so; all ranks call the others.
 """
 
 from __future__ import annotations

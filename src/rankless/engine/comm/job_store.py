@@ -2,6 +2,11 @@
 
 Most calls of a store's client have no timeout: while the process that hosts the store is stopped, or its host cannot be
 reached, they block. Without torchrun that process is rank 0's.
+
+All votes, :mod:`rankless.engine.comm.store_messages`, the gathering of CRCs and ``watch`` call the store through this
+class, on every rank, in the thread that votes; the calls themselves run in the thread of a
+:class:`~rankless.engine.comm.daemon_executor.DaemonExecutor`, one after another. No other code may call the store of
+torch: its calls have no deadline, and two threads inside it would wait for each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The ranks that :func:`rankless.watch` has found dead in this process. Votes do not wait for them until their timeout.
 
 A save may be complete although a rank has died: it may have done its part. So votes go on for a few seconds.
+
+:mod:`rankless.liveness.rank_loss_reaction` adds failures, in the thread of the watch. Each session asks for them
+whenever this rank would wait for others (:class:`~rankless.engine.comm.rendezvous.SessionStore`), in any thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The argument ``process_group`` of public functions: which ranks save and load together."""
+"""The argument ``process_group`` of public functions: which ranks save and load together.
+
+Every public call passes its argument through here, on each rank by itself and before any vote;
+:func:`~rankless.engine.comm.collective_call.collective_call` makes the errors common.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,10 @@ Ids of former groups are answered too, but no rank reads these answers. *No dead
 arrivals, only for the votes of all ranks, and it answers arrivals during that wait. A rank that does not come is
 reported as missing in a vote. The other ranks wait for the answer before they set a key, as they would wait for rank
 0's decision.
+
+:meth:`RankGroup.open_session <rankless.engine.comm.session.RankGroup.open_session>` gets the rendezvous of its group on
+each rank, and its number of the session. Every rank must open its sessions in the same order: the numbers are part of
+the keys. Rank 0 must answer arrivals in any read of the store, and never wait for them.
 """
 
 from __future__ import annotations
@@ -57,11 +61,17 @@ class Rendezvous:
         self.agreement = HostAgreement()
 
     def next_session_number(self) -> int:
-        """Return the number of the next session. The n-th session of each rank is the same one."""
+        """Return the number of the next session. The n-th session of each rank is the same one.
+
+        It counts the sessions of all threads together. So all ranks must open their sessions in the same order.
+        """
         return next(self._numbers)
 
     def poll_name(self, store: DeadlineStore) -> str | None:
-        """Take the steps that are possible without waiting for other ranks. Return the name if it is known."""
+        """Take the steps that are possible without waiting for other ranks. Return the name if it is known.
+
+        :class:`SessionStore` calls it before each look at a key, in whatever thread votes.
+        """
         if not self.is_over and self._lock.acquire(blocking=False):  # otherwise another thread is doing it
             try:
                 (self._answer_arrivals if self._rank == COORDINATOR_RANK else self._request_name)(store)
@@ -70,7 +80,10 @@ class Rendezvous:
         return self._name
 
     def close(self) -> None:
-        """Answer no more arrivals, because a new process group has been made."""
+        """Answer no more arrivals, because a new process group has been made.
+
+        The rendezvous of the next group calls it, on rank 0 and all others: two groups must not answer one arrival.
+        """
         self.is_over = True
 
     def _request_name(self, store: DeadlineStore) -> None:
@@ -186,6 +199,9 @@ def rendezvous_of(group: dist.ProcessGroup, prefix: str) -> Rendezvous:
     """Return the rendezvous of a process group whose keys have a prefix: one for all sessions over that group.
 
     Raises ``RankFailedError`` if this process was forked from the rank.
+
+    :class:`~rankless.engine.comm.session.RankGroup` calls it on each rank when a session begins. A new group over the
+    same keys ends the former group's answers.
     """
     if group in _groups_before_fork:
         raise RankFailedError(FORKED)

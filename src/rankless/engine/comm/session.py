@@ -3,6 +3,11 @@
 There is one primitive: each rank does some work that may fail, and posts its outcome. Rank 0 reads all outcomes and
 decides. Every rank gets the decision or raises the same error. It uses the key-value store of the default process
 group: no collectives, any backend, and a rank that does not come is named.
+
+A save, a load, a live copy, a conversion and ``open_weights`` open one :class:`Session` each, on every rank, in the
+thread of the caller. The votes of an asynchronous save continue in its background thread: no two threads vote in one
+session at a time. The order of the votes of a session must be the same on all ranks, and may only depend on decisions
+that all ranks have.
 """
 
 from __future__ import annotations
@@ -73,7 +78,11 @@ this_thread = _ThreadState()
 
 
 class RankGroup:
-    """The ranks of a process group, and the own rank; a single rank if there is no group."""
+    """The ranks of a process group, and the own rank; a single rank if there is no group.
+
+    Each call makes one from its argument ``process_group``, on each rank; ``RunDirectory`` and the components keep
+    theirs. It sends nothing before a session is opened.
+    """
 
     def __init__(self, process_group: ProcessGroupArgument = None) -> None:
         self.process_group = current_process_group(process_group)
@@ -108,7 +117,10 @@ class RankGroup:
 
     @traced("open the session", "vote")
     def open_session(self, timeout: float) -> Session:
-        """Return a session for one save or load. The n-th session of each rank is the same one."""
+        """Return a session for one save or load. The n-th session of each rank is the same one.
+
+        Every rank calls it, in the same order as all others. It waits for no other rank.
+        """
         this_thread.opened_sessions += 1
         if self.process_group is None or self._store is None or self._executor is None:
             return Session(None, 0, 1, timeout)
@@ -125,6 +137,8 @@ class RankGroup:
 
         It counts as a session: every rank must call it. Nothing is sent yet. A single rank has no store. ``connect``
         returns the connection, given that of the training.
+
+        ``rankless.watch`` calls it on every rank, in the thread of the caller.
         """
         if self.process_group is None or self._store is None:
             return None
@@ -137,6 +151,8 @@ class RankGroup:
 
         It is the process group itself if that has gloo; otherwise all ranks make another one, once. Raises
         ``RankTimeoutError`` if not all of them come to make it within ``seconds``.
+
+        Saves and loads that exchange bytes call it on all ranks, in the thread that exchanges.
         """
         if self.process_group is None:
             return None
@@ -211,6 +227,9 @@ class Session:
         """Do the first half of a vote: do ``work`` and post the outcome.
 
         The returned function does the second half. A single rank raises errors at once.
+
+        :class:`~rankless.save.save_operation.SaveOperation` splits its vote on the copies so: an asynchronous save
+        posts in the call, and finishes the vote in the background.
         """
         if self.store is None:
             result = work()
@@ -251,6 +270,9 @@ class Session:
         """Raise an error if another rank has failed in the work of the current vote. Call it during that work.
 
         Raises ``RankTimeoutError`` if the other rank timed out waiting for a third one, otherwise ``PeerFailedError``.
+
+        :class:`~rankless.engine.io.p2p.P2PExchange` and :class:`~rankless.engine.comm.store_messages.StoreMessages` ask
+        while they wait for bytes.
         """
         if self._channel is None:
             return
@@ -266,6 +288,9 @@ class Session:
 
         Rank 0 waits for all other ranks first, because its process may host the key-value store. If a rank did not come
         to the last vote, it waits only for those that get the error of that.
+
+        A save that has committed calls it on every rank, in the thread that has committed
+        (:mod:`rankless.save.background`), and so do the searches in local tiers. A load of a run directory does not.
         """
         if self.store is None:
             return
@@ -290,7 +315,10 @@ class Session:
         return HostVoteChannel(store, vote, hosts, self.rank, board)
 
     def run_on_all(self, phase: str, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank; all succeed, or all raise the same error."""
+        """Do ``work`` on every rank; all succeed, or all raise the same error.
+
+        Call it on all ranks. ``work`` may fail on one of them alone.
+        """
         return self.vote(phase, work, lambda _: b"", lambda _: b"")[0]
 
     def begin_on_all(self, phase: str, work: Callable[[], T]) -> Callable[[], T]:
@@ -350,7 +378,10 @@ def translate_store_errors(phase: str) -> Iterator[None]:
 
 
 def require_equal(subject: str, values: Sequence[str]) -> str:
-    """Return the value that all ranks passed. Raises ``RankMismatchError`` naming both sides if they differ."""
+    """Return the value that all ranks passed. Raises ``RankMismatchError`` naming both sides if they differ.
+
+    Rank 0 calls it in decisions.
+    """
     for rank, value in enumerate(values):
         if value != values[0]:
             raise RankMismatchError(f"ranks disagree about {subject}: rank 0 has {values[0]}, rank {rank} has {value}")

@@ -1,4 +1,9 @@
-"""Exchange of specs: each rank posts digests of its spec and its meshes, and each distinct one is sent once."""
+"""Exchange of specs: each rank posts digests of its spec and its meshes, and each distinct one is sent once.
+
+A save (:mod:`rankless.save.save_negotiation`), a load (:mod:`rankless.load.load_operation`) and a live copy use it on
+all ranks: rank 0 builds the directory inside its decision on the digests, and each rank builds the :class:`GlobalSpec`
+from the next decision. All ranks must get an equal one: numbers follow from the order of the ranks, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,10 @@ class SpecDirectory(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_digests(cls, posted: Sequence[SpecDigests]) -> SpecDirectory:
-        """Build the directory from the digests of all ranks."""
+        """Build the directory from the digests of all ranks.
+
+        Rank 0 calls it in its decision.
+        """
         spec_of, spec_owners = deduplicate([digests.spec for digests in posted])
         table_of, table_owners = deduplicate([digests.meshes for digests in posted])
         return cls(spec_of, table_of, spec_owners, table_owners)
@@ -42,7 +50,10 @@ class SpecDirectory(msgspec.Struct, frozen=True):
         return len(self.spec_owner_ranks) == 1 and len(self.table_owner_ranks) == 1
 
     def encode_contribution(self, rank: int, spec: Spec, meshes: Meshes) -> tuple[bytes, bytes]:
-        """Return the spec and the meshes that a rank has to send; empty if another rank sends them."""
+        """Return the spec and the meshes that a rank has to send; empty if another rank sends them.
+
+        Each rank calls it in the vote "exchanging tensor specs".
+        """
         return (
             spec.encode() if rank in self.spec_owner_ranks else b"",
             meshes.encode() if rank in self.table_owner_ranks else b"",
@@ -54,6 +65,8 @@ class SpecDirectory(msgspec.Struct, frozen=True):
         """Merge the contributions of all ranks; of equal ones, that of the lowest rank counts.
 
         ``global_ranks`` are the numbers that meshes have for these ranks.
+
+        Every rank calls it after the vote "exchanging tensor specs", with the same contributions.
         """
         specs = [decode_spec(contributions[rank][0]) for rank in self.spec_owner_ranks]
         meshes = [decode_meshes(contributions[rank][1]) for rank in self.table_owner_ranks]

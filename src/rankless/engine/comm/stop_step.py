@@ -15,6 +15,9 @@ report and reading the number. So every rank reaches this step, and none has pas
 ``count_step`` waits for the thread next to it. If a rank is blocked in a collective until others come, its thread
 reports nevertheless, and the others come, as all continue until the chosen step. Nothing blocks inside the store, and
 every wait has a timeout.
+
+:mod:`rankless.liveness.preemption` has one on each rank: training counts its steps in the main thread, and the thread
+of the preemption does the rest. No vote is held.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class StepConsensus:
         """Count one more step. Return whether the chosen step is reached.
 
         Raises the error that occurred in choosing it.
+
+        The thread of the training calls it.
         """
         if not self._counter.acquire(timeout=2 * self._session.timeout):
             raise RankTimeoutError(f"the key-value store of the ranks does not answer while {_PHASE}")
@@ -81,7 +86,11 @@ class StepConsensus:
             return self._store.check([_REQUESTED_KEY])
 
     def agree_on_step(self) -> None:
-        """Agree with all ranks on a step; an error is raised by :meth:`count_step`."""
+        """Agree with all ranks on a step; an error is raised by :meth:`count_step`.
+
+        The thread next to the training calls it, on every rank. The report must not be sent before the counter is
+        locked.
+        """
         with self._counter:
             try:
                 self._chosen = self._await_chosen_step()

@@ -2,6 +2,10 @@
 
 A rank that receives a few bytes from each of thousands of ranks needs no connection to them: all ranks are connected to
 the store. Large messages do not go this way, because the store keeps them in the memory of one process.
+
+:class:`~rankless.engine.io.cell_exchange.CellExchange` uses it for messages up to a limit, in a save from several hosts
+and in an upload, in the thread that writes, inside the vote on the writing. Sender and receiver must agree from the
+plan alone on which messages go this way, and in which round.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ class StoreMessages:
         return StoreMessages(self._session, self._round + number)
 
     def send(self, message: bytes, receiver: int) -> None:
-        """Send a message. Do not wait until it is received."""
+        """Send a message. Do not wait until it is received.
+
+        Each rank that the plan makes a sender calls it before it receives.
+        """
         with translate_store_errors(_PHASE):
             self._store.set(self._key(self._session.rank, receiver), message)
 

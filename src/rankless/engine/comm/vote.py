@@ -1,6 +1,9 @@
 """One vote over a key-value store: every rank posts an outcome, rank 0 decides, every rank reads the decision.
 
 Ranks poll the store instead of blocking in it: that would stall every other user of the same connection.
+
+:class:`~rankless.engine.comm.session.Session` runs one :class:`VoteRound` for each vote, on every rank. Rank 0
+publishes a decision in any case, also if it is interrupted: the others would wait for it until their timeout.
 """
 
 from __future__ import annotations
@@ -90,7 +93,10 @@ class VoteRound:
             self._channel.post_failure(outcome.failure.kind)
 
     def collect_and_decide(self, timeout: float, decide: Decide) -> VoteOutcome:
-        """Collect the outcomes of all ranks, decide, and publish the decision, whatever happens meanwhile."""
+        """Collect the outcomes of all ranks, decide, and publish the decision, whatever happens meanwhile.
+
+        Rank 0 calls it. Once another rank has given up, the decision is an error: that rank has raised already.
+        """
         decision = VoteOutcome(
             failure=RankFailure(RankFailedError.__name__, f"rank {COORDINATOR_RANK} was interrupted while {self.phase}")
         )
@@ -119,7 +125,10 @@ class VoteRound:
         return msgspec.structs.replace(_merge_votes(outcomes, decide, self.phase), hosts=hosts)
 
     def await_decision(self, timeout: float, _: Decide) -> VoteOutcome:
-        """Wait until all ranks have posted, and then for the decision: a commit may take its time, too."""
+        """Wait until all ranks have posted, and then for the decision: a commit may take its time, too.
+
+        All ranks but rank 0 call it.
+        """
         is_small = self._channel.size <= _FEW
         describe_missing = self._describe_missing if is_small else self._describe_missing_briefly
         try:

@@ -1,4 +1,9 @@
-"""The messages of one vote in the job's key-value store: the outcome of each rank, and what rank 0 publishes."""
+"""The messages of one vote in the job's key-value store: the outcome of each rank, and what rank 0 publishes.
+
+:class:`~rankless.engine.comm.vote.VoteRound` calls it, on every rank. This class serves jobs on one host, and jobs with
+one rank on each host; :class:`~rankless.engine.comm.host_vote_channel.HostVoteChannel` serves the others, and falls
+back to it. A rank must post :meth:`give_up` before it raises, because rank 0 looks for it before it commits.
+"""
 
 from __future__ import annotations
 

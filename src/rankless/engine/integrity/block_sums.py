@@ -4,6 +4,9 @@ The CRC of a block is the XOR of the CRCs of its pieces, each extended to the en
 :mod:`rankless.engine.integrity.extend_crcs`). So a rank adds up what it holds of a block, however scattered, to one
 number, and rank 0 adds up the numbers of all ranks. Unlike fragments, sums do not show which bytes are missing: only
 how many.
+
+Each rank makes sums for :func:`~rankless.engine.integrity.crc_gather.vote_with_sums`; rank 0 compares them with the
+CRCs of the base (:mod:`rankless.save.incremental`). A byte may be added once only, by one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Verification of bytes that were read: each rank checks blocks that it read whole, all ranks together the others."""
+"""Verification of bytes that were read: each rank checks blocks that it read whole, all ranks together the others.
+
+A load calls :meth:`~ChecksumVerifier.verify_local` on each rank inside the vote "reading", and
+:meth:`~ChecksumVerifier.verify_across_ranks` on rank 0 in its decision; conversions and the loader of weights do the
+same. A block is corrupt only if it was read wrong twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tables of numbers as named tuples of columns: their encoding as rows, and their concatenation."""
+"""Tables of numbers as named tuples of columns: their encoding as rows, and their concatenation.
+
+Fragments, sums and the tables of parts in a local tier are encoded with it. The tables of parts are on disks
+(:mod:`rankless.tier.part`): the bytes of a row must not change.
+"""
 
 from __future__ import annotations
 

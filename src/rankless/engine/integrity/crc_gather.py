@@ -4,6 +4,10 @@ Ranks are put into buckets in an order in which ranks with adjacent bytes are ne
 :mod:`rankless.engine.plan.rank_order`). The first rank of a bucket merges the CRCs of the bucket, and rank 0
 receives about as much from each bucket as from one rank. No rank waits for another here: a vote after which all have
 reported comes first, and names the ranks that have not.
+
+The votes on the writing of saves, drains, components and conversions, and the votes of incremental saves, go through
+here. With more than :data:`MAX_FLAT_RANKS` ranks the decision of rank 0, such as the commit, runs in the second vote,
+"gathering CRCs". No rank may read the report of another before the first vote has ended.
 """
 
 from __future__ import annotations
@@ -88,6 +92,8 @@ def vote_with_fragments(
 
     ``rank_order`` has all ranks, those with adjacent bytes next to each other; by default they are in ascending order.
     It must be the same on all ranks. Only once for each ``phase`` of a session.
+
+    All ranks call it: saves and drains in the vote "writing", components and conversions in theirs.
     """
 
     def work_and_unpack() -> tuple[Fragments, bytes]:
@@ -104,7 +110,10 @@ def vote_with_sums(
     decide: Callable[[BlockSums], bytes],
     rank_order: Sequence[int] = (),
 ) -> bytes:
-    """Do ``work`` on every rank, and return rank 0's decision over all sums: see :func:`vote_with_fragments`."""
+    """Do ``work`` on every rank, and return rank 0's decision over all sums: see :func:`vote_with_fragments`.
+
+    All ranks of an incremental save call it, in the votes "finding unchanged bytes" and "checking frozen tensors".
+    """
     return _CrcVote(session, phase, _SumCodec()).run(lambda: (work(), b""), lambda sums, _: decide(sums), rank_order)
 
 

@@ -3,6 +3,9 @@
 The CRC of two adjacent ranges is the CRC of the first, extended over the bytes of the second, XOR the CRC of the
 second. (CRC-64/NVME begins and ends with all ones, which cancel out.) Extending a CRC is linear: each of its bytes
 contributes independently.
+
+:mod:`rankless.engine.integrity.fragments` and :mod:`rankless.engine.integrity.block_sums` combine CRCs with it. The
+polynomial is that of the format: stored checksums depend on it.
 """
 
 from __future__ import annotations

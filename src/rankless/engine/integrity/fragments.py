@@ -1,6 +1,9 @@
 """Fragments of many ranks as columns of numbers: their encoding, and the merging of those that are adjacent in a block.
 
 :func:`rankless.ondisk.block_crcs.assemble_crcs` gives the same result for merged fragments as for the original ones.
+
+Each rank encodes its fragments for the vote on the writing of a save, or on the reads of a load; rank 0 decodes those
+of all. :mod:`rankless.tier.generation` merges those in the tables of parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Comparison of file ranges with their checksums. What was not read before is read in chunks by several threads."""
+"""Comparison of file ranges with their checksums. What was not read before is read in chunks by several threads.
+
+Loads and conversions of formats with checksums of files call it on rank 0, in the decision of the vote on the reads;
+``rankless verify`` calls it in its process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The CRCs of what is read of file ranges that have checksums, so that these need not be read once more."""
+"""The CRCs of what is read of file ranges that have checksums, so that these need not be read once more.
+
+Each rank of a load or conversion collects them while it reads a format whose checksums are not those of blocks, and
+posts them in the vote on the reads; rank 0 compares them (:mod:`rankless.load.torch_file_crcs`). Bytes are hashed as
+they were read, before a cast or an exchange.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Selection of the bytes of replicas that ranks compare at a save.
 
 It is a pure function, equal on all ranks that hold the replicas.
+
+:mod:`rankless.engine.integrity.replica_comparison` asks it on each rank. Different positions on two ranks would look
+like replicas that differ: the result may depend on the arguments only.
 """
 
 from __future__ import annotations

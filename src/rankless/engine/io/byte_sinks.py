@@ -1,4 +1,8 @@
-"""Destinations of bytes that are read, other than tensors. Reading a checkpoint with these needs no torch."""
+"""Destinations of bytes that are read, other than tensors. Reading a checkpoint with these needs no torch.
+
+The view of a checkpoint, the commands and verifications read into them, in one process; loads fill tensors instead
+(:mod:`rankless.engine.io.tensor_bytes`). So this module must not import torch.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 Each pair of ranks exchanges at most one message, which ends with a CRC: the network must not change bytes unnoticed.
 Small messages go through the key-value store. So a rank is connected to few others, even if thousands send it some
 bytes each.
+
+:mod:`rankless.save.shard_writer` has one in a save from several hosts, and :mod:`rankless.engine.io.upload_parts` one
+in each round of an upload: on every rank, in the thread that writes, inside the vote "writing". All ranks must call
+:meth:`~CellExchange.start`, also without own bytes, before they wait for the bytes of others.
 """
 
 from __future__ import annotations

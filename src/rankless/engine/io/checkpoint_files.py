@@ -1,4 +1,10 @@
-"""Rank 0's part of a save: it creates the data files, and writes all that is not tensor data."""
+"""Rank 0's part of a save: it creates the data files, and writes all that is not tensor data.
+
+:mod:`rankless.save.folder_output` creates the files in the vote "preparing the save", and finalizes them in the vote on
+the writing, before the rename; a conversion to the format does the same. An upload and a generation of a local tier use
+:func:`build_headers` and :func:`build_indexes` alone. The order must stay: all files and folders are synced before
+:meth:`CheckpointFiles.finalize` returns, because the caller renames then. Headers and records are parts of the format.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +61,18 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         """Create the data files with their final sizes, so that all ranks can write into them.
 
         ``existing`` are the numbers of files that exist already.
+
+        Rank 0 calls it in its decision in the vote on the preparation: all ranks write into the files afterwards.
         """
         for number in range(len(self.plan.files)):
             if number not in existing:
                 self.create_file(number)
 
     def create_file(self, number: int) -> None:
-        """Create one data file with its final size."""
+        """Create one data file with its final size.
+
+        An incremental save also calls it on rank 0 for a file that it cannot share after all.
+        """
         file = self.plan.files[number]
         posix.make_parents(self.folder, file.path)
         posix.allocate_space(self.folder / file.path, file.size)
@@ -78,6 +89,8 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
 
         ``fragments`` are those of all ranks, of all bytes except the ``unchanged`` blocks. Raises ``RankMismatchError``
         if they leave a gap in a tensor.
+
+        Rank 0 calls it in the decision of the vote on the writing.
         """
         headers, records = {}, {}
         for number, (header, record) in enumerate(build_headers(self.plan, fragments, unchanged)):
@@ -133,6 +146,9 @@ def build_headers(
     """Yield the header of each file of a plan, which contains the CRCs of all blocks, and the record of the file.
 
     ``fragments`` are those of all ranks. Raises ``RankMismatchError`` if they leave a gap in a tensor.
+
+    Rank 0 calls it in a commit or for an upload; a generation of a local tier builds its headers on each rank that
+    reads it.
     """
     numbers = itertools.count()
     for file in plan.files:
@@ -164,6 +180,8 @@ def require_block_crcs(fragments: Sequence[Fragment], nbytes: int, tensor_text: 
     """Return the CRC of each block of a tensor from the fragments of all ranks.
 
     Raises ``RankMismatchError`` naming a gap.
+
+    :mod:`rankless.components.component_files` calls it on rank 0, for files of other formats.
     """
     crcs = block_crcs.assemble_crcs(fragments, nbytes)
     complete_crcs = [crc for crc in crcs if crc is not None]

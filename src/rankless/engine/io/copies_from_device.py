@@ -3,6 +3,10 @@
 A contiguous shard is one copy, however large. Small shards that lie next to each other in memory are gathered in a
 scratch on the device first, and strided ones, too: a copy costs some microseconds, and rows of a strided shard would be
 many. The scratch is kept, so that a save allocates nothing on the device.
+
+:mod:`rankless.engine.io.device_staging` and :mod:`rankless.engine.io.device_windows` enqueue with it, in the thread of
+the caller of a save: its current streams decide what the copies follow. The shards must not change before the copies
+are done, and only one thread may use the scratch at a time.
 """
 
 from __future__ import annotations

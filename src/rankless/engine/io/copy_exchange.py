@@ -2,6 +2,9 @@
 
 All messages have one order, which is the same on all ranks, and each rank has a few of its own in flight. So the oldest
 message never waits for a younger one. Every message is hashed on both sides.
+
+:mod:`rankless.live_copy.copy_operation` runs it on every rank, in the vote "copying". A rank with an error must pass
+all its messages on before it raises.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 There are more buffers than threads, and they are pinned: while the device copies out of some, threads read into others.
 A buffer is used again when the copies out of it are done.
+
+:mod:`rankless.engine.io.read` uses it in the thread of the caller and its reading threads, inside the vote "reading".
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ All copies are enqueued at the call, also those of tensors that may be copied la
 device, and the caller for nothing. What is not a step, or runs on other streams, can come between. Therefore some
 chunks are copied once more before all others and before anything that the caller enqueues next, and once after them;
 the three copies must be equal.
+
+:func:`~rankless.engine.io.staging.stage_tensors` makes one on each rank, in the thread of the caller. The background
+thread of an overlapped save waits for it. The first samples must be enqueued before the call returns, and the second
+ones after all copies: otherwise a change in between is not found.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ the caller enqueues later follows the copies, or the caller waits for them.
 
 Streams and events are those of the module of the device (``torch.cuda``, also for HIP, ``torch.xpu``), which torch
 finds for any device, also for one that is written in Python.
+
+Saves, loads, comparisons of replicas and live copies call :func:`begin_copies` on each rank before they copy, in the
+thread of the caller.
 """
 
 from __future__ import annotations

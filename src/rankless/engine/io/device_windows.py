@@ -1,4 +1,8 @@
-"""Bytes of shards on accelerators for a reader: copied into a few windows of pinned memory, ahead of it."""
+"""Bytes of shards on accelerators for a reader: copied into a few windows of pinned memory, ahead of it.
+
+:mod:`rankless.engine.integrity.replica_comparison` hashes shards through it, on each rank, in the vote on the
+preparation. A window is filled again only when its bytes have been hashed.
+"""
 
 from __future__ import annotations
 

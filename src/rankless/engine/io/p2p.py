@@ -2,6 +2,10 @@
 
 Sends and receives use a gloo group. Between two ranks they match in the order in which both make them. Daemon threads
 wait for them, so that a rank does not hang if its peer has left or another rank has failed.
+
+Saves, loads, live copies and transfers of a local tier have one for each exchange, on every rank that takes part,
+inside a vote: an error of a rank sets the flag for which the others look. The order of sends and receives between two
+ranks comes from the plan, and must be the same on both.
 """
 
 from __future__ import annotations
@@ -69,7 +73,10 @@ class P2PExchange:
         self._awaited = self.rank
 
     def send(self, data: Bytes, receiver: int) -> SentBytes:
-        """Start to send. ``data`` must not change until the work is done."""
+        """Start to send. ``data`` must not change until the work is done.
+
+        The thread that exchanges calls it, on the sender alone; the receiver calls :meth:`receive` in the same order.
+        """
         work = dist.isend(torch.from_numpy(data), group=self._group, tag=self._tag, group_dst=receiver)
         return self._require_work(work, receiver)
 
@@ -88,6 +95,8 @@ class P2PExchange:
         """Return a future that is done when all sends and receives are, and those that were begun before in the lane.
 
         Its error is ``RankFailedError`` if a connection breaks.
+
+        :mod:`rankless.tier.part_transfers` waits so for many messages at a time.
         """
         return self._executors[lane].submit(partial(self._wait_for_all, works))
 

@@ -2,6 +2,8 @@
 
 Small ranges, and those of tensors whose bytes cannot be sent from their own memory, are copied into a buffer. Each byte
 is hashed once: the CRC of the part is combined from those of its ranges.
+
+:mod:`rankless.engine.io.upload_parts` fills one for each part that this rank sends, in one of its sending threads.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Buffers keep their large pages: memory that exists is registered with the accelerator's runtime. It is registered once,
 and until it is freed.
+
+Staging, windows, and the buffers of writes and of loads are pinned through :func:`pin_for`, on each rank for its own
+devices. Without an accelerator nothing is done. Memory must be unregistered before it is freed.
 """
 
 from __future__ import annotations

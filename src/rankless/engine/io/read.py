@@ -1,4 +1,9 @@
-"""Reading of byte ranges straight into the tensors. They are hashed while they are still in the processor's cache."""
+"""Reading of byte ranges straight into the tensors. They are hashed while they are still in the processor's cache.
+
+A load calls it on each rank in the vote "reading" (:mod:`rankless.load.rank_reads`), after the last check: from here on
+tensors of the caller change. The view of a checkpoint, conversions, ``rankless verify`` and the loader of weights for
+engines read through it, too.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,8 @@ def read_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``streams`` are those of accelerators with shards. If
     not ``hashed``, there are no fragments: CRCs that are compared with nothing are half of the processor's time.
+
+    A load calls it on each rank in the vote "reading"; other readers call it in one process.
     """
     grain = _choose_grain(files)
     with (
@@ -61,6 +68,8 @@ def read_host_shared(
     """Read file ranges that other ranks of the host read, too. See :func:`read_file_ranges`.
 
     Ranks share the reading: one reads a range from the disk, and the others find it in the page cache.
+
+    A load calls it on each rank of a host in the vote "reading".
     """
     with (
         SourceReader(files, make_readers(BufferedReader)) as reader,

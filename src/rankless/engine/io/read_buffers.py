@@ -1,6 +1,8 @@
 """Memory into which a load reads file ranges: the tensors themselves, or one buffer for each thread.
 
 Tensors on accelerators need pinned buffers: :mod:`rankless.engine.io.device_read_buffers`.
+
+:mod:`rankless.engine.io.read` opens one for each call, and its threads share it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reading of what other ranks of the host read, too, and of which this rank needs parts: it copies just these."""
+"""Reading of what other ranks of the host read, too, and of which this rank needs parts: it copies just these.
+
+:mod:`rankless.inference.joined_reads` calls it on each rank of a host, mostly in the background thread of the loader of
+weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The order in which a rank reads file ranges that other ranks of its host may read, too."""
+"""The order in which a rank reads file ranges that other ranks of its host may read, too.
+
+:mod:`rankless.engine.io.read`, ``read_shared`` and ``read_mapped`` order the requests of one rank with it. The order
+only costs or saves time: ranks need not agree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Reading of bytes that many ranks need: one rank reads them, keeps its part, and sends the others theirs."""
+"""Reading of bytes that many ranks need: one rank reads them, keeps its part, and sends the others theirs.
+
+:mod:`rankless.load.rank_reads` calls both functions on every rank in the vote "reading", with ``share_reads`` or if
+ranks are on several hosts; :mod:`rankless.inference.joined_reads` calls :func:`read_shared`. All ranks must begin the
+items in the order of the plan.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,10 @@ def read_stripes(
     *,
     make_readers: MakeReaders = ReaderPool,
 ) -> Fragments:
-    """Read stripes whole, as other ranks do, keep this rank's part of each, and return the fragments that it hashed."""
+    """Read stripes whole, as other ranks do, keep this rank's part of each, and return the fragments that it hashed.
+
+    Each rank of a load calls it for itself; no message is sent.
+    """
     buffers = BufferPool(STRIPE)
     with SourceReader(files, make_readers(BufferedReader)) as reader:
 

@@ -1,4 +1,8 @@
-"""Shared code of writing and reading: fragments of tensors, and callbacks."""
+"""Shared code of writing and reading: fragments of tensors, and callbacks.
+
+Writes, reads, comparisons and uploads have these types in their arguments. Callbacks of progress are called from
+several threads of one rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Reading of byte ranges from files and file-like sources by several threads."""
+"""Reading of byte ranges from files and file-like sources by several threads.
+
+All reads of tensor data go through it: those of loads, the view, conversions and verifications, and of foreign formats,
+on each rank for itself.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 Tensors that do not change until a certain moment may be copied later. Hashes detect if they have changed nevertheless:
 see :mod:`rankless.engine.io.torn_snapshot`. Tensors on accelerators are copied by the devices, see
 :mod:`rankless.engine.io.device_staging`, all others by threads.
+
+:mod:`rankless.save.shard_writer` calls :func:`stage_tensors` on each rank, in the thread of the caller, in the vote
+"copying what is to be saved". :meth:`StagedTensors.copy_deferred` runs in the background thread, in a second vote of
+this name.
 """
 
 from __future__ import annotations
@@ -107,7 +111,10 @@ class StagedTensors:
 
     @traced("copy what was deferred", "copy")
     def copy_deferred(self, names: Sequence[tuple[str, str]]) -> None:
-        """Copy the deferred chunks. Raises ``TornSnapshotError`` if a sampled one has changed since the call."""
+        """Copy the deferred chunks. Raises ``TornSnapshotError`` if a sampled one has changed since the call.
+
+        The background thread of an overlapped save calls it; the vote on the copies makes its error common.
+        """
         self._in_threads.copy(names)
         self._on_devices.finish(names)
 
@@ -132,6 +139,9 @@ def stage_tensors(
 
     Only the ``deferred`` tensors are still needed afterwards, until :meth:`StagedTensors.copy_deferred` has returned;
     in an overlapped save also all that are on accelerators.
+
+    All ranks call it if the plan needs an exchange, else each for itself. Stripes are exchanged here, so a deferred
+    copy needs no other rank.
     """
     on_devices = DeviceStaging(find_copy_streams(_iterate_shards(plan, shard_of)), shard_of)
     parts = _divide_plan(plan, shard_of, on_devices, deferred)

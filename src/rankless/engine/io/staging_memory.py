@@ -1,6 +1,9 @@
 """Buffers that saves are copied into. They are kept from save to save: fresh pages would cost more than the copy.
 
 A process stages all its saves here, whatever their path. It keeps as much memory as overlapping saves needed.
+
+:mod:`rankless.save.background` has the memory of a process, and gives each save an :class:`Arena`, which that releases
+when it has ended; the memory of a local tier is a subclass (:mod:`rankless.save.tier_stage`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ class StagingMemory:
 
         That takes several times as long as the copy. Nothing is prepared after the first save, or if the memory cgroup
         has no room.
+
+        ``RunDirectory.prepare_staging`` calls it before the first asynchronous save, on each rank for itself.
         """
         with self._lock:
             room = free_cgroup_bytes()

@@ -1,4 +1,9 @@
-"""Tensors that are not in memory: their bytes are read from a checkpoint on demand, and cast if necessary."""
+"""Tensors that are not in memory: their bytes are read from a checkpoint on demand, and cast if necessary.
+
+Conversions write from such tensors (:mod:`rankless.conversion.input_files`), on each rank its share, in the vote
+"converting". Everything that is read must be added to the fragments: they are compared with the checksums of the
+source.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Copies of many equal pieces of a shard at equal distances, as one strided copy."""
+"""Copies of many equal pieces of a shard at equal distances, as one strided copy.
+
+:mod:`rankless.engine.io.copy_exchange` packs and unpacks the messages of a live copy with it, on each rank.
+"""
 
 from __future__ import annotations
 

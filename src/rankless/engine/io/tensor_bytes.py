@@ -2,6 +2,9 @@
 
 Bytes of accelerators are copied on streams of rankless, see :mod:`rankless.engine.io.device_streams`. These must follow
 what the caller of the save or load has enqueued before anything is copied here.
+
+A save wraps the tensors that it has captured, and a load its targets, on each rank. ``view``, ``copy_out`` and
+``write`` are called from the threads of writes and reads.
 """
 
 from __future__ import annotations

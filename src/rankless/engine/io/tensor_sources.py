@@ -1,6 +1,10 @@
 """Sources of tensors other than plain file ranges: boxes that are in several files, or not in row-major order.
 
 Such a tensor is described so that it can be read like a file that contains only this tensor, in row-major order.
+
+The readers in ``formats/`` and of frameworks return them as locations of tensors, on each rank, and
+:mod:`rankless.engine.io.source_reader` reads them. Plans of loads number the sources: a reader must return the same
+object for the same tensor, because only paths are compared by value.
 """
 
 from __future__ import annotations

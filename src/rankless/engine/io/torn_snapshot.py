@@ -1,6 +1,9 @@
 """Detection of torn snapshots: tensors that were changed between the call of a save and a copy that is made later.
 
 Some of the chunks that are copied later are hashed at the call, and again after the copy.
+
+:mod:`rankless.engine.io.staging` samples in the thread of the caller and checks in the background thread, on each rank;
+the vote on the copies makes the error common, before anything is committed.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ Some bytes of a file belong to no tensor, such as the records of a zip file. All
 sending the parts with such bytes. The header of a file is known when all ranks have hashed their bytes. So the sender
 of a part with bytes of a header keeps it until then: small ranges and received bytes in memory of its own, all others
 where they are. A file of one part is kept in the same way, because it is visible as soon as it is sent.
+
+:mod:`rankless.save.shared_upload` runs :meth:`PartUploader.upload` on every rank in the vote "writing", and
+:meth:`UploadedParts.send_held` in the vote "completing the files". All ranks must go through the same rounds. The size
+of parts decides the ETags of objects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The uploads of files to an object store, and the parts in which their bytes are sent."""
+"""The uploads of files to an object store, and the parts in which their bytes are sent.
+
+:mod:`rankless.save.shared_upload` has a target for each file, on every rank; rank 0 has begun the uploads. All ranks
+and the completion must use parts of :data:`PART_BYTES`.
+"""
 
 from __future__ import annotations
 

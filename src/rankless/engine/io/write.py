@@ -1,4 +1,9 @@
-"""Writing of file ranges from this rank's own memory: a few threads fill, hash and write chunks of files."""
+"""Writing of file ranges from this rank's own memory: a few threads fill, hash and write chunks of files.
+
+:mod:`rankless.save.shard_writer` calls :func:`write_file_ranges` on every rank, in the vote "writing"; a drain and a
+conversion call it, too. Rank 0 has created the files before, in the vote on the preparation. A rank must sync its bytes
+before it reports their fragments, unless it saves alone and little.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +54,8 @@ def write_file_ranges(
 
     Apart from the tensors it needs a few buffers of fixed size. ``open_writer`` opens a file for writing; by default
     many bytes go past the page cache. Without ``sync`` nothing is durable before the caller has synced the files.
+
+    Each rank calls it for its own ranges, inside the vote on the writing.
     """
     # A direct write of a few bytes waits for the disk, and its sync waits again: a save of 33 kB took a fourth longer.
     open_writer = open_writer or (BufferedWriter if are_few(count_bytes(file_ranges)) else DirectWriter)

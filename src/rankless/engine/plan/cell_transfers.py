@@ -2,6 +2,11 @@
 
 A rank sends few ranges, and receives few, unless the shards of a tensor are tiny: then the rank that writes a cell
 receives a few bytes from each of thousands of ranks. So received ranges are columns of numbers.
+
+:mod:`rankless.engine.plan.writer_cells` makes the transfers of a save,
+:mod:`rankless.engine.plan.writer_cells_of_parts` the transfers of a drain, and :mod:`rankless.engine.io.cell_exchange`
+executes them, all on each rank for itself. Sender and receiver must have the same transfers in the same order: a
+message has no headers.
 """
 
 from __future__ import annotations
@@ -58,6 +63,9 @@ def cut_out(
     """Divide ranges into those that the rank writes, and the ranges that make up each transfer.
 
     Both arguments are in the order of the files. A transfer without any bytes in ``file_ranges`` is left out.
+
+    :mod:`rankless.save.shard_writer`, :mod:`rankless.engine.io.write_stripes` and
+    :mod:`rankless.engine.io.upload_parts` call it on each rank before they write.
     """
     kept: list[FileRange] = []
     cut: dict[CellTransfer, list[FileRange]] = {}

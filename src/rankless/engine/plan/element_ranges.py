@@ -1,4 +1,8 @@
-"""Contiguous ranges of a tensor in row-major order, and the boxes of indices that make up a range."""
+"""Contiguous ranges of a tensor in row-major order, and the boxes of indices that make up a range.
+
+All of ``engine/``, the readers in ``formats/`` and the components use these types. Row-major order is the order of the
+bytes in the files of a checkpoint.
+"""
 
 from __future__ import annotations
 

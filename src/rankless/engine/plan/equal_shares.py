@@ -1,4 +1,8 @@
-"""Division of the I/O among ranks that hold the same bytes: equal shares of large, adjacent ranges."""
+"""Division of the I/O among ranks that hold the same bytes: equal shares of large, adjacent ranges.
+
+The plans of saves and the conversions by several ranks call it on each rank for itself. The shares of all holders must
+be disjoint and cover everything: the result may depend on the arguments only.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,9 @@ def split_evenly(file_ranges: Sequence[FileRange], index: int, count: int, grain
 
     A boundary inside a range leaves at least ``grain`` bytes on both sides and falls on a multiple of it in the file.
     ``grain`` is at least :data:`MIN_SHARE`.
+
+    Plans of saves call it for bytes that several ranks hold (:mod:`rankless.engine.plan.save_plan`), and conversions to
+    divide their work.
     """
     grain = max(grain, MIN_SHARE)
     if count == 1 or not file_ranges:

@@ -1,4 +1,8 @@
-"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks in which they are moved."""
+"""Byte ranges in files: where the bytes of a tensor are stored, and the chunks in which they are moved.
+
+Saves and loads, plans and the execution of them use these types. No file range of a chunk crosses a block of its
+tensor, because the checksums in the files are those of blocks.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 A rank knows its own bytes. This map tells it, for a few bytes of a file, whose bytes lie next to its own: every rank
 derives the same answer from the specs of all ranks, without a message.
+
+:mod:`rankless.engine.plan.writer_cells` asks it on every rank, while it plans a save from several hosts or an upload.
+All ranks must get the same pieces and fractions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The merged specs and meshes of all ranks: which ranks hold which shards. Every rank derives the same from them."""
+"""The merged specs and meshes of all ranks: which ranks hold which shards. Every rank derives the same from them.
+
+:meth:`SpecDirectory.build_global_spec <rankless.engine.comm.spec_directory.SpecDirectory.build_global_spec>` makes one
+on every rank after the exchange of specs of a save, load or live copy. :meth:`GlobalSpec.iter_tensors` runs in the next
+vote, in which its errors become common. The order of the tensors decides the numbers of tensors in plans, and must be
+equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -155,6 +161,8 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Yield every tensor that some rank holds.
 
         Raises ``RankMismatchError`` if ranks describe a tensor differently.
+
+        Each rank iterates in the vote in which it plans. The order is that of the specs, and equal on all ranks.
         """
         naming: dict[tuple[str, str], list[tuple[int, TensorSpec]]] = {}
         for number, spec in enumerate(self.specs):
@@ -302,6 +310,8 @@ class GlobalSpec(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         Raises ``RankMismatchError`` if a name is of a tied tensor on one rank, and of another tensor on another rank:
         nothing has compared these, and a file cannot have both.
+
+        A save calls it on every rank when it plans its files (:mod:`rankless.engine.plan.save_plan`).
         """
         result: dict[str, dict[str, str]] = {}
         for spec in self.specs:

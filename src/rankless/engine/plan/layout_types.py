@@ -1,4 +1,8 @@
-"""Divisions of tensors among ranks: meshes and placements as in DTensor, and the flat shards of FSDP1."""
+"""Divisions of tensors among ranks: meshes and placements as in DTensor, and the flat shards of FSDP1.
+
+``state/`` describes the caller's tensors with them, each rank sends them in its spec, and the plans derive the shards.
+:class:`Sharded` must divide as torch does: the bytes of a tensor in a file depend on it.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 A rank that omits a range omits all work for it: its own writes, stripes, and the exchange with other hosts. All ranks
 omit the same ranges, so sends and receives still match.
+
+:mod:`rankless.save.incremental` calls :func:`omit_ranges` on every rank after the vote "finding unchanged bytes", with
+the ranges that rank 0 has decided there. The stripes and transfers that are left must be the same on sender and
+receiver.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 The numbers of ranks say little about that. If replicas share the writing of a shard, the ranks that write adjacent
 bytes are those with the same share of neighbouring shards, whatever dimension of the mesh comes first.
+
+:mod:`rankless.engine.plan.save_plan` asks it on every rank; :mod:`rankless.engine.integrity.crc_gather` puts ranks into
+buckets in this order. All ranks must get the same order: the leader of a bucket reads the reports of the others from
+it.
 """
 
 from __future__ import annotations

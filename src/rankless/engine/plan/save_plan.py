@@ -1,6 +1,11 @@
 """The plan of a save: which ranks write which bytes.
 
 It is a pure function of the specs of all ranks and of the own rank.
+
+:mod:`rankless.save.training_save` calls :func:`plan_save` on every rank in the vote "preparing the save",
+:mod:`rankless.components.component_save` calls :func:`plan_into_files` in the vote "comparing replicas". All ranks must
+get the same files, numbers of tensors and order of stripes from the same specs: no sets, no clock, no order by rank.
+Names, sizes and contents of the files must not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -126,6 +131,8 @@ def plan_save(
 
     ``limit`` is the most bytes of tensors in one file. ``host_of`` has the number of the host of each rank; it may be
     empty if all ranks are on one host. With a ``grain``, cells of this size are written by one rank of one host.
+
+    A training save calls it on every rank, unless the plan of an earlier save is still right.
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     groups = _pack_groups(tensors, global_spec.tied_names(), limit)
@@ -178,6 +185,8 @@ def plan_into_files(
     ``spans_by_tensor`` has the places of the bytes of each tensor that ranks hold, in an order that is the same on all
     ranks. A tensor may be stored as several tensors, and it may be stored twice. ``host_of`` and ``grain``
     are as in :func:`plan_save`.
+
+    A save of one component calls it on every rank, with the layout that rank 0 has decided.
     """
     tensors = {(tensor.group, tensor.name): tensor for tensor in global_spec.iter_tensors()}
     spans = dict(sorted(spans_by_tensor.items(), key=_span_positions))

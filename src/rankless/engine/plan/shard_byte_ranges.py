@@ -2,6 +2,9 @@
 
 Sharding selects indices of a dimension in ascending order. So a rank's shard, in row-major order, consists of its
 ranges of the tensor one after another: the part of it that is in a range of the tensor is one range of the shard.
+
+The plans of saves, loads and live copies ask :func:`local_shard` on every rank, for the own shard and for the shards of
+other ranks. It must divide as torch does, also if a dimension is not divisible.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Tensors that are stored as several tensors, each under a name of its own. Pure functions."""
+"""Tensors that are stored as several tensors, each under a name of its own. Pure functions.
+
+``state/model`` makes splits of models whose parameters have several names or parts in a file, on each rank; they are a
+part of the spec. Plans of saves and the readers of such files follow them: both must agree on the order of the
+elements.
+"""
 
 from __future__ import annotations
 

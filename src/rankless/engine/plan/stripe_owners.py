@@ -2,6 +2,9 @@
 
 Every rank works through its stripes in the same order as all others. So sends and receives between two ranks match,
 and the oldest stripe in flight never waits for a younger one.
+
+:mod:`rankless.engine.plan.save_plan` and :mod:`rankless.engine.plan.load_plan` call it on every rank, for all tensors
+in the order of their numbers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A stripe is assembled in memory from the contributions of all ranks, or distributed to them, so that storage sees one
 large request. Stripes are boxes of the tensor, so that a rank's part of one is moved by strided copies.
+
+:mod:`rankless.engine.plan.stripe_owners` divides tensors with it on every rank. All ranks must get the same stripes
+from the same shape. They are not stored: a load may use other sizes than the save.
 """
 
 from __future__ import annotations

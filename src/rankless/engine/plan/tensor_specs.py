@@ -2,6 +2,10 @@
 
 A spec does not depend on the rank that wrote it, and meshes are in a table of their own. So thousands of ranks share a
 few of both, and each rank derives from them which ranks hold which shards.
+
+:mod:`rankless.state.capture` and :mod:`rankless.live_copy.copy_targets` build them on each rank;
+:mod:`rankless.engine.comm.spec_directory` sends them. Equal specs must have equal bytes on all ranks, because ranks
+compare digests.
 """
 
 from __future__ import annotations

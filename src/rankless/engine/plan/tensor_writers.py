@@ -2,6 +2,10 @@
 
 Most questions are about a few bytes, and an answer is a list of pieces. If the shards of a tensor are tiny, thousands
 of ranks have bytes in one cell of a file: then an answer has columns of numbers, and no loop looks at each piece.
+
+:mod:`rankless.engine.plan.file_writers` asks it on every rank while it plans a save from several hosts, an upload, or a
+conversion by several ranks. The turns of stripes must be those of
+:class:`~rankless.engine.plan.stripe_owners.StripeRoutes`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A rank reports the boxes of the tensor that it holds, or only the sizes of its shard. Of sizes, the shards lie side by
 side in the order of their mesh, so each begins after the sizes of those before it. All boxes together must tile the
 tensor.
+
+:mod:`rankless.engine.plan.global_spec` calls it on every rank, inside the vote in which the rank plans; so its errors
+become common.
 """
 
 from __future__ import annotations

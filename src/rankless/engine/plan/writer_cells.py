@@ -7,6 +7,10 @@ host write all bytes of a cell. Ranks of other hosts send their bytes in it to a
 Most cells contain bytes of one shard only, and need no message. Ranks that hold the same bytes divide them at cell
 boundaries. Cells with bytes that belong to no tensor, such as headers, belong to the host of rank 0, or to each rank in
 turn.
+
+:mod:`rankless.engine.plan.save_plan` and :mod:`rankless.conversion.pipeline` call :class:`CellPlanner` on every rank
+for itself. Each byte must have one writer, and sender and receiver must agree, without a message: the choice may depend
+on the arguments only.
 """
 
 from __future__ import annotations

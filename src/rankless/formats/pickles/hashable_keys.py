@@ -1,4 +1,7 @@
-"""Checks of the keys that a pickle adds to dicts and sets: hashing each must be cheap, and few hashes may be equal."""
+"""Checks of the keys that a pickle adds to dicts and sets: hashing each must be cheap, and few hashes may be equal.
+
+:mod:`rankless.formats.pickles.unpickler` has one for each pickle; the opcodes ask it before they add keys.
+"""
 
 from __future__ import annotations
 

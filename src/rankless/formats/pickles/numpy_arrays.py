@@ -1,4 +1,8 @@
-"""NumPy arrays and scalars in pickles: they are recorded while a pickle is read, and made when they are needed."""
+"""NumPy arrays and scalars in pickles: they are recorded while a pickle is read, and made when they are needed.
+
+The allow-lists of torch's files have it, and :mod:`rankless.formats.tree.leaf_decoder` makes the arrays when values are
+decoded.
+"""
 
 from __future__ import annotations
 

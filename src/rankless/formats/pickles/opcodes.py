@@ -1,6 +1,9 @@
 """The opcodes of protocols 2 to 5 for the stack, the memo, plain values and containers.
 
 Source: https://docs.python.org/3/library/pickletools.html
+
+:mod:`rankless.formats.pickles.unpickle` adds the opcodes for objects. Each handler charges what it builds to the
+budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Safe unpickling: every global that a pickle names is looked up in an allow-list, and nowhere else."""
+"""Safe unpickling: every global that a pickle names is looked up in an allow-list, and nowhere else.
+
+Readers of files of ``torch.save``, DCP, DeepSpeed, Megatron and NxD call it, on each rank or process that opens them. A
+checkpoint is not trusted: nothing that a pickle names may be imported or run.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Python's own unpickler, however restricted, cannot be trusted with hostile bytes: one memo index can make it allocate
 gigabytes, and hashing a deeply nested key can crash the process.
+
+:mod:`rankless.formats.pickles.unpickle` makes one for each pickle, and the handlers in
+:mod:`rankless.formats.pickles.opcodes` change it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 ColossalAI writes in place, and writes the index of an asynchronous save before its data. So a crash leaves folders that
 look complete, and shards of earlier saves stay.
+
+:mod:`rankless.inspection.inspected_checkpoint` runs it in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Index files: JSON files that map tensors, or optimizer states, to the files next to them."""
+"""Index files: JSON files that map tensors, or optimizer states, to the files next to them.
+
+Readers of Hugging Face's layout and of ColossalAI read indexes so, on each rank that opens such a folder; saves of
+components ask :func:`files_named_by` on rank 0 which files of an earlier save they replace. A name in an index must not
+lead out of the folder.
+"""
 
 from __future__ import annotations
 

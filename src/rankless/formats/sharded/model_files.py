@@ -3,6 +3,8 @@
 Source: transformers' ``utils/hub.py``, diffusers' ``utils/constants.py`` and ColossalAI 0.5.0's
 ``checkpoint_io/utils.py``. The prefix of ColossalAI is the variant of the other two: it is put before ``.json``, and
 before the extension of a single file.
+
+Readers of such folders call it, on each rank or process that opens them.
 """
 
 from __future__ import annotations

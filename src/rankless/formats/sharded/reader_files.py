@@ -1,4 +1,8 @@
-"""The files of torch.save and safetensors that one reader opens: their trees, a digest, and one budget for all."""
+"""The files of torch.save and safetensors that one reader opens: their trees, a digest, and one budget for all.
+
+:class:`~rankless.formats.sharded.sharded_reader.ShardedReader` and the reader of Accelerate have one. All ranks must
+open the files in the same order: the fingerprint depends on it.
+"""
 
 from __future__ import annotations
 

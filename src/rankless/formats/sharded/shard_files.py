@@ -1,4 +1,8 @@
-"""Reading the tensor files that an index names: files of torch.save, and safetensors files, which may have pickles."""
+"""Reading the tensor files that an index names: files of torch.save, and safetensors files, which may have pickles.
+
+:mod:`rankless.formats.sharded.reader_files` reads with it, on each rank that opens such a folder, and so does
+:mod:`rankless.formats.sharded.find_shard_faults`.
+"""
 
 from __future__ import annotations
 

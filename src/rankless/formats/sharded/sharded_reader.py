@@ -2,6 +2,8 @@
 
 ColossalAI's Booster writes these, and transformers writes weights in files of ``torch.save``. ColossalAI's optimizers
 identify parameters by number, counted over all groups; LowLevelZero counts only parameters that are trained.
+
+:mod:`rankless.formats.detect_foreign` opens it on each rank or process that reads such a folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The allow-list of globals in torch's pickles: how tensors, storages, dtypes and the like are rebuilt.
 
 Source: ``torch/_utils.py``, ``torch/_tensor.py`` and ``torch/serialization.py`` of torch 2.13.
+
+Readers of files of torch, DCP and other systems unpickle with it. A new entry must neither run code nor allocate
+without a budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reading a file of ``torch.save`` in its zip format: the tree in its pickle, with the locations of the tensors."""
+"""Reading a file of ``torch.save`` in its zip format: the tree in its pickle, with the locations of the tensors.
+
+:mod:`rankless.formats.torch_file` and the readers of DCP and NxD call it, on each rank or process that opens such
+files.
+"""
 
 from __future__ import annotations
 

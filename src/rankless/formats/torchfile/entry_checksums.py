@@ -1,4 +1,7 @@
-"""The CRC-32 of each entry of a zip file of ``torch.save``: of each storage, and of the pickle."""
+"""The CRC-32 of each entry of a zip file of ``torch.save``: of each storage, and of the pickle.
+
+:mod:`rankless.formats.file_checksums` and the reader of DCP's records collect with it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Reading files of ``torch.save`` before torch 1.6: consecutive pickles, then the bytes of the storages.
 
 Source: ``_legacy_save`` in ``torch/serialization.py``.
+
+:mod:`rankless.formats.torch_file` and the reader of NxD call it for files that are no zip files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Writing a pickle as ``torch.save`` does, for trees whose tensors are only described and not in memory.
 
 The bytes equal those that torch's pickler writes for the same tree, so that files can be compared with torch's own.
+
+Conversions into the formats of NxD and DeepSpeed plan their files with it, before any tensor is there. torch reads the
+bytes.
 """
 
 from __future__ import annotations

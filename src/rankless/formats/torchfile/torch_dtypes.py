@@ -1,4 +1,7 @@
-"""The names of dtypes and storage classes in files of torch, and their widths."""
+"""The names of dtypes and storage classes in files of torch, and their widths.
+
+Readers and writers of torch's files look names up here.
+"""
 
 from rankless.ondisk import dtypes
 from rankless.ondisk.dtypes import BY_TORCH_NAME

@@ -1,4 +1,8 @@
-"""Placeholders for torch's objects in unpickled trees: dtypes, devices, storages, and tensors by their locations."""
+"""Placeholders for torch's objects in unpickled trees: dtypes, devices, storages, and tensors by their locations.
+
+:mod:`rankless.formats.torchfile.allowed_globals` makes them while a pickle is read; they reach loads as the tensors of
+a reader. Reading them needs no torch.
+"""
 
 from __future__ import annotations
 

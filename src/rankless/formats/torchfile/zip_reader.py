@@ -1,6 +1,8 @@
 """Reading the directory of a zip file whose entries are not compressed, so that their bytes can be read in place.
 
 Source: PKWARE's APPNOTE.TXT 6.3.10, as miniz writes it for torch.
+
+:mod:`rankless.formats.torchfile.archive` and the collectors of checksums read directories with it.
 """
 
 from __future__ import annotations

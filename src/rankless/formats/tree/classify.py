@@ -1,4 +1,7 @@
-"""Recognizing the states of models and optimizers by their structure. Each dict is examined once."""
+"""Recognizing the states of models and optimizers by their structure. Each dict is examined once.
+
+:mod:`rankless.formats.tree.detect_components` and the reader of Accelerate have one for each tree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Detection of the models, optimizers and schedulers in a checkpoint's tree, by common key names and by structure."""
+"""Detection of the models, optimizers and schedulers in a checkpoint's tree, by common key names and by structure.
+
+:mod:`rankless.formats.tree.tree_contents` calls it when a checkpoint of another system is opened, on each rank. All
+ranks must find the same components: the result depends on the tree and the keys alone.
+"""
 
 from __future__ import annotations
 

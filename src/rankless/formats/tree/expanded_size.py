@@ -2,6 +2,8 @@
 
 A pickle can reference one value many times, and walking, comparing or printing the tree visits it as often. So this
 size is charged to the budget before the tree is walked. Computing it examines each value once.
+
+:mod:`rankless.formats.tree.tree_contents` and readers of other systems call it before they walk an unpickled tree.
 """
 
 from __future__ import annotations

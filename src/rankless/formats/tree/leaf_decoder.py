@@ -1,4 +1,7 @@
-"""Decoding the leaves of an unpickled tree that are not plain values: tensors, dtypes, devices, NumPy arrays."""
+"""Decoding the leaves of an unpickled tree that are not plain values: tensors, dtypes, devices, NumPy arrays.
+
+:mod:`rankless.formats.tree.tree_contents` decodes with it, on each rank of a load.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Parameters are identified by number (``Optimizer.state_dict``) or by name (``get_optimizer_state_dict``, which can also
 be flattened).
+
+:mod:`rankless.formats.tree.tree_contents` parses optimizers with it. The result of :meth:`ParsedOptimizer.to_values`
+has the form of ``state.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The contents of a checkpoint that is a tree: groups of named tensors, and a tree of values, as readers need them."""
+"""The contents of a checkpoint that is a tree: groups of named tensors, and a tree of values, as readers need them.
+
+Readers of files of torch, DCP, DeepSpeed, Megatron, NxD, ColossalAI and Accelerate make one each, on each rank or
+process that opens such a checkpoint. Names of tensors must be equal on all ranks.
+"""
 
 from __future__ import annotations
 

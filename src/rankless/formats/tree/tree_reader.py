@@ -1,4 +1,8 @@
-"""The base class of readers of formats that store a tree of tensors and values."""
+"""The base class of readers of formats that store a tree of tensors and values.
+
+The readers of most other systems inherit from it. The fingerprint is compared between ranks in the vote "reading the
+metadata".
+"""
 
 from __future__ import annotations
 

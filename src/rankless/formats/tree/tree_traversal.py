@@ -1,4 +1,8 @@
-"""Walking and copying untrusted trees. Their depth, and the work of walking them, is bounded."""
+"""Walking and copying untrusted trees. Their depth, and the work of walking them, is bounded.
+
+The modules of ``formats/tree`` and readers of other systems walk trees with it. Each visit must be charged to a budget,
+or have been.
+"""
 
 from __future__ import annotations
 

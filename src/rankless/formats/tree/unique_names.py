@@ -1,4 +1,7 @@
-"""Names made of paths, which must be unique."""
+"""Names made of paths, which must be unique.
+
+:mod:`rankless.formats.tree.tree_contents` and its neighbours name values with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The origins of elements of tensors without data, which operations of torch rename, split, reorder or join."""
+"""The origins of elements of tensors without data, which operations of torch rename, split, reorder or join.
+
+:mod:`rankless.state.model.stand_ins` and :mod:`rankless.state.model.hf_conversion` track with it, on each rank for
+itself, when a model is viewed. Splits follow from it, and so the bytes of files.
+"""
 
 from __future__ import annotations
 

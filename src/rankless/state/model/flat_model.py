@@ -1,4 +1,8 @@
-"""A model whose trained parameters are in tensors that another system keeps and divides among ranks."""
+"""A model whose trained parameters are in tensors that another system keeps and divides among ranks.
+
+:mod:`rankless.deepspeed` passes such models to saves and loads, on each rank;
+:mod:`rankless.state.model.model_traversal` views them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Parameters that are parts of flat parameters, which are divided among ranks: under FSDP1 and DeepSpeed's ZeRO."""
+"""Parameters that are parts of flat parameters, which are divided among ranks: under FSDP1 and DeepSpeed's ZeRO.
+
+:mod:`rankless.state.model.fsdp1` and :mod:`rankless.deepspeed` make them on each rank when a model is viewed;
+:mod:`rankless.state.optimizer.optimizer_view` finds states by them.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 FSDP1 concatenates the parameters of a unit into a flat parameter and divides that into shards of equal length, so a
 rank holds one contiguous range of each. ``state_dict()`` of such a model gathers; nothing here calls it. Source:
 ``torch/distributed/fsdp/_flat_param.py``; torch makes none of this public.
+
+:mod:`rankless.state.model.model_traversal` views such models on each rank, for saves and loads; a load calls
+:func:`reshard` while it matches. Nothing here may communicate.
 """
 # ruff: noqa: SLF001
 

@@ -1,4 +1,8 @@
-"""The layout in which a model's tensors are stored: that of transformers for its models, else that of the memory."""
+"""The layout in which a model's tensors are stored: that of transformers for its models, else that of the memory.
+
+Saves of a model in the layout of transformers ask it on each rank (``components/``), training saves on rank 0, for
+their file with the layout (:mod:`rankless.save.hub_layout`). The result decides the bytes of files.
+"""
 
 from __future__ import annotations
 

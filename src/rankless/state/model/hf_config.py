@@ -1,4 +1,8 @@
-"""Configuration files that make a directory of weights a model of transformers or diffusers."""
+"""Configuration files that make a directory of weights a model of transformers or diffusers.
+
+:mod:`rankless.state.capture` puts the files into a save on each rank, of which rank 0 writes its own. The names and
+contents are what transformers and diffusers read.
+"""
 
 from __future__ import annotations
 

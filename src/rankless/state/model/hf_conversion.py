@@ -1,6 +1,8 @@
 """transformers' own conversion of a model's tensors: it fuses, divides and reorders them in files, such as experts.
 
 The conversion, reversed as ``save_pretrained`` does, is run on tensors without data, whose elements are tracked.
+
+It runs on each rank for itself, without communication; all ranks must get the same layout of the same model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The tensors that transformers leaves out of a model's files, such as computed tables of positions."""
+"""The tensors that transformers leaves out of a model's files, such as computed tables of positions.
+
+Loads ask :func:`optional_names` on each rank while they match, layouts of saves ask :func:`names_not_saved`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 An initializer runs several times, from the same states of the random number generators. All memory that it gets without
 values has another pattern in each run. What differs afterwards depends on such memory.
+
+It runs on each rank while a load matches, before anything has changed; afterwards the generators are as before.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A load fills tensors in place. Then ``load_state_dict`` is called with the model's own state dict, as torch's DCP does:
 its tensors are those of the model, so nothing is copied, and hooks see their values.
+
+:mod:`rankless.state.restore` runs the hooks on each rank in the vote "putting values in place", after all tensors are
+filled. They must run after that: they see the loaded values.
 """
 
 from __future__ import annotations

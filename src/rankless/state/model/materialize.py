@@ -3,6 +3,8 @@
 Parameters are replaced in place, so that tied weights stay tied and an optimizer keeps its references. Tensors that are
 not filled afterwards are initialized by transformers' ``_init_weights`` if the module is part of such a model, else by
 the module's ``reset_parameters``.
+
+:mod:`rankless.state.meta_models` calls it on each rank in the vote "reading" of a load, after the last check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Views of models: their tensors under clean names, without wrappers' prefixes, and their tied weights."""
+"""Views of models: their tensors under clean names, without wrappers' prefixes, and their tied weights.
+
+:mod:`rankless.state.capture` calls :func:`build_view` on each rank in the first vote of a save,
+:mod:`rankless.state.restore` calls :func:`build_load_view` in the vote "reading the metadata". The names are in files:
+wrappers, and the order of modules, must not change them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Uniform views of models: tensors and values by name, and references to parameters as optimizers see them."""
+"""Uniform views of models: tensors and values by name, and references to parameters as optimizers see them.
+
+:mod:`rankless.state.model.model_traversal` makes the views on each rank; captures and restores read them, and the
+optimizer's views find parameters in ``refs``.
+"""
 
 from __future__ import annotations
 

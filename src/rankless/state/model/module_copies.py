@@ -1,4 +1,8 @@
-"""Copies of a model's modules, on which its code can run without an effect on its tensors."""
+"""Copies of a model's modules, on which its code can run without an effect on its tensors.
+
+:mod:`rankless.state.model.initializer_probe` and :mod:`rankless.state.model.materialize` run initializers on such
+copies, on each rank of a load.
+"""
 
 from __future__ import annotations
 

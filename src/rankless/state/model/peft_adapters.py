@@ -3,6 +3,9 @@
 The names come from ``peft.get_peft_model_state_dict``, which selects and renames the entries of a state dict. It gets
 one whose tensors have no data, so that nothing is gathered. Each of its results is one of these tensors, except for
 what PEFT computes when it saves, such as the output of a prompt encoder.
+
+:mod:`rankless.state.capture` and :mod:`rankless.state.restore` call it on each rank. Names of tensors and the
+configuration are what PEFT reads: do not change them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A model that is saved with other entries than those of its own state dict."""
+"""A model that is saved with other entries than those of its own state dict.
+
+:mod:`rankless.lightning.dumped_state` passes such models to saves, on each rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A state dict that ``state_dict`` hooks fill, with tensors without data that stand for the model's tensors."""
+"""A state dict that ``state_dict`` hooks fill, with tensors without data that stand for the model's tensors.
+
+:mod:`rankless.state.model.state_dict_hooks` fills one on each rank when a model with hooks is viewed. What it returns
+must be the model's own tensors, so that nothing is copied.
+"""
 
 from __future__ import annotations
 

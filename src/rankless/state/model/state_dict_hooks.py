@@ -2,6 +2,9 @@
 
 A hook may rename a tensor, or split it. Then each result consists of elements of one of the model's tensors in some
 order, and their bytes are stored without a copy. Results that a hook computes or joins cannot be traced like this.
+
+:mod:`rankless.state.model.model_traversal` asks it on each rank when a model is viewed. The names that hooks give are
+in files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Modules that wrap another one, and the names of tensors without the components that wrappers add.
 
 A wrapper is known by its class. A module of the user may have a child of the same name as the one of a wrapper.
+
+All views of models clean their names with it, on each rank. A name that is not cleaned any more is another name in
+files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Adapters that give optimizers of all kinds one interface: parameter groups with settings, and states by parameter."""
+"""Adapters that give optimizers of all kinds one interface: parameter groups with settings, and states by parameter.
+
+:mod:`rankless.state.optimizer.optimizer_view` makes the adapters on each rank, for captures and restores. Nothing is
+changed before :meth:`OptimizerAdapter.set_states`, which a load calls when it puts values in place.
+"""
 
 from __future__ import annotations
 

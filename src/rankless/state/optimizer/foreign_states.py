@@ -1,4 +1,8 @@
-"""States of optimizers saved by other systems, without their class: compared with those this optimizer creates."""
+"""States of optimizers saved by other systems, without their class: compared with those this optimizer creates.
+
+:mod:`rankless.state.optimizer.optimizer_restore` calls it on each rank in loads from other formats: the checks while it
+matches, the casts when it puts values in place.
+"""
 
 from __future__ import annotations
 

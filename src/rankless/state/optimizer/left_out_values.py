@@ -1,4 +1,7 @@
-"""The warning of outputs that have no place for values which an optimizer keeps besides states and settings."""
+"""The warning of outputs that have no place for values which an optimizer keeps besides states and settings.
+
+Conversions and the writer of NxD's format call it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Changes by the own code of an optimizer to states and settings that have their loaded values already."""
+"""Changes by the own code of an optimizer to states and settings that have their loaded values already.
+
+:mod:`rankless.state.optimizer.own_state` asks it on each rank when a load puts values in place.
+"""
 
 from __future__ import annotations
 

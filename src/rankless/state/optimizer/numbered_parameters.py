@@ -1,4 +1,8 @@
-"""Parameters of an optimizer that have only a number, in a checkpoint (as in ``state_dict()``) or here."""
+"""Parameters of an optimizer that have only a number, in a checkpoint (as in ``state_dict()``) or here.
+
+:mod:`rankless.state.restore` calls it on each rank while it matches an optimizer whose parameters have no names on one
+side.
+"""
 
 from __future__ import annotations
 

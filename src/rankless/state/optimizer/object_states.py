@@ -2,6 +2,10 @@
 
 An object is stored by its attributes. Tensors like a parameter in its collections, such as a queue of its gradients,
 are stored as states of their own, so that they are divided like the parameter in any layout.
+
+:mod:`rankless.state.optimizer.optimizer_view` describes and splits states on each rank of a save;
+:mod:`rankless.state.optimizer.optimizer_restore` joins and builds them. The keys that begin with ``rankless.`` are in
+files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A restore of an optimizer: states are checked and allocated first, and applied when all bytes are read."""
+"""A restore of an optimizer: states are checked and allocated first, and applied when all bytes are read.
+
+:mod:`rankless.state.restore` makes one for each optimizer on each rank, in the vote "reading the metadata";
+:meth:`OptimizerRestore.apply` runs in the vote "putting values in place", after :func:`put_settings` for all optimizers
+together.
+"""
 
 from __future__ import annotations
 

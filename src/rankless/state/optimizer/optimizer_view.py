@@ -2,6 +2,9 @@
 
 ``torch.optim.Optimizer.load_state_dict`` casts float32 moments of bfloat16 parameters down, and torch's
 ``get_optimizer_state_dict`` steps an optimizer that never stepped; neither is used.
+
+:mod:`rankless.state.capture` views optimizers on each rank in the first vote of a save, :mod:`rankless.state.restore`
+while it matches. The form of :meth:`ParamGroup.to_values` is in ``state.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Further values of an optimizer that is passed as a state dict, besides the states of parameters and their groups."""
+"""Further values of an optimizer that is passed as a state dict, besides the states of parameters and their groups.
+
+:mod:`rankless.state.optimizer.optimizer_view` and ``optimizer_restore`` call it on each rank for optimizers that were
+passed as state dicts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A restore of the values that one optimizer keeps besides the states of its parameters and their groups."""
+"""A restore of the values that one optimizer keeps besides the states of its parameters and their groups.
+
+:mod:`rankless.state.optimizer.optimizer_restore` makes one for each optimizer on each rank; :meth:`OwnRestore.apply`
+runs the optimizer's own code, in the vote "putting values in place". It must run after the states and settings are in
+place, because that code may read them.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 The optimizer gives it by its own ``state_dict``, with hooks, and takes it by its own ``load_state_dict``. Entries of
 ``optimizer.state`` that belong to no parameter are of this kind, too.
+
+A save reads it on each rank in its first vote, and merges on rank 0 in the vote "exchanging tensor specs"; a load puts
+it in place on each rank. The form of an entry, and the order of merged ones, are in ``state.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Parameter groups of several optimizers and ranks: merged for a checkpoint, and matched with a saved one."""
+"""Parameter groups of several optimizers and ranks: merged for a checkpoint, and matched with a saved one.
+
+:mod:`rankless.state.capture` merges on each rank, and on rank 0 for all ranks; a load matches on each rank. The order
+of merged groups is in ``state.json``, and must not depend on the ranks.
+"""
 
 from __future__ import annotations
 

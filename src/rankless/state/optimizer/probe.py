@@ -2,6 +2,9 @@
 
 A fake tensor has a shape, a dtype and a device but no memory: nothing is computed, and collectives of a DTensor do not
 communicate. Values that the step reads are invented.
+
+:mod:`rankless.state.optimizer.optimizer_restore` and :mod:`rankless.state.optimizer.state_buffers` ask it on each rank
+while a load matches. Nothing of the caller's may change by it.
 """
 
 from __future__ import annotations

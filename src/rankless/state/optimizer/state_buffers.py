@@ -1,4 +1,8 @@
-"""The tensors that loaded states of an optimizer are read into, also before the optimizer has taken a step."""
+"""The tensors that loaded states of an optimizer are read into, also before the optimizer has taken a step.
+
+:mod:`rankless.state.optimizer.optimizer_restore` asks it on each rank while it matches: new tensors reach the optimizer
+only when values are put in place.
+"""
 
 from __future__ import annotations
 

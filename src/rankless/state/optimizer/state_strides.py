@@ -1,6 +1,9 @@
 """Orders of dimensions in memory, of states whose order is not their parameter's.
 
 A step reads the elements in that order, so that sums of another order differ in the last bits.
+
+A save describes orders on each rank (:mod:`rankless.state.optimizer.optimizer_view`), a load reads them. The
+description is in ``state.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""States of a parameter as a state dict has them, from what a checkpoint stores of them."""
+"""States of a parameter as a state dict has them, from what a checkpoint stores of them.
+
+Writers of other formats call it in conversions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Credentials of Azure Storage, and what each kind adds to a request: a signature, a query, or a token."""
+"""Credentials of Azure Storage, and what each kind adds to a request: a signature, a query, or a token.
+
+:class:`~rankless.storage.azure.azure_dialect.AzureService` signs each attempt of a request with it, in the thread that
+sends. No message may contain a secret.
+"""
 
 from __future__ import annotations
 

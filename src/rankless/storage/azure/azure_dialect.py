@@ -1,4 +1,7 @@
-"""The dialect of Azure Blob Storage: addresses of containers, signatures, and codes of errors."""
+"""The dialect of Azure Blob Storage: addresses of containers, signatures, and codes of errors.
+
+:class:`~rankless.storage.http.client.ObjectClient` asks it for each attempt of a request, in several threads at a time.
+"""
 
 from __future__ import annotations
 

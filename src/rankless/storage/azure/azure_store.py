@@ -2,6 +2,10 @@
 
 Blocks are uploaded under the key of their object: see :mod:`rankless.storage.azure.uncommitted_blocks`. So of two
 uploads to one key at a time, the one that ends first wins, and the other one fails: its blocks are discarded.
+
+``az://`` URLs mean it (:mod:`rankless.storage.location`); each rank has the store of its own process, and any rank may
+send parts of an upload that rank 0 has begun. A block without the mark of its upload must never become a part of an
+object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The environment variables of Azure's tools."""
+"""The environment variables of Azure's tools.
+
+:mod:`rankless.storage.azure.azure_store` reads them on each rank, when a URL is parsed or credentials are needed.
+"""
 
 from __future__ import annotations
 

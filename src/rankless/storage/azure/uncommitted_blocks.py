@@ -3,6 +3,9 @@
 Azure has no uploads with an id: blocks belong to the name of a blob until a list of blocks makes the blob of them. So
 the id of an upload is part of the name of each block. Block 0 marks an upload: it has one byte, and is in no blob.
 If it is missing at the end, the upload was aborted.
+
+:mod:`rankless.storage.azure.azure_store` uses it in uploads and clean-ups. The names of blocks are in the store, and
+another process, also of another version, must be able to recognize and abort them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Access tokens of requests to Google Cloud Storage, from a function or from Google's own library."""
+"""Access tokens of requests to Google Cloud Storage, from a function or from Google's own library.
+
+:class:`~rankless.storage.gcs.gcs_dialect.GCSService` asks for them before each attempt of a request, in the thread that
+sends. No message may contain a token.
+"""
 
 from __future__ import annotations
 

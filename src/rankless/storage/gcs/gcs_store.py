@@ -3,6 +3,9 @@
 Its XML API has the requests of S3. These differ: a condition on the generation of an object takes the place of
 ``If-None-Match``, and the server compares CRC-32C. It accepts no condition and no checksum at the end of an upload. So
 the object is compared with the checksums of its parts afterwards.
+
+``gs://`` URLs mean it (:mod:`rankless.storage.location`); each rank has the store of its own process. An upload counts
+only after the object was compared with what was sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Checksums of parts, and of the object that they become. Google Cloud Storage knows CRC-32C, and not CRC-64/NVME."""
+"""Checksums of parts, and of the object that they become. Google Cloud Storage knows CRC-32C, and not CRC-64/NVME.
+
+:mod:`rankless.storage.gcs.gcs_store` makes a record of each part on the rank that sends it; the record is in the
+receipt, and rank 0 combines all of them when it completes the upload.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A client of an object store: it sends each request until it is answered, and says what to do if it is refused."""
+"""A client of an object store: it sends each request until it is answered, and says what to do if it is refused.
+
+All requests of all stores go through :meth:`ObjectClient.send` (:mod:`rankless.storage.http.object_reads`), from any
+thread of a rank. Whether an earlier attempt may have had its effect must reach the caller: conditional writes are
+decided by it.
+"""
 
 from __future__ import annotations
 

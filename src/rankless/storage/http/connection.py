@@ -1,6 +1,9 @@
 """Connections over HTTP, which are kept open between requests: any thread of the process borrows one that is idle.
 
 ``http.client`` sends from memory that the caller owns, and receives into it: no byte of a tensor is copied here.
+
+:class:`~rankless.storage.http.client.ObjectClient` has one pool, which the sending threads of a process share. An
+answer that is not whole must be an error, and never a shorter answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Requests for objects, and the reads of :class:`~rankless.storage.store.Store`, which are alike in all stores."""
+"""Requests for objects, and the reads of :class:`~rankless.storage.store.Store`, which are alike in all stores.
+
+``S3``, ``GCS`` and ``Azure`` inherit from :class:`ObjectReads`. An answer must be checked to be one to this request
+before its bytes count.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Repetitions of requests that failed: after a random time, which doubles, until the time of the request is over."""
+"""Repetitions of requests that failed: after a random time, which doubles, until the time of the request is over.
+
+:class:`~rankless.storage.http.client.ObjectClient` has a :class:`Throttle` for all threads, and an :class:`Attempts`
+for each request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of the settings of stores, and calls of those that are functions. No message contains a secret."""
+"""Checks of the settings of stores, and calls of those that are functions. No message contains a secret.
+
+The stores check their arguments with it when they are made, on each rank.
+"""
 
 from __future__ import annotations
 

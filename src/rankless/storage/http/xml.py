@@ -1,4 +1,7 @@
-"""XML in the answers of object stores."""
+"""XML in the answers of object stores.
+
+The stores parse lists, results of uploads and errors with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests to buckets with an XML API: that of Amazon S3, and those that are modelled on it."""
+"""Requests to buckets with an XML API: that of Amazon S3, and those that are modelled on it.
+
+:class:`~rankless.storage.http.xml_store.XmlStore`, and so ``S3`` and ``GCS``, inherit from :class:`XmlRequests`.
+"""
 
 from __future__ import annotations
 

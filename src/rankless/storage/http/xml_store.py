@@ -2,6 +2,10 @@
 
 Only what all such servers do is relied on: see ``docs/design.md``. A refusal that should have come may not come, so
 what matters is compared with what the server says afterwards.
+
+``S3`` and ``GCS`` inherit from it. Receipts of parts are passed from rank to rank as texts, and
+:meth:`XmlStore.complete_upload` of rank 0 takes them apart. Conditional writes decide which of two jobs commits: a
+refusal must be distinguished from the effect of an earlier attempt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The dialect of Amazon S3: addresses of buckets, signatures, regions, and codes of errors."""
+"""The dialect of Amazon S3: addresses of buckets, signatures, regions, and codes of errors.
+
+:class:`~rankless.storage.http.client.ObjectClient` asks it for each attempt of a request, in several threads at a time.
+"""
 
 from __future__ import annotations
 

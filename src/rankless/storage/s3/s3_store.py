@@ -1,4 +1,7 @@
-"""``S3``: a store of objects with the API of Amazon S3, at AWS or at any other endpoint."""
+"""``S3``: a store of objects with the API of Amazon S3, at AWS or at any other endpoint.
+
+``s3://`` URLs mean it (:mod:`rankless.storage.location`); each rank has the store of its own process.
+"""
 
 from __future__ import annotations
 
