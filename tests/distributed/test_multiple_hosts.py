@@ -241,10 +241,10 @@ def test_no_byte_of_a_component_is_lost(
     assert ranks(size, save_component, str(tmp_path / name), shard, use_safetensors) == [True] * size
 
 
-def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
-    from rankless.conversion import pipeline
+def convert_on_hosts(source: str, output: str, to: str, as_one: bool, dtype: str | None = None) -> None:
+    from rankless.conversion import folder_output
 
-    cache, write = WriteBackCache(), pipeline.write_file_ranges
+    cache, write = WriteBackCache(), folder_output.write_file_ranges
 
     def read_then_write(files: Sequence[Path], *arguments: Any) -> Any:
         for folder in {file.parent for file in files}:
@@ -255,10 +255,10 @@ def convert_on_hosts(source: str, output: str, to: str, as_one: bool) -> None:
     host = 0 if as_one else dist.get_rank()
     with (
         mock.patch("rankless.conversion.pipeline.host_id", return_value=f"host {host}"),
-        mock.patch.object(pipeline, "write_file_ranges", read_then_write),
+        mock.patch.object(folder_output, "write_file_ranges", read_then_write),
         cache.writing_back(),
     ):
-        rankless.convert(source, output, to=to, verify=False)
+        rankless.convert(source, output, to=to, verify=False, dtype=dtype)
 
 
 def save_source(path: str) -> None:
@@ -273,6 +273,18 @@ def test_no_byte_of_a_conversion_is_lost(ranks: Ranks, tmp_path: Path, to: str) 
     several, one = rankless.open(tmp_path / "several"), rankless.open(tmp_path / "one")
     assert set(several) == set(one)
     assert all(torch.equal(several[name], one[name]) for name in one)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_cells_may_cut_the_elements_that_a_conversion_casts(ranks: Ranks, tmp_path: Path, to: str) -> None:
+    """The tensors of these files begin at any byte."""
+    rankless.save_checkpoint(tmp_path / "run", "step_1", {"a": torch.rand(20_003), "b": torch.rand(40_001)})
+    for dtype in ("float64", "bfloat16"):
+        several = tmp_path / f"several {dtype}"
+        ranks(3, convert_on_hosts, str(tmp_path / "run"), str(several), to, False, dtype)
+        rankless.convert(tmp_path / "run", tmp_path / f"one {dtype}", to=to, dtype=dtype)
+        found, expected = rankless.open(several), rankless.open(tmp_path / f"one {dtype}")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def save_with_a_changed_message(path: str, max_stored: int) -> str:

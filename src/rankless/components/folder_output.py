@@ -22,7 +22,7 @@ from rankless.run.pending_lock import confirm_lock
 
 
 @prepared
-class _BegunFiles(msgspec.Struct, frozen=True, array_like=True):
+class _PendingComponent(msgspec.Struct, frozen=True, array_like=True):
     """The folder that rank 0 has created, and the files, by number, that may be unchanged, in the system's encoding."""
 
     folder: bytes
@@ -51,11 +51,11 @@ class FolderComponentOutput:
         """See :class:`ComponentOutput`."""
         self._pending = PendingFiles(self._destination, files, frames)
         there = {number: os.fsencode(path) for number, path in self._pending.find_there().items()}
-        return _encode(_BegunFiles(os.fsencode(self._pending.folder), there))
+        return _encode(_PendingComponent(os.fsencode(self._pending.folder), there))
 
     def join(self, begun: bytes) -> None:
         """See :class:`ComponentOutput`."""
-        decoded = msgspec.msgpack.decode(begun, type=_BegunFiles)
+        decoded = msgspec.msgpack.decode(begun, type=_PendingComponent)
         self._folder = Path(os.fsdecode(decoded.folder))
         self._there = {number: Path(os.fsdecode(path)) for number, path in decoded.there.items()}
 

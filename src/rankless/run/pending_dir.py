@@ -191,10 +191,12 @@ class PendingDirectory:
 
         Then that one has its name again, and the output is in the pending directory again.
         """
+        # After an exchange, a disk may fail to rename what was replaced: then it is where the output was.
+        replaced = self.displaced_path if posix.path_exists(self.displaced_path) else output
         try:
-            check_replaceable(self.displaced_path)
+            check_replaceable(replaced)
         except TagExistsError:
-            atomic_rename.exchange_directories(self.displaced_path, self.final, output)
+            atomic_rename.exchange_directories(replaced, self.final, output)
             raise
         except StorageError:
             return  # the output has the name by now, and what it has replaced was checked before

@@ -38,6 +38,11 @@ class Retention:
     def check_requirements(self, step: float | None, metrics: Mapping[str, float]) -> None:
         """Raise ``InvalidArgumentError`` if a save lacks a step or metric that the policy needs."""
 
+    def __repr__(self) -> str:
+        """Return the class and its attributes: ranks compare their policies by this text."""
+        settings = (f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__qualname__}({', '.join(settings)})"
+
     def __or__(self, other: Retention) -> Retention:
         """Return a policy that keeps the checkpoints that either policy keeps."""
         return AnyOf(self, other)

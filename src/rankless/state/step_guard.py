@@ -9,8 +9,9 @@ they change tensors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from threading import Event
 from typing import Any
 
@@ -46,6 +47,8 @@ class StepGuard:
     def __init__(self) -> None:
         self._copying: list[_StateCopy] = []
         self._hook: RemovableHandle | None = None
+        #: Saves to different paths add their copies, and remove the hook, in different threads.
+        self._lock = threading.Lock()
 
     def add_copy(self, copied: Event, order_step: Callable[[], None] | None = None) -> None:
         """Make every step from now on follow a copy that is done when ``copied`` is set.
@@ -56,11 +59,13 @@ class StepGuard:
         """
         if copied.is_set():
             return
-        self._copying.append(_StateCopy(copied, order_step))
-        if self._hook is None:
-            # For all optimizers: several may share parameters, and some contain other optimizers.
-            # torch.compile must not trace the hook. The compiler is imported only if a hook is needed.
-            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._copying.append(_StateCopy(copied, order_step))
+            if self._hook is None:
+                # For all optimizers: several may share parameters, and some contain other optimizers.
+                # torch.compile must not trace the hook. The compiler is imported only if a hook is needed.
+                hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
+                self._hook = register_optimizer_step_pre_hook(hook)
 
     def wait(self) -> None:
         """Wait until no copy is in progress.
@@ -78,14 +83,15 @@ class StepGuard:
 
         Must not be called during a step, because torch iterates over its hooks then.
         """
-        self._copying = [copy for copy in self._copying if not copy.copied.is_set()]
-        if self._hook is not None and not self._copying:
-            self._hook.remove()
-            self._hook = None
+        with self._lock:
+            self._copying = [copy for copy in self._copying if not copy.copied.is_set()]
+            if self._hook is not None and not self._copying:
+                self._hook.remove()
+                self._hook = None
 
     def forget_copies(self) -> None:
         """Forget all copies. Called in a forked process, which does not have the threads that copy."""
-        self._copying = []
+        self._copying, self._lock = [], threading.Lock()  # another thread of the parent may have held the lock
 
     def _before_step(self, *_: Any) -> None:
         copying = list(self._copying)
@@ -96,5 +102,5 @@ class StepGuard:
                     self._forget(copy)
 
     def _forget(self, copy: _StateCopy) -> None:
-        if copy in self._copying:
+        with self._lock, suppress(ValueError):
             self._copying.remove(copy)

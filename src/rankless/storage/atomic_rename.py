@@ -111,7 +111,7 @@ def replace_small(path: Path, data: bytes) -> None:
     try:
         write_small(draft, data)
         replace_file(draft, path)
-    except StorageError:
+    except BaseException:  # an interrupt, too, leaves no draft
         with suppress(StorageError):
             remove_file(draft)
         raise

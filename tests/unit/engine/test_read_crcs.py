@@ -16,6 +16,7 @@ from rankless.engine.integrity import range_verification, read_crcs
 from rankless.engine.integrity.range_verification import find_corrupt_ranges
 from rankless.engine.integrity.read_crcs import CrcPiece, HashingReaderPool, ReadCrcs, decode_pieces
 from rankless.engine.plan.file_ranges import CHUNK
+from rankless.errors import UnstableReadError
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.storage.direct_io import BufferedReader
@@ -96,6 +97,27 @@ def test_bytes_that_are_right_once_and_wrong_once_are_corrupt(tmp_path: Path, wr
     with mock.patch.dict(read_crcs.KINDS, {"CRC-32": mock.Mock(compute=lambda _: wrong)}):
         by_rank[-1].add_bytes(path, 0, memoryview(data))
     assert [*find_corrupt_ranges(checksums, decode_pieces(crcs.encode() for crcs in by_rank))] == [0]
+
+
+def test_bytes_that_only_the_first_read_got_wrong_are_not_corrupt(tmp_path: Path) -> None:
+    """A caller that has read them has wrong bytes in its tensors; a verification has nothing to report."""
+    path, data = tmp_path / "a", bytes(range(SIZE))
+    path.write_bytes(data)
+    checksums = [RangeChecksum(path, 0, SIZE, zlib.crc32(data), "CRC-32", "a range")]
+    crcs = ReadCrcs(checksums)
+    crcs.add_bytes(path, 0, memoryview(bytes(SIZE)))
+    (error,) = find_corrupt_ranges(checksums, decode_pieces([crcs.encode()])).values()
+    assert isinstance(error, UnstableReadError)
+    read, first = BufferedReader.read, [True]
+
+    def read_wrongly_once(self: BufferedReader, offset: int, into: memoryview) -> None:
+        read(self, offset, into)
+        if first.pop() if first else False:
+            into[3] ^= 1
+
+    with mock.patch.object(BufferedReader, "read", read_wrongly_once):
+        assert find_corrupt_ranges(checksums) == {}
+    assert not first
 
 
 def test_ranks_that_read_in_another_order_have_equal_pieces(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def vote_with_fragments(
     """Do ``work`` on every rank, and return rank 0's decision over all fragments, like ``Session.vote``.
 
     ``rank_order`` has all ranks, those with adjacent bytes next to each other; by default they are in ascending order.
-    It must be the same on all ranks. Only once for each ``phase`` of a session.
+    It must be the same on all ranks. A drain that tries again calls it with the same ``phase``.
 
     All ranks call it: saves and drains in the vote "writing", components and conversions in theirs.
     """

@@ -6,26 +6,33 @@ Loads and conversions of formats with checksums of files call it on rank 0, in t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from rankless.engine.integrity.read_crcs import KINDS, CrcPiece, Unread, tile_range
 from rankless.engine.plan.file_ranges import CHUNK
-from rankless.errors import CorruptCheckpointError
+from rankless.errors import CorruptCheckpointError, UnstableReadError
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage.aligned_memory import BufferPool
 from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.second_read import UncachedReader
+
+_log = logging.getLogger("rankless")
 
 
 def find_corrupt_ranges(
     checksums: Sequence[RangeChecksum], pieces: Sequence[CrcPiece] = ()
-) -> dict[int, CorruptCheckpointError]:
+) -> dict[int, CorruptCheckpointError | UnstableReadError]:
     """Compare ranges with their checksums. Return the errors of those that differ, by number.
 
-    ``pieces`` are the CRCs of bytes that were read. The others are read now.
+    ``pieces`` are the CRCs of bytes that were read. The others are read now. A range that differs is read a second
+    time. If it has its checksum then, it is not corrupt: the error of bytes that a caller has read is that they were
+    read wrongly, and what only this function has read wrongly is no error.
     """
-    errors = {number: _mismatch_error(checksums[number]) for number in _find_contradictions(pieces)}
+    wrong = set(_find_contradictions(pieces))
+    errors: dict[int, CorruptCheckpointError | UnstableReadError] = {}
     crcs = dict.fromkeys(range(len(checksums)), 0)
     tiles = list(_tile_ranges(checksums, pieces))
     read = iter(_read_tiles([tile for tile in tiles if isinstance(tile, Unread)], checksums))
@@ -38,8 +45,34 @@ def find_corrupt_ranges(
             crcs[tile.number] = combine_pair(crcs[tile.number], crc, tile.stop - tile.start)
     for number, crc in crcs.items():
         if crc != checksums[number].crc:
-            errors.setdefault(number, _mismatch_error(checksums[number]))
-    return errors
+            wrong.add(number)
+    read_before = {piece.number for piece in pieces}
+    for number in sorted(wrong - errors.keys()):
+        error = _find_cause(checksums[number], is_read_before=number in read_before)
+        errors |= {number: error} if error is not None else {}
+    return dict(sorted(errors.items()))
+
+
+def _find_cause(checksum: RangeChecksum, *, is_read_before: bool) -> CorruptCheckpointError | UnstableReadError | None:
+    """Read a range once more, past the page cache, and return its error; ``None`` if it is intact."""
+    kind, crc = KINDS[checksum.kind], 0
+    buffers = BufferPool(CHUNK)
+    with ReaderPool(UncachedReader) as readers:
+        for tile in _split_unread(Unread(0, checksum.start, checksum.stop)):
+            found = _compute_crc(tile, checksum, readers, buffers)
+            if isinstance(found, CorruptCheckpointError):
+                return found
+            crc = kind.combine(crc, found, tile.stop - tile.start)
+    if crc != checksum.crc:
+        return _mismatch_error(checksum)
+    subject = f"bytes {checksum.start} to {checksum.stop} of {checksum.file}, {checksum.name}"
+    if not is_read_before:
+        _log.warning("a first read of %s was wrong, and a second one is right", subject)
+        return None
+    return UnstableReadError(
+        f"{subject}, were read wrong, and right the second time: the file is intact; if that happens again, suspect "
+        "the memory of this host"
+    )
 
 
 def _find_contradictions(pieces: Sequence[CrcPiece]) -> set[int]:
