@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,12 +66,24 @@ class Checkpoint:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._stored = sorted((group, name) for group, names in reader.groups.items() for name in names)
-        self._number = {f"{group}/{name}": number for number, (group, name) in enumerate(self._stored)}
-        for group, names in reader.tied.items():
+
+    @cached_property
+    def _stored(self) -> Sequence[tuple[str, str]]:
+        """The group and the name of each tensor, by its number."""
+        return sorted((group, name) for group, names in self._reader.groups.items() for name in names)
+
+    @cached_property
+    def _number(self) -> Mapping[str, int]:
+        """The number of each tensor by its name, also by those of tied ones."""
+        numbers = {f"{group}/{name}": number for number, (group, name) in enumerate(self._stored)}
+        for group, names in self._reader.tied.items():
             for alias, name in names.items():
-                self._number.setdefault(f"{group}/{alias}", self._number[f"{group}/{name}"])
-        self._verifier = ChecksumVerifier(reader, self._stored)
+                numbers.setdefault(f"{group}/{alias}", numbers[f"{group}/{name}"])
+        return numbers
+
+    @cached_property
+    def _verifier(self) -> ChecksumVerifier:
+        return ChecksumVerifier(self._reader, self._stored)
 
     @property
     def path(self) -> Path:
@@ -361,7 +374,7 @@ def open(  # noqa: A001 - the public name
     check_keys(keys)
     root = parse_location(path)
     selected = check_tag_argument(tag)
-    reader = open_latest(root, keys, selected)
+    reader = open_latest(root, keys, selected, is_lazy=keys is None)
     if selected is None and reader.path != root and (ignored := describe_ignored_files(root)):
         warn_caller(ignored)
     for doubt in describe_doubts(reader):

@@ -11,6 +11,7 @@ import errno
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -160,25 +161,46 @@ class NativeReader:
         unopened: list[CorruptCheckpointError] | None = None,
         *,
         keys: Mapping[str, str] | None = None,
+        is_lazy: bool = False,
     ) -> None:
         """Open a checkpoint.
 
         With ``unopened``, the error of each tensor file that cannot be opened is appended to this list instead of
         raised, and its tensors are left out. If there are several models, ``{"model": "gen"}`` selects one, which then
-        is the model of the checkpoint. Other ``keys`` are for other formats.
+        is the model of the checkpoint. Other ``keys`` are for other formats. ``is_lazy``: only the manifest is read
+        now, and the headers of the files when a tensor is asked for.
         """
-        self.path = path
+        self.path, self._unopened, self._keys = path, unopened, keys or {}
         #: The values that :meth:`check_files` has read, for :meth:`read_values`, which comes next in a load.
         self._checked_values: dict[str, bytes] = {}
         self.manifest = self._read_manifest()
+        if not is_lazy:
+            _ = self._groups
+
+    @cached_property
+    def _opened(self) -> Mapping[str, SafetensorsFiles]:
+        """The files of each group of tensors, also of models that were not selected."""
         with detect_replacement(self):
-            opened = {group: SafetensorsFiles(files) for group, files in self._open_data(unopened).items()}
-        self._model = _find_model(path, opened, (keys or {}).get(MODEL))
-        self._groups = {name: files for group, files in opened.items() if (name := self._name_group(group))}
-        self.groups: Mapping[str, Mapping[str, TensorInfo]] = {
-            group: files.tensors for group, files in self._groups.items()
-        }
-        self.tied: Mapping[str, Mapping[str, str]] = {group: files.tied for group, files in self._groups.items()}
+            return {group: SafetensorsFiles(files) for group, files in self._open_data().items()}
+
+    @cached_property
+    def _model(self) -> str:
+        """The group of the selected model."""
+        return _find_model(self.path, self._opened, self._keys.get(MODEL))
+
+    @cached_property
+    def _groups(self) -> Mapping[str, SafetensorsFiles]:
+        return {name: files for group, files in self._opened.items() if (name := self._name_group(group))}
+
+    @cached_property
+    def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """See :class:`rankless.formats.reader.Reader`."""
+        return {group: files.tensors for group, files in self._groups.items()}
+
+    @cached_property
+    def tied(self) -> Mapping[str, Mapping[str, str]]:
+        """See :class:`rankless.formats.reader.Reader`."""
+        return {group: files.tied for group, files in self._groups.items()}
 
     def _name_group(self, group: str) -> str:
         """Return the name of a group; nothing for a model that was not selected."""
@@ -196,20 +218,24 @@ class NativeReader:
         """The checkpoint's id and the CRC of its manifest."""
         return f"{self.manifest.id}-{block_crcs.crc64(manifest.encode_manifest(self.manifest)):016x}"
 
-    def _open_data(self, unopened: list[CorruptCheckpointError] | None) -> dict[str, list[SafetensorsFile]]:
+    def _open_data(self) -> dict[str, list[SafetensorsFile]]:
+        names = [name for name in self.manifest.files if name.endswith(".safetensors")]
         files_by_group: dict[str, list[SafetensorsFile]] = {}
-        for name, record in self.manifest.files.items():
-            if name.endswith(".safetensors"):
-                folder, _, file = name.rpartition("/")
-                group = folder or file.split(".")[0].split("-")[0]
-                try:
-                    data_file = self._open_file(name, record)
-                    files_by_group.setdefault(group, []).append(data_file)
-                except CorruptCheckpointError as error:
-                    if unopened is None:
-                        raise
-                    unopened.append(error)
+        for name, opened in zip(names, store_of(self.path).map_files(self._try_to_open, names), strict=True):
+            folder, _, file = name.rpartition("/")
+            if isinstance(opened, SafetensorsFile):
+                files_by_group.setdefault(folder or file.split(".")[0].split("-")[0], []).append(opened)
+            elif self._unopened is None:
+                raise opened
+            else:
+                self._unopened.append(opened)
         return files_by_group
+
+    def _try_to_open(self, name: str) -> SafetensorsFile | CorruptCheckpointError:
+        try:
+            return self._open_file(name, self.manifest.files[name])
+        except CorruptCheckpointError as error:
+            return error
 
     def _read_manifest(self) -> Manifest:
         return read_manifest(self.path)

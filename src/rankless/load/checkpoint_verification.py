@@ -49,7 +49,7 @@ class CheckpointVerification:
             find_file_checksums(reader.files) if not isinstance(reader, NativeReader) else FileChecksums((), ())
         )
         #: By number, the result for each file range with a checksum that was compared: its error, or ``None``.
-        self._checked_ranges: dict[int, CorruptCheckpointError | None] = {}
+        self._checked_ranges: dict[int, RanklessError | None] = {}
 
     def verify_parts(self) -> Iterator[VerificationResult]:
         """Yield a result for each range that was read, in the order of the files, then the remaining corruptions."""

@@ -74,11 +74,14 @@ def describe_ignored_files(path: Path) -> str | None:
     return f"{path} contains rankless checkpoints: {names} next to them is ignored; to read it, pass its path"
 
 
-def open_latest(path: Path, keys: Mapping[str, str] | None = None, tag: str | Best | None = None) -> Reader:
+def open_latest(
+    path: Path, keys: Mapping[str, str] | None = None, tag: str | Best | None = None, *, is_lazy: bool = False
+) -> Reader:
     """Open a checkpoint, or that of a tag of a run directory, by default the latest one, for reading.
 
     If the checkpoint is replaced or removed meanwhile, try again. ``keys`` and the errors are those of
-    :func:`rankless.formats.detect.open_reader`. Raises ``CheckpointReplacedError`` if all attempts fail.
+    :func:`rankless.formats.detect.open_reader`. ``is_lazy``: see :class:`NativeReader`. Raises
+    ``CheckpointReplacedError`` if all attempts fail.
 
     Each process calls it for itself.
     """
@@ -89,7 +92,7 @@ def open_latest(path: Path, keys: Mapping[str, str] | None = None, tag: str | Be
         resolved = chosen if is_folder else resolve_checkpoint_path(chosen)
         with suppress(CheckpointReplacedError):
             if is_folder or _is_saved_in_store(resolved):
-                return NativeReader(resolved, keys=keys)
+                return NativeReader(resolved, keys=keys, is_lazy=is_lazy)
             infos = cached_checkpoints(chosen)
             is_run = any(map(is_rankless_checkpoint, infos))
             if is_run or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):

@@ -25,6 +25,9 @@ from rankless.storage.body import Body
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.object_path import ObjectPath
 
+T = TypeVar("T")
+Item = TypeVar("Item")
+
 
 class RangeReader(Protocol):
     """A file or an object that is open for reading. Several threads may call it."""
@@ -91,6 +94,9 @@ class Store(Protocol):
 
     def open_reader(self, path: Path) -> RangeReader:
         """Open a file for reading of byte ranges."""
+
+    def map_files(self, read: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+        """Return the results of a function that reads a file for each item: several at a time if each is a request."""
 
     def replace_small(self, path: Path, data: bytes) -> None:
         """Write a small file in one step, in place of the one that is there, if any."""
@@ -212,14 +218,15 @@ class PosixStore:
         """See :class:`Store`."""
         return BufferedReader(path)
 
+    def map_files(self, read: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+        """See :class:`Store`. To start threads takes longer than to open some files."""
+        return list(map(read, items))
+
 
 _POSIX = PosixStore()
 
 #: How many small objects are requested at a time.
 _REQUESTS = 16
-
-T = TypeVar("T")
-Item = TypeVar("Item")
 
 
 def count_stored_bytes(path: Path) -> int:

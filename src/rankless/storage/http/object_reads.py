@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -26,6 +26,7 @@ from rankless.storage.http.client import (
 from rankless.storage.http.connection import MAX_BODY, parse_http_date
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.object_reader import ObjectReader
+from rankless.storage.store import Item, T, map_requests
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)", re.ASCII)
 
@@ -222,6 +223,10 @@ class ObjectReads(ABC):
         """See :class:`~rankless.storage.store.Store`. Objects are no links; a missing one is found by the read."""
         if ".." in path.parts or not any(path.is_relative_to(folder) for folder in within):
             raise UnsafeNameError(f"{path} is outside of the checkpoint: refused")
+
+    def map_files(self, read: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+        """See :class:`~rankless.storage.store.Store`."""
+        return map_requests(read, items)
 
     def open_reader(self, path: Path) -> ObjectReader:
         """See :class:`~rankless.storage.store.Store`."""
