@@ -120,7 +120,7 @@ SAVE_POINTS = (
     ),
     Point(
         "old checkpoint hidden",
-        "rankless.run.cleanup.rename_path",
+        "rankless.run.folder_removal.rename_path",
         after=True,
         rank_0_only=True,
         may_be_committed=True,

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 from campaigns.common import state
 from campaigns.common.state import ViolationError
 from campaigns.objects.readers import Reader
-from rankless.run import cleanup
+from rankless.run import cleanup, object_removal
 from rankless.storage.object_path import ObjectPath
 
 #: How often a list is compared with its objects, and the seconds between.
@@ -135,7 +135,7 @@ def describe_tags(run: Run) -> list[str]:
 
 def check_nothing_is_left(run: Run) -> None:
     """Clean up as if a day had passed. Raise ``ViolationError`` if anything but the checkpoints is left."""
-    with mock.patch.object(cleanup, "ABANDONED_SECONDS", -60.0):  # the clocks of hosts may differ
+    with mock.patch.object(object_removal, "ABANDONED_SECONDS", -60.0):  # the clocks of hosts may differ
         cleanup.clean_up(run.path, with_whole=True)
     folders = {tag.folder for tag in _read_tags(run).values()}
     names = {name.partition("/")[0] for name in run.list_names()} - {".tags", ".journal", ".history"}

@@ -87,7 +87,7 @@ from rankless.run.retention import KeepEvery as KeepEvery
 from rankless.run.retention import KeepLast as KeepLast
 from rankless.run.retention import KeepNewerThan as KeepNewerThan
 from rankless.run.retention import KeepTags as KeepTags
-from rankless.run.scan import CheckpointInfo as CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo as CheckpointInfo
 from rankless.run.tag_arguments import LATEST as LATEST
 from rankless.run.tag_arguments import best as best
 from rankless.run_directory import RunDirectory as RunDirectory

@@ -11,8 +11,8 @@ from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.process_group_argument import ProcessGroupArgument
 from rankless.load.restore_result import RestoreResult
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import Retention
-from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_metrics
 from rankless.run_directory import RunDirectory
 from rankless.save.background import background_saves

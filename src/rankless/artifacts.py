@@ -18,7 +18,7 @@ from rankless.errors import CheckpointReplacedError, FormatError, InvalidArgumen
 from rankless.loggers import current_wandb_run, find_mlflow_run, is_first_rank
 from rankless.run.tag_arguments import TagArgument
 from rankless.storage.location import RUN_PREFIX
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 from rankless.view import Checkpoint
 
 #: The prefix of the tags of a model of MLflow.
@@ -54,7 +54,7 @@ class _Reference:
                 f"{checkpoint.path} is no checkpoint of rankless, so it has no id: convert it, or log its path yourself"
             )
         # In an object store the folder has the id in its name; in a directory it may have a hidden name for a moment.
-        is_object = isinstance(checkpoint.path, ObjectPath)
+        is_object = store_of(checkpoint.path).is_remote
         path = checkpoint.path if is_object else checkpoint.path.parent / checkpoint.tag
         return cls(
             str(path),
@@ -111,7 +111,7 @@ def log_wandb_artifact(
 
 
 def _make_url(checkpoint: Checkpoint, reference: _Reference) -> str:
-    if isinstance(checkpoint.path, ObjectPath):
+    if store_of(checkpoint.path).is_remote:
         return f"{RUN_PREFIX}{reference.path}"
     return (checkpoint.path.parent / reference.tag).as_uri()
 

@@ -32,8 +32,8 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.validation import check_integer, check_tag
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import KeepTags, Retention
-from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument
 from rankless.run_directory import RunDirectory
 from rankless.save.cadence import as_cadence

@@ -16,13 +16,11 @@ from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoChe
 from rankless.formats.native import holds_checkpoint
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import list_checkpoints
-from rankless.run.object_run import tag_of
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.pin import held_pin, is_being_removed
-from rankless.run.pointers import Pointer, find_tag
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import run_store_of, tag_of
 from rankless.run.tag_arguments import Best, TagArgument
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 from rankless.view import Checkpoint
 
@@ -76,7 +74,7 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
             names = store_of(parent).list_names(parent)
             # The lock of a host that has died may stay: after some attempts it counts no more. That of an object store
             # ends by itself, and who holds it looks for pins only once.
-            counts = isinstance(parent, ObjectPath) or attempt < _ATTEMPTS // 2
+            counts = store_of(parent).is_remote or attempt < _ATTEMPTS // 2
             waits = counts and is_being_removed(parent, pinned_tag, identity.run, names)
             if name in names and not waits and holds_checkpoint(checkpoint.path, identity.id):
                 pinned.callback(_warn_if_renamed, checkpoint.path, pinned_tag, identity.id)
@@ -94,9 +92,7 @@ def _open_pinned(path: str | PathLike[str], tag: TagArgument, stack: ExitStack) 
 def _warn_if_renamed(path: Path, tag: str, checkpoint_id: str) -> None:
     """Warn at the end of a pin if the tag, or the path, belongs to another checkpoint than the pinned one now."""
     try:
-        entry = find_tag(path.parent, tag) if isinstance(path, ObjectPath) else None
-        pointer = None if entry is None else entry.pointer
-        has_tag = not isinstance(pointer, Pointer) or pointer.checkpoint_id == checkpoint_id
+        has_tag = not run_store_of(path.parent).names_other(tag, checkpoint_id)
         if has_tag and (holds_checkpoint(path, checkpoint_id) or not store_of(path).path_exists(path)):
             return
     except RanklessError:  # what was read was verified; only the warning is lost

@@ -6,7 +6,7 @@ from os import PathLike
 
 from rankless.run import aliases, catalog
 from rankless.run.aliases import delete_alias
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument, give_alias
 from rankless.storage.location import parse_location
 from rankless.tier.tier_options import LocalTier, as_local_tier

@@ -28,7 +28,7 @@ from rankless.formats.native import RANKS, STATE
 from rankless.observe.warning import warn_caller
 from rankless.ondisk import manifest
 from rankless.options import LoadKeywords, LoadOptions
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.tag_arguments import Best, TagArgument, check_tag_argument, resolve_tag
 from rankless.save.handle import SaveHandle
 from rankless.save.metrics import read_metrics

@@ -33,9 +33,9 @@ from rankless.ondisk.data_files import ONLY_ADAPTERS, WITH_ADAPTERS
 from rankless.ondisk.validation import check_flag, check_timeout
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
 from rankless.run.catalog import claim_incarnation, list_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import JobHistory, read_history
 from rankless.run.retention import Retention, as_policy
-from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.save.background import background_saves
 from rankless.save.base_checkpoint import BaseCheckpoint, KnownRun, loaded_base
@@ -47,7 +47,7 @@ from rankless.save.save_request import SaveRequest
 from rankless.save.training_save import SavePlanCache, TrainingSave
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 from rankless.tier.tier_options import LocalTier, as_local_tier
 
 #: The bytes by which prepared memory exceeds an estimate, in addition to an eighth: ranks write parts of unequal sizes.
@@ -509,7 +509,7 @@ class RunDirectory:
         """Return the loaded checkpoint, unless only the local tier has it: the next save may share files with it."""
         if not restored.id or restored.path is None or restored.source != "run directory":
             return None
-        if isinstance(self.path, ObjectPath):  # objects cannot be linked
+        if store_of(self.path).is_remote:  # objects cannot be linked
             return None
         return loaded_base(restored.path, restored.id, is_coordinator=self._current_ranks().rank == COORDINATOR_RANK)
 

@@ -32,7 +32,6 @@ from rankless.run.lookup import resolve_checkpoint_path
 from rankless.run.retention import KeepLast, KeepTags, Retention
 from rankless.storage.directory_trees import remove_tree
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.storage.posix import is_file, list_names, local_path, make_directory, path_exists, read_small, write_small
 from rankless.storage.store import store_of
 
@@ -129,7 +128,7 @@ class CheckpointMixin(_Base):
         run = self._checkpoint_dir or local_path(str(self.args.output_dir))
         path = resolve_checkpoint_path(run if resume_from is True else parse_location(resume_from))
         if not is_native(path) and not has_checkpoint(path):
-            if isinstance(path, ObjectPath) or (resume_from is True and self._checkpoint_dir is not None):
+            if store_of(path).is_remote or (resume_from is True and self._checkpoint_dir is not None):
                 raise NoCheckpointError(f"there is no checkpoint of rankless in {path}")
             return None, None
         result = restore(path)
@@ -245,9 +244,8 @@ class CheckpointMixin(_Base):
 
     def _load_best_model(self) -> None:
         finalize()
-        best: Path = Path(str(self.state.best_model_checkpoint))
-        if isinstance(self._checkpoint_dir, ObjectPath):
-            best = make_object_path(self._checkpoint_dir.store, str(self.state.best_model_checkpoint))
+        store = store_of(self._checkpoint_dir or Path())
+        best = store.path(str(self.state.best_model_checkpoint))
         if is_native(resolve_checkpoint_path(best)):
             restore(best, model=self.model_wrapped)
         else:

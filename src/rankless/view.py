@@ -39,7 +39,7 @@ from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import CheckpointIdentity
 from rankless.run.folder_names import is_called
 from rankless.run.lookup import describe_ignored_files, open_latest
-from rankless.run.object_run import tag_of
+from rankless.run.run_store import tag_of
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.state.array_decoder import ArrayDecoder, allocate_tensor, tensor_sink
 from rankless.storage.aligned_memory import aligned_buffer

@@ -153,7 +153,7 @@ def test_there_is_always_one_to_be_seen_where_each_save_removes_the_one_before(t
     save_as_other_job(tmp_path, "step_1", 1.0)
     for look, number in ((tags, 2), (rankless.has_checkpoint, 3), (value_of, 4), (rankless.open, 5)):
         with change_at_call(
-            "rankless.run.scan.read_manifest",
+            "rankless.run.checkpoint_info.read_manifest",
             lambda number=number: save_as_other_job(tmp_path, f"step_{number}", float(number), keep=1),
         ):
             seen = look(tmp_path)
@@ -164,7 +164,7 @@ def test_there_is_always_one_to_be_seen_where_each_save_removes_the_one_before(t
 def test_what_goes_is_not_called_unreadable(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "step_1", 1.0)
     save_as_other_job(tmp_path, "step_2", 2.0)
-    with change_at_call("rankless.run.scan.read_manifest", lambda: shutil.rmtree(tmp_path / "step_1")):
+    with change_at_call("rankless.run.checkpoint_info.read_manifest", lambda: shutil.rmtree(tmp_path / "step_1")):
         assert [(info.tag, info.status) for info in rankless.list_checkpoints(tmp_path)] == [("step_2", "complete")]
 
 
@@ -309,7 +309,7 @@ def test_a_job_that_has_loaded_from_a_run_continues_it(tmp_path: Path, by: str) 
 def test_retention_never_removes_what_has_taken_the_name_meanwhile(tmp_path: Path) -> None:
     save_as_other_job(tmp_path, "last", 1.0)
     with change_at_call(
-        "rankless.run.cleanup.rename_path", lambda: save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
+        "rankless.run.folder_removal.rename_path", lambda: save_as_other_job(tmp_path, "last", 3.0, overwrite=True)
     ):
         save_as_other_job(tmp_path, "step_2", 2.0, keep=1)
     assert value_of(tmp_path, "last") == 3.0
@@ -341,7 +341,7 @@ def test_tidying_leaves_what_is_just_being_put_aside(tmp_path: Path) -> None:
         partial.mkdir()
         (tmp_path / "last").rename(tmp_path / aside.name)
 
-    with change_at_call("rankless.run.cleanup._parse_hidden", begin):
+    with change_at_call("rankless.run.folder_removal._parse_hidden", begin):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0
     locks[0].close()
@@ -352,7 +352,7 @@ def test_tidying_leaves_what_was_put_aside_by_a_save_that_has_just_died(tmp_path
     aside = HiddenName("last", rankless.list_checkpoints(tmp_path)[0].run, "2" * 16, "replaced")
     (tmp_path / aside.with_state("partial").name).mkdir()
     with change_at_call(
-        "rankless.run.cleanup._parse_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
+        "rankless.run.folder_removal._parse_hidden", lambda: (tmp_path / "last").rename(tmp_path / aside.name)
     ):
         assert not clean_up(tmp_path, None)
     assert value_of(tmp_path, "last") == 1.0

@@ -25,7 +25,7 @@ import rankless
 from rankless import api
 from rankless.cli.main import app
 from rankless.errors import StorageError
-from rankless.run import cleanup, object_run
+from rankless.run import cleanup, object_removal, object_run
 from rankless.run.pending_dir import PendingDirectory
 from rankless.save.object_publication import ObjectPublication
 from rankless.storage.atomic_rename import rename_noreplace
@@ -368,7 +368,7 @@ class TestBucket:
     @pytest.mark.parametrize("tag", ["last", "\xe9" * 99])
     def test_a_clean_up_keeps_what_has_got_another_tag(self, tag: str) -> None:
         fake = FakeS3()
-        with fake.connected(), mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+        with fake.connected(), mock.patch.object(object_removal, "ABANDONED_SECONDS", -1.0):
             run = fake.store_at("http://fake").path("bucket/run")
             directory = rankless.RunDirectory(run)
             for name, step in (("first", 1), (tag, 2)):
@@ -449,7 +449,9 @@ class TestOtherJobs:
     def test_a_claim_that_fails_after_a_load_is_made_by_the_first_save(self, tmp_path: Path) -> None:
         rankless.save_checkpoint(tmp_path, "step_1", state_of(1), step=1)
         directory = rankless.RunDirectory(tmp_path)
-        failing = mock.patch("rankless.run.claims.create_small", side_effect=StorageError(errno.EROFS, "read-only"))
+        failing = mock.patch(
+            "rankless.storage.store.PosixStore.create_small", side_effect=StorageError(errno.EROFS, "read-only")
+        )
         with failing, pytest.warns(UserWarning, match="cannot be written now"):
             assert directory.restore(None, state_of(-1), resume=True).step == 1
         directory.save("step_2", state_of(2), step=2)

@@ -306,7 +306,7 @@ class TestManifestsThatAreNotFound:
         """Also if the pointer cannot tell that the checkpoint is still named."""
         fake.objects = {key: stored for key, stored in fake.objects.items() if "manifest.json" not in key}
         with (
-            mock.patch.object(selection, "is_named", return_value=False),
+            mock.patch("rankless.run.object_run.is_named", return_value=False),
             mock.patch.object(selection, "_LONGEST_RETRY_SECONDS", 0.001),
             pytest.raises(RanklessError),
         ):
@@ -633,7 +633,7 @@ def test_a_dry_run_names_what_a_prune_would_remove(fake: FakeStore, capsys: pyte
             output = capsys.readouterr().out
             assert "0 leftovers" in output
             assert f"kept s9.{16 * '0'}: something of it has changed" in output
-        with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+        with mock.patch.object(object_removal, "ABANDONED_SECONDS", -1.0):
             for dry_run, verb in ((True, "would remove"), (False, "removed")):
                 prune("run", None, remains=True, dry_run=dry_run, as_json=False)
                 assert f"{verb} 0 checkpoints and 1 leftover" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 import rankless
 from rankless import evaluation
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import cleanup, lease
+from rankless.run import cleanup, lease, object_removal
 from rankless.storage.http.connection import HttpResponse
 from tests.helpers.fake_azure import REQUEST_ID, FakeAzure
 from tests.helpers.fake_http import FakeStore
@@ -209,7 +209,7 @@ def test_garbage_in_the_place_of_pointers_and_pins_stops_no_other_checkpoint(fak
     model = state(0)
     with pytest.warns(UserWarning, match="corrupt"):
         assert rankless.restore(run, model={"net": model}).tag == "s1"
-    with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+    with mock.patch.object(object_removal, "ABANDONED_SECONDS", -1.0):
         cleanup.clean_up(run)
     assert not pins(fake)
 

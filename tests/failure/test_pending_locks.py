@@ -175,7 +175,7 @@ def test_an_owner_that_is_alive_against_all_evidence_cannot_publish_a_part(tmp_p
         remove_tree(path)
 
     remove_tree = directory_trees.remove_tree
-    with mock.patch("rankless.run.cleanup.remove_tree", publish_meanwhile):
+    with mock.patch("rankless.run.folder_removal.remove_tree", publish_meanwhile):
         clean_up(tmp_path)
     assert removed
     assert not (tmp_path / "step_1").exists()
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_process_that_deletes_
         cleaned.append(clean_up(tmp_path))
 
     rename_path = atomic_rename.rename_path
-    with mock.patch("rankless.run.cleanup.rename_path", rename_and_clean_up):
+    with mock.patch("rankless.run.folder_removal.rename_path", rename_and_clean_up):
         assert list(delete_checkpoints(expired)) == expired
     assert cleaned == [[]]
     assert list_names(tmp_path) == ["step_2"]
@@ -211,7 +211,7 @@ def test_a_full_disk_does_not_keep_checkpoints_from_being_deleted(tmp_path: Path
 def test_a_deletion_that_was_interrupted_is_finished_by_another_process(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
-    interrupted = mock.patch("rankless.run.cleanup.remove_tree", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch("rankless.run.folder_removal.remove_tree", side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), interrupted:
         list(delete_checkpoints(rankless.list_checkpoints(tmp_path)[:1]))
     clean_up(tmp_path)

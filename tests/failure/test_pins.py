@@ -21,7 +21,7 @@ from rankless import evaluation
 from rankless.cli.main import app
 from rankless.errors import CheckpointReplacedError, InvalidArgumentError, NoCheckpointError, StorageError
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run import cleanup, owned_lock
+from rankless.run import folder_removal, owned_lock
 from rankless.storage import file_lock
 from tests.helpers.processes import ForkedProcess, start_code
 
@@ -108,7 +108,7 @@ def test_a_pin_of_one_checkpoint_does_not_keep_others(tmp_path: Path) -> None:
 def test_a_removal_that_has_begun_is_undone(tmp_path: Path) -> None:
     """The pin is created between the removal's first look and its rename."""
     save(tmp_path, 1)
-    rename, stack = cleanup.rename_path, []
+    rename, stack = folder_removal.rename_path, []
 
     def pin_and_rename(source: Path, target: Path) -> None:
         if source.name == "s1":
@@ -117,7 +117,7 @@ def test_a_removal_that_has_begun_is_undone(tmp_path: Path) -> None:
             stack.append(pin)
         rename(source, target)
 
-    with mock.patch.object(cleanup, "rename_path", pin_and_rename):
+    with mock.patch.object(folder_removal, "rename_path", pin_and_rename):
         save(tmp_path, 2, keep=1)
     assert stack
     assert tags(tmp_path) == ["s1", "s2"]
@@ -134,7 +134,10 @@ def test_a_removal_that_cannot_look_for_pins_is_undone(tmp_path: Path) -> None:
             raise error
         return None
 
-    with mock.patch.object(cleanup, "find_protection", fail_after_rename), pytest.warns(UserWarning, match="removed"):
+    with (
+        mock.patch.object(folder_removal, "find_protection", fail_after_rename),
+        pytest.warns(UserWarning, match="removed"),
+    ):
         save(tmp_path, 2, keep=1)
     assert tags(tmp_path) == ["s1", "s2"]
 
@@ -252,8 +255,8 @@ def test_a_checkpoint_is_there_as_long_as_its_pin(tmp_path: Path) -> None:
         time.sleep(0.2)
         rename(source, target)
 
-    reader, rename = threading.Thread(target=pin_and_look), cleanup.rename_path
-    with mock.patch.object(cleanup, "rename_path", rename_late):
+    reader, rename = threading.Thread(target=pin_and_look), folder_removal.rename_path
+    with mock.patch.object(folder_removal, "rename_path", rename_late):
         rankless.save_checkpoint(tmp_path, "s3", {"w": torch.zeros(2)}, step=3, keep=rankless.KeepTags("s2"))
     reader.join()
     assert outcomes == ["removed before"]

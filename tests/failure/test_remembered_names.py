@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import rankless
 from rankless.cli.main import app
-from rankless.load import selection
 from rankless.run import claims
+from rankless.run.checkpoint_info import RunScan
+from rankless.run.folder_run_store import FolderRunStore
 from rankless.run.history import Entry
-from rankless.run.scan import RunScan
 from rankless.storage import filesystem_kind, posix
 from tests.helpers.other_jobs import save_as_other_job
 
@@ -61,12 +61,12 @@ def test_a_job_goes_on_from_a_checkpoint_that_appears_while_it_looks(tmp_path: P
         save_as_other_job(tmp_path / "run", "step_1", 1.0)
     scans = [RunScan([], Entry())]
 
-    def look(path: Path, *, is_strict: bool) -> RunScan:
-        return scans.pop() if scans else look_at_run(path, is_strict=is_strict)
+    def look(self: FolderRunStore, *, is_strict: bool) -> RunScan:
+        return scans.pop() if scans and is_strict else look_again(self, is_strict=is_strict)
 
-    look_at_run = selection.look_at_run
+    look_again = FolderRunStore.look
     job = rankless.RunDirectory(tmp_path / "run")
-    with mock.patch.object(selection, "look_at_run", look):
+    with mock.patch.object(FolderRunStore, "look", look):
         job.restore(None, {"w": torch.zeros(64)}, resume=True)
     job.save("step_2", {"w": torch.ones(64)}).wait()  # and no StateError: another job has continued the run
     assert [info.tag for info in rankless.list_checkpoints(tmp_path / "run")] == ["step_1", "step_2"]

@@ -20,8 +20,8 @@ from rankless import KeepBest, KeepEvery, KeepLast, KeepNewerThan, KeepTags
 from rankless.cli.main import app
 from rankless.errors import InvalidArgumentError, StorageError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import Retention
-from rankless.run.scan import CheckpointInfo
 from rankless.storage.atomic_rename import rename_path
 from tests.helpers.pending_locks import lock_pending
 from tests.helpers.pool import Ranks
@@ -149,7 +149,7 @@ def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     save_step(tmp_path, 0)
     with (
-        mock.patch("rankless.run.cleanup.remove_tree", side_effect=StorageError(13, "not yours")),
+        mock.patch("rankless.run.folder_removal.remove_tree", side_effect=StorageError(13, "not yours")),
         pytest.warns(UserWarning, match="is saved, but an old one could not be removed"),
     ):
         save_step(tmp_path, 1, keep=1)
@@ -169,7 +169,7 @@ def test_one_that_cannot_be_removed_keeps_no_others(tmp_path: Path) -> None:
             raise StorageError(errno.EXDEV, f"could not rename {source}: Invalid cross-device link")
         rename_path(source, target)
 
-    with mock.patch("rankless.run.cleanup.rename_path", rename):
+    with mock.patch("rankless.run.folder_removal.rename_path", rename):
         with pytest.warns(UserWarning, match=r"an old one could not be removed: .*step_0"):
             save_step(tmp_path, 4, keep=2)
         assert list_tags(tmp_path) == ["step_0", "step_3", "step_4"]

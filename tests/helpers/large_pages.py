@@ -15,8 +15,8 @@ from rankless.report.page import render_page
 from rankless.report.statistics import statistics_columns
 from rankless.report.tensor_columns import NamedTensor, tensor_columns
 from rankless.report.timeline import build_timeline
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.journal import JournalEntry
-from rankless.run.scan import CheckpointInfo
 
 PLACEMENT = tuple((f"gpu-node-{number:03}.cluster.internal", 8) for number in range(8))
 PHASES = (

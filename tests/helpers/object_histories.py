@@ -15,7 +15,7 @@ import torch
 
 import rankless
 from rankless.errors import RanklessError
-from rankless.run import claims, cleanup, object_journal, pointers
+from rankless.run import claims, cleanup, object_journal, object_removal, pointers
 from rankless.run.catalog import list_stale_directories
 from rankless.save import copied_files
 from rankless.storage.http import retries
@@ -84,7 +84,7 @@ def save_twice() -> None:
 
 def clean_up() -> None:
     """Remove leftovers as if a day had passed."""
-    with mock.patch.object(cleanup, "ABANDONED_SECONDS", -1.0):
+    with mock.patch.object(object_removal, "ABANDONED_SECONDS", -1.0):
         cleanup.clean_up(run_path(), with_whole=True)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from rankless.errors import StateError, SupersededError
 from rankless.run import claims
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import (
     FOLDER,
     Claim,
@@ -27,7 +28,6 @@ from rankless.run.claims import (
     read_history,
     read_newest,
 )
-from rankless.run.scan import CheckpointInfo
 from rankless.storage.object_path import make_object_path
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import AWS, FakeS3

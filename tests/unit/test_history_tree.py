@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.history import Entry, Job, cut_line
 from rankless.run.history_tree import Incarnation, Place, RunTree, build_trees
-from rankless.run.scan import CheckpointInfo
 
 RUN = "a" * 16
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import rankless
 from rankless.report.run_report import ReportOptions, describe_run
-from rankless.run import journal, object_journal
+from rankless.run import folder_run_store, journal, object_journal, object_run_store
 from rankless.run.cleanup import clean_up
 from rankless.run.journal import MAX_PLACEMENT, NAME, OLDER_NAME, JournalEntry, append_entry, read_journal
 from rankless.storage.http.connection import HttpResponse
@@ -135,7 +135,7 @@ def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
 
 
 def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_BYTES", 1000)
+    monkeypatch.setattr(folder_run_store, "MAX_BYTES", 1000)
     for number in range(200):
         append_entry(tmp_path, entry(f"tag_{number}", float(number)))
     assert {path.name for path in tmp_path.iterdir()} == {NAME, OLDER_NAME}
@@ -249,7 +249,7 @@ class TestInAnObjectStore:
         assert [line.kind for line in read_journal(other)] == ["saved", "removed"]
 
     def test_it_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(journal, "MAX_OBJECTS", 5)
+        monkeypatch.setattr(object_run_store, "MAX_OBJECTS", 5)
         notes = run_path() / object_journal.FOLDER / "0 notes.txt"
         notes.store.replace_small(notes, b"mine")
         for number in range(3, 13):

@@ -22,8 +22,8 @@ from rankless.errors import (
     TagExistsError,
 )
 from rankless.run import tag_arguments
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import sort_by_metric
-from rankless.run.scan import CheckpointInfo
 from tests.helpers.commands import invoke, invoke_json
 from tests.helpers.corruption import cut_file
 from tests.helpers.examples import examples

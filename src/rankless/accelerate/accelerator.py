@@ -21,7 +21,7 @@ from rankless.options import FROZEN
 from rankless.run.catalog import list_checkpoints
 from rankless.run.retention import KeepLast
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: Accelerate's name of a checkpoint, and of the folder of checkpoints in the project.
 _TAG, _FOLDER = "checkpoint_{}", "checkpoints"
@@ -137,7 +137,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the package 
     def _existing_path(self, input_dir: str | None) -> Path:
         if input_dir is not None:
             path = parse_location(input_dir)
-            return path if isinstance(path, ObjectPath) else parse_location(Path(input_dir).expanduser())
+            return path if store_of(path).is_remote else parse_location(Path(input_dir).expanduser())
         if not self.project_configuration.automatic_checkpoint_naming:
             raise InvalidArgumentError("pass input_dir, or enable automatic_checkpoint_naming")
         folder = self._project_folder()

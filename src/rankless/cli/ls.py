@@ -18,8 +18,9 @@ from rankless.cli.table import Table
 from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count
-from rankless.run.catalog import StaleDirectory, list_checkpoints
-from rankless.run.scan import CheckpointInfo
+from rankless.run.catalog import list_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.run_store import StaleDirectory
 from rankless.storage.location import parse_location
 
 if TYPE_CHECKING:

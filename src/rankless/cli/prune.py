@@ -15,10 +15,12 @@ from rankless.cli.output import print_json
 from rankless.errors import InvalidArgumentError, RanklessError
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.observe.units import format_count, format_size
-from rankless.run.catalog import StaleDirectory, list_stale_directories
-from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, find_protection, seems_alive
+from rankless.run.catalog import list_stale_directories
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints, seems_alive
+from rankless.run.protection import find_protection
 from rankless.run.retention import KeepLast
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import StaleDirectory
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 

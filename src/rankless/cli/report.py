@@ -26,8 +26,8 @@ from rankless.report.difference_report import describe_difference
 from rankless.report.page import render_page
 from rankless.report.run_report import ReportOptions, Verified, describe_checkpoint, describe_run
 from rankless.report.statistics import Statistics
-from rankless.run.object_run import tag_of
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.run_store import tag_of
 from rankless.storage.atomic_rename import replace_output
 from rankless.storage.posix import local_path
 

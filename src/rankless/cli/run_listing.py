@@ -12,12 +12,13 @@ from rankless.errors import InvalidArgumentError
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_metrics, format_size, format_time
 from rankless.run.aliases import Alias, list_aliases, means
-from rankless.run.catalog import StaleDirectory, list_stale_directories
+from rankless.run.catalog import list_stale_directories
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.interrupted_copy import list_parts_of_checkpoints
 from rankless.run.retention import sort_by_metric
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import StaleDirectory
 from rankless.storage.links_and_clones import own_bytes
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: The share of a checkpoint's size below which its own disk space shows that it shares files. Files that are compressed
 #: or sparse take less space than their size, too.
@@ -71,7 +72,7 @@ class RunListing:
 
 def _own_bytes(info: CheckpointInfo) -> int:
     """Return the disk space that no other checkpoint shares. Objects are never shared."""
-    return info.nbytes if isinstance(info.path, ObjectPath) else own_bytes(info.path)
+    return info.nbytes if store_of(info.path).is_remote else own_bytes(info.path)
 
 
 def _parse_best(text: str) -> tuple[str, str]:

@@ -22,12 +22,12 @@ from rankless.errors import StorageError
 from rankless.observe.terminal import escape_control_characters
 from rankless.observe.units import format_age, format_rate, format_seconds, format_size, format_time
 from rankless.run.aliases import list_meant
-from rankless.run.catalog import StaleDirectory, list_checkpoints
+from rankless.run.catalog import list_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.journal import JournalEntry, read_journal
 from rankless.run.pin import is_pinned
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import StaleDirectory
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import free_bytes
 from rankless.storage.store import store_of
 
@@ -113,7 +113,7 @@ def _describe_costs(entries: Sequence[JournalEntry]) -> Iterator[tuple[str, Cell
 def _describe_disk(path: Path, complete: Sequence[CheckpointInfo]) -> Iterator[tuple[str, Cell]]:
     """Describe the free space of a disk. An object store has no limit."""
     nbytes = complete[-1].nbytes
-    if not isinstance(path, ObjectPath) and nbytes and (free := free_bytes(path)) is not None:
+    if not store_of(path).is_remote and nbytes and (free := free_bytes(path)) is not None:
         text = f"{format_size(free)} free, for {free // nbytes:,} more checkpoints of {format_size(nbytes)}"
         yield "disk", (text, "" if free >= nbytes else "bold red")
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.history_tree import Incarnation, RunTree
-from rankless.run.scan import CheckpointInfo
 
 
 class TreeRow(msgspec.Struct, frozen=True):

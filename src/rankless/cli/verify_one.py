@@ -15,9 +15,8 @@ from rankless.cli.output import format_error_message
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError
 from rankless.inspection.inspected_checkpoint import InspectedCheckpoint, describe_unread, inspect_exact_path
 from rankless.observe.terminal import show_progress
-from rankless.storage import posix
 from rankless.storage.links_and_clones import own_bytes
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: The group whose folder transformers opens, and the file that it prefers if it exists.
 _MODEL, _FIRST = "model", "model.safetensors"
@@ -81,7 +80,7 @@ def verify_checkpoint(path: Path) -> VerifyResult:
         tensors=len(tally.intact),
         checksummed=checksummed,
         bytes=sum(tally.intact.values()),
-        own_bytes=sum(tally.intact.values()) if isinstance(path, ObjectPath) else own_bytes(path),
+        own_bytes=sum(tally.intact.values()) if store_of(path).is_remote else own_bytes(path),
         seconds=seconds,
         problems=tuple(tally.problems),
         notes=(
@@ -138,9 +137,7 @@ def _list_unnamed_weights(checkpoint: InspectedCheckpoint) -> Iterator[str]:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    if isinstance(folder, ObjectPath):
-        return [folder / name for name in sorted(folder.store.list_names(folder))]
-    return posix.list_files(folder)
+    return store_of(folder).list_files(folder)
 
 
 def _describe_effect(file: Path) -> str:

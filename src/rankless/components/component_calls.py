@@ -22,13 +22,13 @@ from rankless.load.load_request import LoadRequest
 from rankless.load.restore_result import RestoreResult
 from rankless.observe.spans import span
 from rankless.ondisk.data_files import NO_ADAPTERS, ONLY_ADAPTERS, SHARD_SIZE, parse_size
-from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.run_store import run_store_of
 from rankless.save.background import background_saves
 from rankless.save.handle import SaveHandle
 from rankless.state.mismatches import RestorePolicy
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: The pending saves of all calls.
 saves = PendingSaves()
@@ -291,9 +291,9 @@ def load_component(
     path = wait_for_path(checkpoint)
     group, timeout = ranks_and_timeout
     ranks = saves.rank_group(group)
-    if ranks.rank == COORDINATOR_RANK and not isinstance(path, ObjectPath):
+    if ranks.rank == COORDINATOR_RANK and not store_of(path).is_remote:
         with suppress(StorageError):  # all ranks will raise it together when they read
-            finish_interrupted_replace(path.parent)
+            run_store_of(path.parent).repair_names()
     request = LoadRequest(
         path=path,
         tag=None,

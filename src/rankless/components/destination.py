@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankless.errors import InvalidArgumentError
-from rankless.run.object_run import check_output_name
-from rankless.storage.object_path import ObjectPath, is_bucket
+from rankless.run.run_store import run_store_of
+from rankless.storage.object_path import is_bucket
 from rankless.storage.store import store_of
 
 
@@ -32,8 +32,7 @@ class Destination:
 
     def check_replaceable(self) -> None:
         """Raise ``InvalidArgumentError`` if the path exists and is of the other kind, or cannot be replaced."""
-        if isinstance(self.path, ObjectPath):
-            check_output_name(self.path)
+        run_store_of(self.path.parent).check_output_name(self.path.name)
         store = store_of(self.path)
         if self.folder and store.is_file(self.path):
             raise InvalidArgumentError(f"{self.path} is a file, but this save writes a folder: choose another path")
@@ -41,7 +40,7 @@ class Destination:
             raise InvalidArgumentError(
                 f"{self.path} is a folder, but shard=False writes one file: pass the path of a file"
             )
-        if self.folder and not isinstance(self.path, ObjectPath) and Path.cwd().is_relative_to(self.path.resolve()):
+        if self.folder and not store.is_remote and Path.cwd().is_relative_to(self.path.resolve()):
             raise InvalidArgumentError(
                 f"{self.path} is, or contains, the working directory of this process, which cannot be replaced in one "
                 "step: choose another folder"

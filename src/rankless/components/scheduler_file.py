@@ -29,7 +29,6 @@ from rankless.process.prepared_types import prepared
 from rankless.state import scheduler as schedulers
 from rankless.state.array_decoder import ArrayDecoder
 from rankless.state.array_encoder import ArrayEncoder
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 _FORMAT = "rankless scheduler"
@@ -66,8 +65,8 @@ def write_scheduler(scheduler: Any, path: Path, session: Session, *, as_torch: b
         if any(other != encoded for other in encoded_states):
             warn_caller("ranks hold different states of the scheduler: rank 0's is saved, and all ranks will load it")
         data = as_saved_bytes(state["state"]) if as_torch else encoded
-        if isinstance(path, ObjectPath):
-            path.store.replace_small(path, data)
+        if store_of(path).is_remote:
+            store_of(path).replace_small(path, data)
             return b""
         files = PendingFiles(destination, FileSet(ComponentContent(SCHEDULER, {}, {}), [], {path.name: data}), [])
         try:

@@ -10,10 +10,10 @@ from rankless.dcp.reader.dcp_directory import METADATA
 from rankless.errors import InvalidArgumentError, StorageError, TagExistsError
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
-from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.ownership import DCP_FOLDER
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import PendingLock
+from rankless.run.run_store import run_store_of
 from rankless.storage import posix
 from rankless.storage.filesystem_kind import is_local
 
@@ -44,7 +44,7 @@ def create_pending(final: Path, *, overwrite: bool) -> PendingDirectory:
     Raises ``TagExistsError`` if something is in the way, ``StorageError`` if a save is in progress.
     """
     pending = pending_directory(final)
-    finish_interrupted_replace(final.parent)
+    run_store_of(final.parent).repair_names()
     _check_destination(final, overwrite=overwrite)
     if posix.path_exists(pending.path):
         _remove_leftover(pending)

@@ -16,11 +16,10 @@ from rankless.dcp.dcp_record_reader import DcpFolder
 from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.dcp.shard_check import check_shards
 from rankless.errors import InvalidArgumentError, MismatchError, NoCheckpointError
-from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.run_store import run_store_of
 from rankless.save.background import background_saves
-from rankless.storage import posix
 from rankless.storage.location import is_supported, parse_location
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 
 class FileSystemReader(StorageReader):
@@ -64,8 +63,8 @@ class FileSystemReader(StorageReader):
 
         See torch's ``StorageReader`` for this method and the next ones.
         """
-        if not isinstance(self.path, ObjectPath) and not posix.path_exists(self.path):
-            finish_interrupted_replace(self.path.parent)
+        if not store_of(self.path).path_exists(self.path):
+            run_store_of(self.path.parent).repair_names()
         if not is_dcp(self.path):
             raise NoCheckpointError(f"there is no distributed checkpoint in {self.path}: it has no .metadata")
         self._folder = DcpFolder.open_folder(self.path, verify=self._verify)

@@ -22,8 +22,8 @@ from rankless.engine.comm.collective_call import collective_call
 from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError
 from rankless.options import LoadKeywords, LoadOptions, SaveKeywords, SaveOptions, with_keywords
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import Retention
-from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import TagArgument
 from rankless.save.handle import SaveHandle
 from rankless.state.mismatches import as_components

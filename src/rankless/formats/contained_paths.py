@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rankless.storage import posix
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 
@@ -20,7 +19,7 @@ def allowed_root(root: Path) -> tuple[Path, ...]:
     file in ``snapshots/<revision>/`` is a link into ``blobs/``. ``blobs`` must be a real folder of the repository,
     because a link could lead anywhere. ``root`` may also be a folder in the revision: of one model of several.
     """
-    if isinstance(root, ObjectPath):
+    if store_of(root).is_remote:
         return (root,)
     snapshots = next((folder for folder in root.parents if folder.name == "snapshots"), None)
     blobs = None if snapshots is None else snapshots.parent / "blobs"

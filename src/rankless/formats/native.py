@@ -35,7 +35,6 @@ from rankless.ondisk.value_files import restore_order
 from rankless.ondisk.values import ArrayCodec
 from rankless.process.prepared_types import prepared
 from rankless.storage.filesystem_kind import forget_names
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.second_read import read_twice_if_wrong
 from rankless.storage.store import store_of
 
@@ -117,7 +116,7 @@ def _read_again_if_missing(file: Path) -> bytes:
     try:
         return store_of(file).read_small(file)
     except StorageError as error:
-        if error.errno != errno.ENOENT or not isinstance(file, ObjectPath):
+        if error.errno != errno.ENOENT or not store_of(file).is_remote:
             raise
     time.sleep(_ABSENCE_SECONDS)
     return store_of(file).read_small(file)
@@ -178,19 +177,16 @@ class NativeReader:
             _ = self._groups
 
     @cached_property
-    def _opened(self) -> Mapping[str, SafetensorsFiles]:
-        """The files of each group of tensors, also of models that were not selected."""
+    def _opened(self) -> tuple[str, Mapping[str, SafetensorsFiles]]:
+        """The group of the selected model, and the files of each group of tensors, also of other models."""
         with detect_replacement(self):
-            return {group: SafetensorsFiles(files) for group, files in self._open_data().items()}
-
-    @cached_property
-    def _model(self) -> str:
-        """The group of the selected model."""
-        return _find_model(self.path, self._opened, self._keys.get(MODEL))
+            opened = {group: SafetensorsFiles(files) for group, files in self._open_data().items()}
+        return _find_model(self.path, opened, self._keys.get(MODEL)), opened
 
     @cached_property
     def _groups(self) -> Mapping[str, SafetensorsFiles]:
-        return {name: files for group, files in self._opened.items() if (name := self._name_group(group))}
+        _, opened = self._opened
+        return {name: files for group, files in opened.items() if (name := self._name_group(group))}
 
     @cached_property
     def groups(self) -> Mapping[str, Mapping[str, TensorInfo]]:
@@ -204,14 +200,15 @@ class NativeReader:
 
     def _name_group(self, group: str) -> str:
         """Return the name of a group; nothing for a model that was not selected."""
-        if self._model == MODEL or group.partition("/")[0] != MODEL:
+        model, _ = self._opened
+        if model == MODEL or group.partition("/")[0] != MODEL:
             return group
-        return MODEL if group == self._model else ""
+        return MODEL if group == model else ""
 
     @property
     def model_folder(self) -> Path:
         """The folder of the model, with its configuration."""
-        return self.path / self._model
+        return self.path / self._opened[0]
 
     @property
     def fingerprint(self) -> str:

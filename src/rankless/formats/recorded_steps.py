@@ -15,8 +15,8 @@ from pathlib import Path
 from rankless.engine.io.tensor_sources import ChunkedSource
 from rankless.errors import RanklessError
 from rankless.formats.reader import FileExtent, Reader
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.store import store_of
 
 #: How the bytes of a step are decoded. Other dtypes round large steps.
 _DECODERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
@@ -84,7 +84,7 @@ def _find_steps(reader: Reader, group: str) -> Iterator[tuple[tuple[Path, int], 
     """Yield the files and offsets of steps, and how each is decoded. Several parameters may have one step."""
     tensors = reader.groups.get(group, {})
     names = [name for name, info in tensors.items() if name.endswith("/step") and info.dtype in _DECODERS]
-    most = _MOST_REQUESTS if isinstance(reader.path, ObjectPath) else _MOST
+    most = _MOST_REQUESTS if store_of(reader.path).is_remote else _MOST
     for name in names[:: len(names) // most + 1]:
         decoder = _DECODERS[tensors[name].dtype]
         extents = reader.find_extents(group, name, 0, tensors[name].nbytes)

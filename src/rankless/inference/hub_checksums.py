@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rankless.engine.plan.file_ranges import CHUNK
 from rankless.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -50,7 +49,7 @@ def _compute_sha256(file: Path) -> str:
 
 
 def _find_sha256(file: Path) -> str | None:
-    if isinstance(file, ObjectPath):
+    if store_of(file).is_remote:
         return None
     blob = file.resolve().name  # in the cache, a snapshot has links to files that are named by their ETag
     if _SHA256.fullmatch(blob):

@@ -36,8 +36,8 @@ from rankless.observe.reporter import notify_listener
 from rankless.run.lookup import open_latest
 from rankless.run.tag_arguments import TagArgument, check_tag_argument
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import host_id
+from rankless.storage.store import store_of
 
 _log = logging.getLogger("rankless")
 
@@ -101,7 +101,7 @@ class ModelWeights:
         """Return whether ranks must send each other what several need: whether they share no page cache with it."""
         phase = "counting hosts"
         _, raw = session.vote(phase, host_id, str.encode, lambda posted: str(len(set(posted))).encode())
-        return isinstance(self._path, ObjectPath) or int(raw) > 1
+        return store_of(self._path).is_remote or int(raw) > 1
 
     def _report_progress(self, done: int, total: int) -> None:
         notify_listener(self._on_event, Progress("load", self._path, done, total), self._path)

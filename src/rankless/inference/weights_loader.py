@@ -38,7 +38,7 @@ from rankless.inference.stored_slice import StoredSlice
 from rankless.inference.stored_tensors import StoredTensors
 from rankless.inference.weights_report import WeightsReport
 from rankless.storage.closing import ClosingMixin
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: Copies of as many bytes are read next to the caller while it goes on.
 _BATCH_BYTES = 256 * 2**20
@@ -68,7 +68,7 @@ class WeightsLoader(ClosingMixin):
         self._reader = reader
         self._stored = StoredTensors(reader)
         self.names = self._stored.names
-        gap = REMOTE_GAP if isinstance(reader.path, ObjectPath) else LOCAL_GAP
+        gap = REMOTE_GAP if store_of(reader.path).is_remote else LOCAL_GAP
         hashed = verify and any(reader.block_crcs(MODEL, name) is not None for name in self.names)
         self._reads = JoinedReads(reader, self.names, gap, session.rank, on_moved, hashed=hashed)
         self._has_peers = session.size > 1

@@ -24,13 +24,12 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import read_metrics_of
 from rankless.run.catalog import is_run_directory, list_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.folder_names import is_called
 from rankless.run.lookup import describe_ignored_files, open_latest, resolve_checkpoint_path
-from rankless.run.object_run import tag_of
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import tag_of
 from rankless.storage.file_memo import sign_file
 from rankless.storage.filesystem_kind import forget_names
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: Groups of tensors that are inside values.
@@ -153,7 +152,7 @@ def _detect_removal(path: Path) -> Iterator[None]:
 
 
 def _inspect_files(path: Path) -> tuple[str, ...]:
-    if isinstance(path, ObjectPath):  # files of other systems are not read there
+    if store_of(path).is_remote:  # files of other systems are not read there
         return ()
     inspection = inspect_shards(path)
     if inspection.faults:

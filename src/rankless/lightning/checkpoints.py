@@ -20,16 +20,16 @@ from rankless.lightning.removal import remove_checkpoint
 from rankless.load.restore_result import RestoreResult
 from rankless.ondisk.validation import check_choice
 from rankless.options import FROZEN
-from rankless.run.cleanup import finish_interrupted_replace
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.interrupted_copy import is_interrupted_copy
 from rankless.run.ownership import Replaceable
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import run_store_of
 from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.storage.atomic_rename import rename_noreplace
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import local_path, path_exists
+from rankless.storage.store import store_of
 
 #: Seconds that ranks wait for each other.
 TIMEOUT = 600.0
@@ -122,9 +122,9 @@ class LightningCheckpoints:
         session = RankGroup().open_session(TIMEOUT)
 
         def finish_replace() -> None:
-            if session.rank == COORDINATOR_RANK and not isinstance(path, ObjectPath):
+            if session.rank == COORDINATOR_RANK and not store_of(path).is_remote:
                 with suppress(StorageError):  # all ranks together raise it next, if it matters
-                    finish_interrupted_replace(path.parent)
+                    run_store_of(path.parent).repair_names()
 
         session.run_on_all("finding the checkpoint", finish_replace)
         return session.run_on_all("opening the checkpoint", lambda: ResumedCheckpoint.open_path(path))
@@ -149,7 +149,7 @@ def _displace_lightning_checkpoint(path: Path, replaceable: Replaceable) -> Path
     Rank 0 renames it and returns the new path; the other ranks return ``None``. If it fails, or something else is at
     the path, all ranks raise its error. In an object store both can have the same path, and the native one is found.
     """
-    if isinstance(path, ObjectPath):
+    if store_of(path).is_remote:
         return None
 
     def rename_existing(_: list[bytes]) -> bytes:

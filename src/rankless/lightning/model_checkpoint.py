@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpo
 from rankless.errors import InvalidArgumentError
 from rankless.lightning.run_filesystem import RunFileSystem
 from rankless.storage.location import RUN_PREFIX, parse_location
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -32,12 +32,12 @@ class ModelCheckpoint(LightningModelCheckpoint):
     """
 
     def __init__(self, dirpath: str | PathLike[str] | None = None, *args: Any, **options: Any) -> None:
-        if isinstance(dirpath, ObjectPath):
+        if isinstance(dirpath, Path) and store_of(dirpath).is_remote:
             raise InvalidArgumentError(
                 f"pass {dirpath} as a text, {str(dirpath)!r}: Lightning keeps the text alone, so the settings of the "
                 "store must be those of the environment"
             )
-        if isinstance(dirpath, str) and isinstance(parse_location(dirpath), ObjectPath):
+        if isinstance(dirpath, str) and store_of(parse_location(dirpath)).is_remote:
             dirpath = RUN_PREFIX + dirpath.removeprefix(RUN_PREFIX)
         super().__init__(dirpath if dirpath is None else str(dirpath), *args, **options)
 

@@ -14,8 +14,8 @@ from rankless.run.cleanup import delete_checkpoints
 from rankless.run.ownership import Replaceable
 from rankless.run.pending_dir import PendingDirectory
 from rankless.storage.directory_trees import remove_directory, remove_tree
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import is_directory, is_link
+from rankless.storage.store import store_of
 
 
 def remove_checkpoint(path: Path, replaceable: Replaceable) -> None:
@@ -23,7 +23,7 @@ def remove_checkpoint(path: Path, replaceable: Replaceable) -> None:
 
     What is not ``replaceable`` stays, with a warning.
     """
-    if isinstance(path, ObjectPath):
+    if store_of(path).is_remote:
         list(delete_checkpoints([info for info in list_checkpoints(path.parent) if info.tag == path.name]))
     elif (foreign := replaceable.find_foreign(path)) is not None:
         warn_caller(f"{path / foreign if foreign else path} is not removed: it is not {replaceable.text}")

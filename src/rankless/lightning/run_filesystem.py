@@ -15,8 +15,8 @@ from fsspec.spec import AbstractFileSystem
 
 from rankless.errors import InvalidArgumentError
 from rankless.run.catalog import list_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.lookup import resolve_checkpoint_path
-from rankless.run.scan import CheckpointInfo
 from rankless.storage.location import RUN_PREFIX, parse_location
 from rankless.storage.store import store_of
 

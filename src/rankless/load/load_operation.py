@@ -71,9 +71,9 @@ from rankless.state.rank_states import RankState, SavedRankStates, restore_resiz
 from rankless.state.restore import LoadTargets, Merged, list_merged
 from rankless.state.training import TrainingObjects
 from rankless.storage.filesystem_kind import is_local
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import host_id, list_names, path_exists
 from rankless.storage.reader_pool import ReaderPool
+from rankless.storage.store import store_of
 
 #: Seconds that a rank waits for a checkpoint that another host sees.
 _VISIBILITY_SECONDS = 5.0
@@ -289,7 +289,7 @@ class LoadOperation:
         request = self._request
         # Of a generation in the local tier, each host gets what it lacks before.
         exchange_is_needed = self.selected.generation is None
-        has_page_cache = decision.hosts == 1 and not isinstance(request.path, ObjectPath)
+        has_page_cache = decision.hosts == 1 and not store_of(request.path).is_remote
         exchange = request.share_reads == "always" or (request.share_reads == "auto" and not has_page_cache)
 
         #: What differs of the stored tensors that are one tensor of the model, of those that this rank compared.
@@ -357,7 +357,7 @@ class LoadOperation:
         A client of a network file system may remember for half a minute that a name was missing, or was another
         directory. It asks the server again if the directory is listed. If that does not help, the caller raises.
         """
-        if isinstance(folder, ObjectPath) or is_local(folder.parent):
+        if store_of(folder).is_remote or is_local(folder.parent):
             return
 
         def is_visible() -> bool:

@@ -34,15 +34,21 @@ from rankless.load.load_request import LoadRequest
 from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import cached_checkpoints, find_checkpoint
+from rankless.run.checkpoint_info import CheckpointInfo, RunScan, is_rankless_checkpoint
 from rankless.run.claims import read_history
-from rankless.run.cleanup import finish_interrupted_replace
 from rankless.run.corruption import CorruptRecord
-from rankless.run.lookup import all_abandoned_error, describe_ignored_files, latest_checkpoint, resolve_checkpoint_path
-from rankless.run.object_run import has_lost_manifest, is_named, lost_files_error
-from rankless.run.scan import CheckpointInfo, RunScan, is_rankless_checkpoint, look_at_run
+from rankless.run.lookup import (
+    all_abandoned_error,
+    describe_ignored_files,
+    has_lost_manifest,
+    latest_checkpoint,
+    lost_files_error,
+    resolve_checkpoint_path,
+)
+from rankless.run.run_store import run_store_of
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.run.tier_parts_removal import FOLDER
-from rankless.storage.object_path import ObjectPath, make_object_path
+from rankless.storage.store import store_of
 from rankless.tier.part_names import GenerationKey
 
 if TYPE_CHECKING:
@@ -80,13 +86,14 @@ class SelectedCheckpoint(msgspec.Struct, frozen=True, array_like=True):
 
     def locate(self, run: Path) -> Path:
         """Return the path of the folder. ``run`` is the path that the caller has passed."""
-        folder = os.fsdecode(self.folder)
-        return make_object_path(run.store, folder) if isinstance(run, ObjectPath) else Path(folder)
+        return store_of(run).path(os.fsdecode(self.folder))
 
     def still_exists(self, run: Path) -> bool:
         """Return whether the folder still holds this checkpoint; also if it should, but has lost its files."""
         folder = self.locate(run)
-        return self.generation is not None or not self.id or holds_checkpoint(folder, self.id) or is_named(folder)
+        if self.generation is not None or not self.id or holds_checkpoint(folder, self.id):
+            return True
+        return run_store_of(folder.parent).is_named(folder)
 
 
 class SkippedCheckpoints(msgspec.Struct, frozen=True):
@@ -229,7 +236,7 @@ class CheckpointSelector:
 
     def _may_read_again(self, selected: SelectedCheckpoint, error: RanklessError) -> bool:
         """Return whether what is stored may be intact: bytes change on their way, and replicas of a store lag, too."""
-        is_distant = selected.generation is None and isinstance(self._request.path, ObjectPath)
+        is_distant = selected.generation is None and store_of(self._request.path).is_remote
         may_be_wrong = _is_missing(error) or isinstance(error, CorruptCheckpointError)
         is_unclear = isinstance(error, UnstableReadError) or (is_distant and may_be_wrong)
         return is_unclear and (selected.tag, selected.id) not in self._read_again
@@ -252,7 +259,7 @@ class CheckpointSelector:
 
         In an object store the names of folders are never used again, so nothing changes then.
         """
-        if not isinstance(self._request.path, ObjectPath):
+        if not store_of(self._request.path).is_remote:
             time.sleep(_RETRY_SECONDS)
             return False
         self._events[event] += 1
@@ -302,7 +309,7 @@ class CheckpointSelector:
                     raise
                 tags = ", ".join(one.manifest.tag for one in self._local[-_MAX_SHOWN:])
                 raise NoCheckpointError(f"{error}; in the local tier there are {tags}") from error
-        scan = look_at_run(path, is_strict=True)
+        scan = run_store_of(path).look(is_strict=True)
         infos = scan.checkpoints
         if not any(map(is_rankless_checkpoint, infos)) and (selected := self._select_itself(path, scan)) is not None:
             return selected
@@ -387,9 +394,7 @@ def _as_latest(selected: SelectedCheckpoint, scan: RunScan, run: str, sequence: 
 
 def _has_collected(run: Path) -> bool:
     """Return whether hosts have put parts of checkpoints into a run directory. Repair its names, too."""
-    if isinstance(run, ObjectPath):
-        return run.store.is_directory(run / FOLDER)
-    return FOLDER in finish_interrupted_replace(run)
+    return FOLDER in run_store_of(run).repair_names()
 
 
 def _has_lost_files(folder: Path) -> bool:

@@ -28,8 +28,8 @@ from rankless.load.rank_reads import Reads
 from rankless.load.tier_generations import TierHosts, gather_hosts, look_at_hosts, take_over
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import Manifest
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import JobHistory, LoadedBase
-from rankless.run.scan import CheckpointInfo
 from rankless.storage.posix import remove_file
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation_catalog import LocalCheckpoint

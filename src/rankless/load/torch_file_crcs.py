@@ -18,7 +18,7 @@ from rankless.load.rank_reads import Reads
 from rankless.observe.spans import traced
 from rankless.ondisk.range_checksums import RangeChecksum
 from rankless.process.prepared_types import prepared
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: A range is compared if at most the inverse of this fraction of it is missing: one rank reads that.
 _SHARE = 16
@@ -50,7 +50,7 @@ def find_read_crcs(plan: Reads) -> ReadCrcs:
     from rankless.formats.registry import DCP, READABLE  # noqa: PLC0415
 
     own = [plan.files[number] for number in sorted(plan.find_read_files())]
-    paths = {path for path in paths_of(own) if not isinstance(path, ObjectPath)}
+    paths = {path for path in paths_of(own) if not store_of(path).is_remote}
     plain = {folder for folder in {path.parent for path in paths} if not READABLE[DCP].is_at(folder)}
     return ReadCrcs(find_file_checksums(sorted(path for path in paths if path.parent in plain)).sums)
 

@@ -12,7 +12,7 @@ from rankless.inspection.inspected_checkpoint import InspectedCheckpoint
 from rankless.inspection.tensor_pairs import TensorPair
 from rankless.report.compaction import round_number
 from rankless.report.tensor_columns import NamedTensor, list_tensors, tensor_columns
-from rankless.run.object_run import tag_of
+from rankless.run.run_store import tag_of
 
 if TYPE_CHECKING:
     from rankless.inspection.tensor_differences import TensorDifference

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from rankless.observe.units import format_count
 from rankless.report.statistics import Statistics
-from rankless.run.catalog import StaleDirectory
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.history_tree import RunTree
 from rankless.run.journal import JournalEntry
-from rankless.run.scan import CheckpointInfo
+from rankless.run.run_store import StaleDirectory
 
 #: A finding: ``"bad"`` needs somebody's attention, ``"note"`` is good to know.
 Finding = tuple[Literal["bad", "note"], str]

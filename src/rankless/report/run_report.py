@@ -26,13 +26,13 @@ from rankless.report.tensor_columns import NamedTensor, list_tensors, mark_share
 from rankless.report.timeline import build_timeline
 from rankless.run.aliases import list_aliases, means
 from rankless.run.catalog import list_checkpoints, list_stale_directories
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import read_entries
 from rankless.run.history import Entry
 from rankless.run.history_tree import build_trees
 from rankless.run.journal import JournalEntry, read_journal
-from rankless.run.scan import CheckpointInfo
 from rankless.storage.links_and_clones import own_bytes
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: The most checkpoints, entries of the timeline, and checkpoints with statistics, in a page that is not full.
 _MAX_CHECKPOINTS, _MAX_ENTRIES, _MAX_STATISTICS = 300, 1_000, 20
@@ -199,7 +199,7 @@ def _checkpoint_rows(run: Path, infos: Sequence[CheckpointInfo]) -> list[list[An
             info.world_size,
             info.run,
             info.nbytes,
-            info.nbytes if isinstance(info.path, ObjectPath) else own_bytes(info.path),
+            info.nbytes if store_of(info.path).is_remote else own_bytes(info.path),
             [name for name, alias in aliases.items() if means(alias, info)],
             dict(info.metrics),
             info.problem,

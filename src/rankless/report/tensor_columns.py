@@ -14,7 +14,7 @@ from rankless.inspection.inspected_checkpoint import VALUE_GROUPS, InspectedChec
 from rankless.ondisk.data_files import TensorInfo
 from rankless.report.compaction import front_code
 from rankless.storage.links_and_clones import FileIdentity, identify_file
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: What is known about a tensor in comparison with the checkpoint before, as one letter each.
 UNKNOWN, CHANGED, UNCHANGED, SHARED = "?", "c", "u", "s"
@@ -137,5 +137,5 @@ class _FileIdentities:
 
     def find(self, file: Path) -> FileIdentity | None:
         if file not in self._known:
-            self._known[file] = None if isinstance(file, ObjectPath) else identify_file(file)
+            self._known[file] = None if store_of(file).is_remote else identify_file(file)
         return self._known[file]

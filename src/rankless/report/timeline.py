@@ -8,10 +8,10 @@ from typing import Any
 
 from rankless.report.compaction import sample_evenly
 from rankless.run.catalog import CheckpointIdentity
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.history import Entry
 from rankless.run.history_tree import Incarnation, RunTree
 from rankless.run.journal import MAX_PLACEMENT, JournalEntry, Placement
-from rankless.run.scan import CheckpointInfo
 
 #: The most kinds of phases that are shown.
 _MAX_PHASES = 8

@@ -20,7 +20,7 @@ import msgspec
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, RanklessError, StorageError
 from rankless.ondisk.validation import check_tag, is_tag
 from rankless.process.prepared_types import prepared
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.storage.store import store_of
 
 _NAME = re.compile(r"\.(?P<alias>[^.].*)\.alias")

@@ -18,23 +18,10 @@ import msgspec
 from rankless.errors import NoCheckpointError, RanklessError, StateError
 from rankless.formats.native import is_native
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.hidden_names import parse_hidden_name
 from rankless.ondisk.manifest import LARGEST
+from rankless.run.checkpoint_info import CheckpointInfo, RunScan, is_rankless_checkpoint
 from rankless.run.claims import JobHistory, check_not_superseded, claim, is_of_earlier_job, warn_of_lost_history
-from rankless.run.folder_names import tag_of_folder
-from rankless.run.object_run import list_unpublished
-from rankless.run.pointers import find_tagged_folder, list_tags
-from rankless.run.scan import (
-    CheckpointInfo,
-    RunScan,
-    displaced_checkpoints,
-    is_rankless_checkpoint,
-    look_at_run,
-    scan_run,
-)
-from rankless.run.unnamed_checkpoints import name_checkpoints
-from rankless.storage import posix
-from rankless.storage.object_path import ObjectPath
+from rankless.run.run_store import StaleDirectory, run_store_of
 
 
 class CheckpointList(list[CheckpointInfo]):
@@ -56,7 +43,7 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
 
 def cached_checkpoints(path: Path) -> list[CheckpointInfo]:
     """Return the checkpoints like :func:`list_checkpoints`, but as cached objects, which must not be changed."""
-    return scan_run(path, is_strict=False)
+    return run_store_of(path).look(is_strict=False).checkpoints
 
 
 def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
@@ -64,7 +51,7 @@ def list_checkpoints_strictly(path: Path) -> list[CheckpointInfo]:
 
     The latest checkpoint is unknown then.
     """
-    return scan_run(path, is_strict=True)
+    return run_store_of(path).look(is_strict=True).checkpoints
 
 
 def is_run_directory(path: Path) -> bool:
@@ -79,7 +66,7 @@ def find_checkpoint(path: Path, tag: str) -> Path:
 
     A load calls it on rank 0, in the vote "finding the checkpoint to load".
     """
-    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:
+    if (folder := run_store_of(path).find_named(tag)) is not None:
         return folder
     if is_native(path / tag):
         return path / tag
@@ -159,8 +146,10 @@ def _look_at_run(path: Path) -> RunScan:
     In an object store, checkpoints that no pointer names get theirs now: see :func:`name_checkpoints`. Raises
     ``StorageError`` if a checkpoint cannot be read now.
     """
-    scan = look_at_run(path, is_strict=True)
-    if isinstance(path, ObjectPath):
+    scan = run_store_of(path).look(is_strict=True)
+    if scan.unnamed:
+        from rankless.run.unnamed_checkpoints import name_checkpoints  # noqa: PLC0415 - few runs were copied so
+
         name_checkpoints(path, scan.unnamed)
     complete = [info for info in scan.checkpoints if info.status == "complete"]
     return msgspec.structs.replace(scan, checkpoints=complete)
@@ -175,48 +164,6 @@ def independent_identity(path: Path) -> CheckpointIdentity:
     return CheckpointIdentity(scan.history.next_sequence(scan.checkpoints), secrets.token_hex(8), secrets.token_hex(8))
 
 
-class StaleDirectory(msgspec.Struct, frozen=True):
-    """A hidden directory of an interrupted save or removal, or of one that is still in progress: this is unknown here.
-
-    ``state`` is ``"partial"``, ``"replaced"``, ``"removed"`` or ``"corrupt"``. ``nbytes`` is the disk usage of its
-    files, ``time`` the time of its last change in seconds since 1970. In an object store it ``is_whole`` if it has a
-    manifest, but no pointer names it.
-    """
-
-    name: str
-    tag: str
-    path: Path
-    time: float
-    nbytes: int
-    state: str = "partial"
-    is_whole: bool = False
-
-
 def list_stale_directories(run: Path) -> list[StaleDirectory]:
     """Return the hidden directories of saves and removals in a run, except those that still are its checkpoints."""
-    if isinstance(run, ObjectPath):
-        return _list_unpublished(run)
-    displaced = {hidden.name for hidden in displaced_checkpoints(posix.list_names(run))}
-    stale = []
-    for folder in posix.list_hidden_directories(run):
-        hidden = parse_hidden_name(folder.name)
-        if hidden is None or folder.name in displaced:
-            continue
-        if usage := posix.disk_usage(folder):  # else it was committed or removed meanwhile
-            stale.append(StaleDirectory(folder.name, hidden.tag, folder, *usage, hidden.state))
-    return stale
-
-
-def _list_unpublished(run: ObjectPath) -> list[StaleDirectory]:
-    """Return the folders in an object store that no pointer names, and the uploads in progress."""
-    return [
-        StaleDirectory(
-            folder.path.name,
-            tag_of_folder(folder.path.name),
-            folder.path,
-            folder.time,
-            folder.nbytes,
-            is_whole=folder.is_whole,
-        )
-        for folder in list_unpublished(run, list_tags(run))
-    ]
+    return run_store_of(run).list_stale()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rankless.observe.html import HtmlTable, build_html
 from rankless.observe.units import format_count, format_metrics, format_size, format_time
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 
 
 def describe_checkpoints(infos: Sequence[CheckpointInfo]) -> str:

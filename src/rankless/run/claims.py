@@ -29,10 +29,7 @@ from rankless.errors import StateError, StorageError, SupersededError
 from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
 from rankless.run.history import Entry, FoundCheckpoint, Job, KnownCheckpoint, cut_line
-from rankless.run.pointers import read_back
 from rankless.storage import posix
-from rankless.storage.atomic_rename import create_small
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import map_requests, store_of
 
 #: The folder of the history in a run directory.
@@ -220,6 +217,11 @@ def read_history(run: Path) -> Entry:
     return read_newest(run)[0]
 
 
+def read_history_in(run: Path, names: Collection[str]) -> tuple[Entry, int]:
+    """Return the newest entry and the highest number as :func:`read_newest`. ``names`` are those in the directory."""
+    return read_newest(run) if FOLDER in names else (Entry(), 0)
+
+
 def read_newest(run: Path) -> tuple[Entry, int]:
     """Return the newest entry that is not corrupt, and the highest number.
 
@@ -241,10 +243,7 @@ def read_newest(run: Path) -> tuple[Entry, int]:
 
 def _list_entries(run: Path) -> dict[int, str]:
     """Return the numbers of all entries, in an object store with their versions."""
-    if isinstance(run, ObjectPath):
-        etags = {info.path.name: info.etag for info in run.store.list_objects(run / FOLDER)}
-    else:
-        etags = dict.fromkeys(posix.list_names(run / FOLDER), "")
+    etags = store_of(run).list_entries(run / FOLDER)
     stems = {name.removesuffix(_SUFFIX): etag for name, etag in etags.items() if name.endswith(_SUFFIX)}
     return {int(stem): etag for stem, etag in stems.items() if _STEM.fullmatch(stem)}
 
@@ -358,11 +357,9 @@ def _create(run: Path, entry: Entry) -> bool:
     if not _STEM.fullmatch(path.stem):
         highest = _path_of(run, entry.number - 1)
         raise StateError(f"no number above that of {highest} is left for a job: move that file elsewhere")
-    if isinstance(path, ObjectPath):
-        path.store.create_object(path, data)
-        return read_back(path) == data
-    posix.make_durable_directory(run / FOLDER)
-    return create_small(path, data)
+    store = store_of(run)
+    store.make_folder(run / FOLDER)
+    return store.create_small(path, data)
 
 
 def add_entry(run: Path, make: Callable[[Entry, int], E], seen: tuple[Entry, int] | None = None) -> E:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.history import Branch, Entry, Job
-from rankless.run.scan import CheckpointInfo
 
 
 class Place(NamedTuple):

@@ -31,7 +31,6 @@ from rankless.ondisk.data_files import ADAPTER_CONFIG, CONFIG, CRC_KEY, GENERATI
 from rankless.ondisk.header import LENGTH_BYTES
 from rankless.ondisk.hidden_names import STATISTICS, HiddenName
 from rankless.storage import atomic_rename, directory_trees, posix
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: The bytes at the beginning of a file that are looked at: in a file of tensors, the key of our checksums is there.
@@ -110,7 +109,7 @@ def is_interrupted_copy(folder: Path, new_names: Collection[str] = ()) -> bool:
     too, and what it has written is complete. ``new_names`` are the files of the checkpoint that needs the tag: the
     copy is one of the same job, and may have any of them. Raises ``StorageError`` if the folder cannot be listed.
     """
-    if isinstance(folder, ObjectPath) or (is_native(folder) and not _is_cut(folder)):  # mostly so: asked first
+    if store_of(folder).is_remote or (is_native(folder) and not _is_cut(folder)):  # mostly so: asked first
         return False
     if posix.is_link(folder) or not posix.is_directory(folder):
         return False
@@ -127,7 +126,7 @@ def list_parts_of_checkpoints(run: Path, tags: Collection[str]) -> list[str]:
 
     For people to look at: nothing is removed because of it. In an object store no tag means such a folder.
     """
-    if isinstance(run, ObjectPath):
+    if store_of(run).is_remote:
         return []
     names = (name for name in sorted(posix.list_names(run)) if not name.startswith(".") and name not in tags)
     return [name for name in names if not is_native(run / name) and any(map(partial(_has_values, run / name), _VALUES))]

@@ -24,9 +24,7 @@ from rankless.errors import StorageError
 from rankless.observe.events import DrainFailed, Event, Loaded, Saved, SaveFailed
 from rankless.observe.warning import warn_caller
 from rankless.process.prepared_types import prepared
-from rankless.run.object_run import tag_of
-from rankless.storage.appended_file import append_line, read_lines
-from rankless.storage.object_path import ObjectPath
+from rankless.run.run_store import run_store_of, tag_of
 
 #: The names of the journal, and of the one before.
 NAME, OLDER_NAME = ".journal.jsonl", ".journal.1.jsonl"
@@ -143,12 +141,7 @@ def append_entry(run: Path, entry: JournalEntry) -> None:
         return
     is_saved = entry.kind == "saved"
     try:
-        if isinstance(run, ObjectPath):
-            from rankless.run.object_journal import append_object  # noqa: PLC0415 - few jobs use an object store
-
-            append_object(run, line, entry.time, limit=MAX_OBJECTS, create=is_saved)
-        else:
-            append_line(run / NAME, line, limit=MAX_BYTES, older=run / OLDER_NAME, create=is_saved)
+        run_store_of(run).append_journal(line, entry.time, create=is_saved)
     except StorageError as error:
         _failed.add(run)
         if is_saved:  # a reader may lack the permission
@@ -162,12 +155,7 @@ def read_journal(run: Path, count: int = MAX_OBJECTS) -> list[JournalEntry]:
 
     In an object store these are at most ``count``, each a request; in a directory, all.
     """
-    if isinstance(run, ObjectPath):
-        from rankless.run.object_journal import read_objects  # noqa: PLC0415
-
-        lines = read_objects(run, count, _MAX_LINE)
-    else:
-        lines = [line for name in (OLDER_NAME, NAME) for line in read_lines(run / name, 2 * MAX_BYTES)]
+    lines = run_store_of(run).read_journal(count, _MAX_LINE)
     entries = (_parse_line(line) for line in lines if 0 < len(line) < _MAX_LINE)
     return sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.time)
 

@@ -12,18 +12,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rankless.errors import CheckpointReplacedError, EmptyRunError, InvalidArgumentError, NoCheckpointError
+from rankless.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    EmptyRunError,
+    InvalidArgumentError,
+    NoCheckpointError,
+    RanklessError,
+)
 from rankless.formats.detect import describe_contents, is_checkpoint, open_reader
-from rankless.formats.native import NativeReader, is_native
+from rankless.formats.native import NativeReader, is_native, read_manifest
 from rankless.formats.reader import Reader
 from rankless.run.catalog import cached_checkpoints, find_checkpoint, is_run_directory, list_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo, displaced_checkpoints, is_rankless_checkpoint
 from rankless.run.folder_names import is_saved_folder
-from rankless.run.object_run import has_lost_manifest, lost_files_error
-from rankless.run.pointers import find_tagged_folder
-from rankless.run.scan import CheckpointInfo, displaced_checkpoints, is_rankless_checkpoint
+from rankless.run.run_store import run_store_of
 from rankless.run.tag_arguments import Best, resolve_tag
 from rankless.storage import posix
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: The maximum number of attempts to open the latest checkpoint while others are replaced or removed, and the seconds
@@ -65,7 +70,7 @@ def describe_ignored_files(path: Path) -> str | None:
 
     Hidden files are left out: they are the run's own.
     """
-    if isinstance(path, ObjectPath):
+    if store_of(path).is_remote:
         return None
     ignored = [file.name for file in posix.list_files(path) if not file.name.startswith(".") and is_checkpoint(file)]
     if not ignored or not is_checkpoint(path) or not is_run_directory(path):
@@ -88,7 +93,7 @@ def open_latest(
     for _ in range(_ATTEMPTS):
         # What a tag names in an object store is a folder of a save, also if that is removed meanwhile.
         chosen = path if tag is None else checkpoint_path(path, tag)
-        is_folder = tag is not None and isinstance(chosen, ObjectPath) and is_saved_folder(chosen.name)
+        is_folder = tag is not None and _has_name_of_save(chosen)
         resolved = chosen if is_folder else resolve_checkpoint_path(chosen)
         with suppress(CheckpointReplacedError):
             if is_folder or _is_saved_in_store(resolved):
@@ -97,7 +102,7 @@ def open_latest(
             is_run = any(map(is_rankless_checkpoint, infos))
             if is_run or (store_of(resolved).is_directory(resolved) and not is_checkpoint(resolved)):
                 resolved = _choose_latest(chosen, infos).path
-                return NativeReader(resolved, keys=keys)
+                return NativeReader(resolved, keys=keys, is_lazy=is_lazy and store_of(resolved).is_remote)
             return open_reader(resolved, keys)
         if has_lost_manifest(resolved):
             raise lost_files_error(resolved)
@@ -110,7 +115,11 @@ def _is_saved_in_store(path: Path) -> bool:
 
     To find that out for any path takes dozens of requests.
     """
-    return isinstance(path, ObjectPath) and is_saved_folder(path.name) and is_native(path)
+    return _has_name_of_save(path) and is_native(path)
+
+
+def _has_name_of_save(path: Path) -> bool:
+    return store_of(path).is_remote and is_saved_folder(path.name)
 
 
 def resolve_checkpoint_path(path: Path) -> Path:
@@ -119,8 +128,11 @@ def resolve_checkpoint_path(path: Path) -> Path:
     In an object store the name of a folder is a tag and an id. On a file system a save that replaced a checkpoint may
     have died between two renames: then the checkpoint is in a hidden directory.
     """
-    if isinstance(path, ObjectPath):
-        return _resolve_object_path(path)
+    if store_of(path).is_remote:
+        is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
+        if is_in_bucket_root or is_native(path):
+            return path
+        return run_store_of(path.parent).find_named(path.name) or path
     if store_of(path).path_exists(path):
         return path
     displaced = (
@@ -131,23 +143,17 @@ def resolve_checkpoint_path(path: Path) -> Path:
     return next(displaced, path)
 
 
-def _resolve_object_path(path: ObjectPath) -> Path:
-    is_in_bucket_root = path.parent == path.parent.parent or not path.parent.parts[1:]
-    if is_in_bucket_root or is_native(path):
-        return path
-    return find_tagged_folder(path.parent, path.name) or path
-
-
 def checkpoint_path(path: Path, tag: str | Best) -> Path:
     """Return the path of the checkpoint ``tag`` in a run directory. It may be in any format.
 
     ``tag`` may be an alias. Raises ``NoCheckpointError``, which names the existing tags, or ``InvalidArgumentError`` if
     the tag is invalid or ``path`` is a checkpoint itself.
     """
-    if isinstance(path, ObjectPath) and isinstance(tag, str) and (folder := find_tagged_folder(path, tag)) is not None:
+    run = run_store_of(path)
+    if isinstance(tag, str) and (folder := run.find_named(tag)) is not None:
         return folder
     tag = resolve_tag(path, tag)
-    if isinstance(path, ObjectPath) and (folder := find_tagged_folder(path, tag)) is not None:  # of an alias
+    if (folder := run.find_named(tag)) is not None:  # of an alias
         return folder
     tagged = path / tag
     if is_native(tagged) or (not is_native(path) and is_checkpoint(tagged)):
@@ -155,3 +161,23 @@ def checkpoint_path(path: Path, tag: str | Best) -> Path:
     if not list_checkpoints(path) and is_checkpoint(path):
         raise InvalidArgumentError(f"{path} is a checkpoint itself, not a run directory: leave out the tag {tag!r}")
     return find_checkpoint(path, tag)
+
+
+def has_lost_manifest(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of its run although its manifest is missing."""
+    if not run_store_of(folder.parent).is_named(folder):
+        return False
+    try:
+        read_manifest(folder)
+    except CheckpointReplacedError:
+        return True
+    except RanklessError:  # it is there
+        return False
+    return False
+
+
+def lost_files_error(folder: Path) -> CorruptCheckpointError:
+    """Return the error of a checkpoint whose files are missing."""
+    return CorruptCheckpointError(
+        f"{folder} has no manifest, but its tag still names it: something else than rankless has removed its files"
+    )

@@ -7,18 +7,27 @@ are removed before files, and a folder is marked before the look for pointers.
 from __future__ import annotations
 
 import errno
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 
-from rankless.errors import StorageError
+from rankless.errors import RanklessError, StorageError
+from rankless.formats.native import holds_checkpoint
 from rankless.observe.warning import warn_caller
-from rankless.ondisk.hidden_names import REMOVED
+from rankless.ondisk.hidden_names import REMOVED, HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.folder_names import FOLDER
-from rankless.run.ownership import SAVED_FOLDER
-from rankless.run.pointers import Pointer, TagEntry, is_published
-from rankless.storage.object_path import ObjectPath
+from rankless.run.lease import held_lease, remove_if_over
+from rankless.run.object_run import list_unpublished
+from rankless.run.owned_lock import ABANDONED_SECONDS
+from rankless.run.ownership import SAVED_FOLDER, checkpoint_of
+from rankless.run.pointers import Pointer, TagEntry, clock_difference, find_tag, is_published, list_tags
+from rankless.run.protection import find_claim, warn_of_foreign
+from rankless.run.tier_parts_removal import remove_superseded_parts
+from rankless.storage.object_path import ObjectPath, as_object
 from rankless.storage.store import map_requests, store_of
 
 #: How often a look at a folder is repeated that another process is about to delete, and the seconds between.
@@ -160,3 +169,74 @@ def _delete_objects(folder: ObjectPath, names: AbstractSet[str]) -> None:
     tensors = {name for name in names if name.endswith(".safetensors")}
     for batch in ({NAME}, names - tensors - {NAME, REMOVED}, tensors, {REMOVED}):
         map_requests(lambda name: folder.store.remove_file(folder / name), sorted(batch & names))
+
+
+def remove_abandoned(run: ObjectPath, *, with_whole: bool) -> list[Path]:
+    """Remove what saves have left, if nothing of it has changed for a day, by the store's clock.
+
+    No lock tells whether the save is alive. If it is, it finds its uploads aborted, and fails. ``with_whole``: see
+    :func:`rankless.run.cleanup.clean_up`.
+    """
+    entries = list_tags(run)
+    now = time.time() - clock_difference(entries)
+    for entry in entries:
+        if now - entry.objects[-1].time > ABANDONED_SECONDS:  # else its save may still withdraw it
+            for outdated in entry.objects[:-1]:
+                run.store.remove_version(outdated.path, outdated.etag)
+    unpublished = [folder for folder in list_unpublished(run, entries) if with_whole or not folder.is_whole]
+    abandoned = [as_object(folder.path) for folder in unpublished if not seems_alive(folder.time)]
+    removed, failures = _discard_all(abandoned)
+    for upload, began in run.store.list_uploads(run):  # its reply was lost, and the save has begun another one
+        if now - began > ABANDONED_SECONDS:
+            run.store.abort_upload(upload)
+    for hidden in map(parse_hidden_name, sorted(run.store.list_names(run))):
+        if hidden is not None and hidden.state in {"pin", "lock"}:
+            remove_if_over(run / hidden.name, ABANDONED_SECONDS)
+    removed += remove_superseded_parts(run)
+    if failures:
+        raise failures[0]
+    return removed
+
+
+def seems_alive(time_of_change: float) -> bool:
+    """Return whether the save of a folder that has changed then may go on: there are no locks."""
+    return time.time() - time_of_change <= ABANDONED_SECONDS
+
+
+def _discard_all(folders: Sequence[ObjectPath]) -> tuple[list[Path], list[RanklessError]]:
+    """Delete what dead saves have uploaded. Return what was deleted, and why others could not be."""
+    removed, failures = list[Path](), list[RanklessError]()
+    for folder in folders:
+        try:
+            removed += [folder] if discard_abandoned(folder) else []
+        except RanklessError as error:
+            failures.append(error)
+    return removed, failures
+
+
+def delete_unprotected(info: CheckpointInfo, folder: ObjectPath) -> bool:
+    """Delete a checkpoint, unless it is protected or was replaced. Return whether it is deleted."""
+    if find_claim(info) is not None:
+        return False
+    lock = HiddenName(info.tag, info.run, secrets.token_hex(8), "lock")
+    with held_lease(folder.parent / lock.name):
+        # Who pins the checkpoint from now on sees the lease, and waits.
+        return find_claim(info) is None and _delete_if_unchanged(info, folder)
+
+
+def _delete_if_unchanged(info: CheckpointInfo, folder: ObjectPath) -> bool:
+    """Delete a checkpoint, unless it was replaced, or has objects of somebody else in it.
+
+    Return whether it is deleted.
+    """
+    run, entry = folder.parent, find_tag(folder.parent, info.tag)
+    if folder.name == info.tag:  # it was copied there
+        entry = None
+    elif not (holds_checkpoint(folder, info.id) if entry is None else entry.names_checkpoint(info.id)):
+        return False
+    found = checkpoint_of(info.saved_as).sort_objects(folder)
+    if found.foreign:
+        warn_of_foreign(info, min(found.foreign))
+        return False
+    delete_checkpoint_objects(run, entry, folder, found.owned)
+    return True

@@ -20,16 +20,13 @@ module, on rank 0 or in commands.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
-
-from rankless.errors import CheckpointReplacedError, CorruptCheckpointError, InvalidArgumentError, RanklessError
-from rankless.formats.native import read_manifest
+from rankless.errors import InvalidArgumentError
 from rankless.ondisk.manifest import NAME
 from rankless.run.folder_names import FOLDER, is_saved_folder, tag_of_folder
 from rankless.run.ownership import SAVED_FOLDER
 from rankless.run.pointers import Pointer, TagEntry, clock_difference, find_tag, is_published
+from rankless.run.run_store import StaleDirectory
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import ObjectInfo
 
@@ -42,26 +39,8 @@ def check_output_name(final: ObjectPath) -> None:
         )
 
 
-def tag_of(checkpoint: Path) -> str:
-    """Return the tag of a checkpoint in a run: the name of its directory, in an object store without the id."""
-    return tag_of_folder(checkpoint.name) if isinstance(checkpoint, ObjectPath) else checkpoint.name
-
-
-class UnpublishedFolder(msgspec.Struct, frozen=True):
-    """A folder that no pointer names, of a save in progress or an interrupted one: its last change, and its size.
-
-    The time is that of this host's clock. It ``is_whole`` if it has a manifest, which is written last: perhaps a
-    checkpoint that was copied there.
-    """
-
-    path: ObjectPath
-    time: float
-    nbytes: int
-    is_whole: bool
-
-
-def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[UnpublishedFolder]:
-    """Return the folders of saves that no pointer names. ``entries`` are all tags of the run.
+def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[StaleDirectory]:
+    """Return the folders of saves that no pointer names, and uploads in progress. ``entries`` are all tags of the run.
 
     Folders of a tag whose pointer cannot be read are left out: it may name any of them. So are the whole folders of a
     run without pointers, which are its checkpoints, and folders of somebody else whose names only look like those of
@@ -80,9 +59,9 @@ def list_unpublished(run: ObjectPath, entries: Sequence[TagEntry]) -> list[Unpub
         changes = [*(info.time for info in infos), *uploads.get(name, [])]
         is_whole = any(info.path == run / name / NAME for info in infos)
         if changes and not (is_whole and not entries):
-            folders.append(
-                UnpublishedFolder(run / name, max(changes) + ahead, sum(info.size for info in infos), is_whole)
-            )
+            changed, nbytes = max(changes) + ahead, sum(info.size for info in infos)
+            tag = tag_of_folder(name)
+            folders.append(StaleDirectory(name, tag, run / name, changed, nbytes, is_whole=is_whole))
     return folders
 
 
@@ -96,31 +75,11 @@ def _folder_in(run: ObjectPath, path: ObjectPath) -> str:
     return path.relative_to(run).parts[0]
 
 
-def is_named(folder: Path) -> bool:
-    """Return whether a pointer names a folder in an object store: so the checkpoint was not replaced or removed."""
-    match = FOLDER.fullmatch(folder.name) if isinstance(folder, ObjectPath) else None
-    if match is None or not isinstance(folder, ObjectPath):
+def is_named(folder: ObjectPath) -> bool:
+    """Return whether a pointer names a folder: so the checkpoint was not replaced or removed."""
+    match = FOLDER.fullmatch(folder.name)
+    if match is None:
         return False
     entry = find_tag(folder.parent, match["tag"])
     is_named_by_tag = entry is not None and entry.names_folder(match["id"])
     return is_named_by_tag or is_published(folder.parent, match["tag"], match["id"])
-
-
-def has_lost_manifest(folder: Path) -> bool:
-    """Return whether a pointer names a folder in an object store, although its manifest is missing."""
-    if not is_named(folder):
-        return False
-    try:
-        read_manifest(folder)
-    except CheckpointReplacedError:
-        return True
-    except RanklessError:  # it is there
-        return False
-    return False
-
-
-def lost_files_error(folder: Path) -> CorruptCheckpointError:
-    """Return the error of a checkpoint whose files are missing."""
-    return CorruptCheckpointError(
-        f"{folder} has no manifest, but its tag still names it: something else than rankless has removed its files"
-    )

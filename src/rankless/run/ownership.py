@@ -21,7 +21,7 @@ from rankless.formats.native import is_native, read_manifest
 from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import REMOVED, STATISTICS
 from rankless.storage import directory_trees, posix
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.object_path import as_object
 from rankless.storage.store import store_of
 
 #: Whether a path is an output of one format, and the names of its files in it; ``None`` if it is none. ``tag`` is the
@@ -48,16 +48,17 @@ def _unfinished_files(path: Path, tag: str) -> frozenset[str] | None:
     from rankless.formats.safetensors import has_our_checksums  # noqa: PLC0415 - as below
 
     del tag
-    if not isinstance(path, ObjectPath) or is_native(path):
+    if not store_of(path).is_remote or is_native(path):
         return None
     names, marks = _list_versions(path).keys(), frozenset({STATISTICS, REMOVED})
     tensors = {name for name in names if name.endswith(".safetensors") and has_our_checksums(path / name)}
     return marks.union(tensors, (name for name in names if name.endswith(".json"))) if tensors else marks
 
 
-def _list_versions(path: ObjectPath) -> dict[str, str]:
+def _list_versions(path: Path) -> dict[str, str]:
     """Return the versions of the objects below a path, by their names."""
-    return {str(info.path.relative_to(path)): info.etag for info in path.store.list_objects(path)}
+    folder = as_object(path)
+    return {str(info.path.relative_to(folder)): info.etag for info in folder.store.list_objects(folder)}
 
 
 def _busy_error(path: Path) -> StorageError:
@@ -134,7 +135,7 @@ class Replaceable(msgspec.Struct, frozen=True):
         ``None`` if everything is: also if there is nothing, an empty folder, or a link to such an output, as only the
         link is lost then. Raises ``StorageError`` if that cannot be found out.
         """
-        if isinstance(path, ObjectPath):
+        if store_of(path).is_remote:
             return min(self.sort_objects(path).foreign, default=None)
         for _ in range(_LOOKS):
             identity = posix.identify(path)
@@ -160,7 +161,7 @@ class Replaceable(msgspec.Struct, frozen=True):
         owned = self._prove(path, self.tag)
         return min(names if owned is None else names - owned, default=None)
 
-    def sort_objects(self, path: ObjectPath) -> SortedObjects:
+    def sort_objects(self, path: Path) -> SortedObjects:
         """Return the names of the objects below a path: the files of such an output, and all others.
 
         Raises ``StorageError`` if other jobs change them all the time.

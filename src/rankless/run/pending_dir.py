@@ -29,15 +29,14 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.run.catalog import is_run_directory
-from rankless.run.cleanup import give_back, restore_displaced
+from rankless.run.checkpoint_info import read_info
+from rankless.run.folder_removal import give_back, restore_displaced
 from rankless.run.history import KnownCheckpoint
-from rankless.run.object_run import check_output_name
 from rankless.run.pending_lock import PendingLock, acquire_lock
-from rankless.run.pointers import find_tag
-from rankless.run.scan import read_info
+from rankless.run.run_store import run_store_of
 from rankless.storage import atomic_rename, directory_trees, posix
 from rankless.storage.filesystem_kind import find_bucket_mount
-from rankless.storage.object_path import ObjectPath, is_bucket
+from rankless.storage.object_path import is_bucket
 from rankless.storage.store import store_of
 
 #: The directories for which this process has warned of a mounted bucket.
@@ -292,13 +291,12 @@ def check_destination(final: Path) -> None:
     Raises ``TagExistsError`` if the path exists, and ``InvalidArgumentError`` if it is a bucket, or inside a rankless
     checkpoint, whose manifest lists all files in it.
     """
-    if isinstance(final, ObjectPath):
-        check_output_name(final)
     if is_bucket(final):
         raise InvalidArgumentError(f"{final} is a bucket: choose a path in it")
-    has_tag = isinstance(final, ObjectPath) and find_tag(final.parent, final.name) is not None
-    is_link = not isinstance(final, ObjectPath) and posix.is_link(final)  # perhaps one that leads nowhere
-    if has_tag or is_link or store_of(final).path_exists(final):
+    run, store = run_store_of(final.parent), store_of(final)
+    run.check_output_name(final.name)
+    is_link = not store.is_remote and posix.is_link(final)  # perhaps one that leads nowhere
+    if run.has_tag(final.name) or is_link or store.path_exists(final):
         raise TagExistsError(f"{final} exists already; choose another path, or remove it first")
     for folder in final.resolve().parents:
         if is_bucket(folder):  # it is no checkpoint

@@ -17,20 +17,14 @@ prune`` look for them.
 
 from __future__ import annotations
 
-import errno
 import secrets
-import time
 from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from rankless.errors import StorageError
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
-from rankless.run.lease import LOCK_SECONDS, held_lease, remove_if_over
-from rankless.run.owned_lock import ABANDONED_SECONDS, OwnedLock, acquire_as_owner
-from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import last_change_time, wrap_os_errors
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.run_store import run_store_of
 
 
 @contextmanager
@@ -40,11 +34,7 @@ def held_pin(parent: Path, tag: str, run: str) -> Iterator[None]:
     Raises ``StorageError`` if the pin cannot be created.
     """
     path = parent / HiddenName(tag, run, secrets.token_hex(8), "pin").name
-    if isinstance(path, ObjectPath):
-        with held_lease(path):
-            yield
-        return
-    with closing(acquire_as_owner(path, lambda: OwnedLock(path))):
+    with run_store_of(parent).held_pin(path):
         yield
 
 
@@ -58,7 +48,8 @@ def is_pinned(info: CheckpointInfo, names: Collection[str]) -> bool:
         for pin in map(parse_hidden_name, names)
         if pin and pin.tag in {info.tag, info.saved_as} and (pin.run, pin.state) == (info.run, "pin")
     ]
-    return not all(remove_dead_pin(info.path.parent / pin.name) for pin in pins)
+    parent = info.path.parent
+    return not all(run_store_of(parent).is_pin_over(parent / pin.name) for pin in pins)
 
 
 def is_being_removed(parent: Path, tag: str, run: str, names: Collection[str]) -> bool:
@@ -69,36 +60,4 @@ def is_being_removed(parent: Path, tag: str, run: str, names: Collection[str]) -
     hidden = [name for name in map(parse_hidden_name, names) if name and (name.tag, name.run) == (tag, run)]
     saves = {name.id for name in hidden if name.state == "partial"}
     locks = (name for name in hidden if name.state == "lock" and name.id not in saves)
-    return not all(_is_lock_dead(parent / lock.name) for lock in locks)
-
-
-def _is_lock_dead(path: Path) -> bool:
-    """Return whether a lock is removed, or the process that took it is known to be dead."""
-    if isinstance(path, ObjectPath):
-        return remove_if_over(path, LOCK_SECONDS)
-    try:
-        with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
-            return lock.proves_death()
-    except StorageError as error:
-        return error.errno == errno.ENOENT
-
-
-def remove_dead_pin(path: Path) -> bool:
-    """Remove a pin if its holder is known to be dead. Return whether it is removed, now or before."""
-    if isinstance(path, ObjectPath):
-        return remove_if_over(path)
-    try:
-        with wrap_os_errors("lock", path), closing(OwnedLock(path, create=False)) as lock:
-            is_dead = lock.proves_death() or _is_abandoned(path)
-            if is_dead:
-                lock.remove()
-            return is_dead
-    except StorageError as error:
-        return error.errno == errno.ENOENT or (error.errno != errno.EWOULDBLOCK and _is_abandoned(path))
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Return whether a pin is a day old. This counts if its lock proves nothing, or belongs to another user."""
-    with suppress(StorageError):
-        return time.time() - last_change_time(path) > ABANDONED_SECONDS
-    return False
+    return not all(run_store_of(parent).is_lock_over(parent / lock.name) for lock in locks)

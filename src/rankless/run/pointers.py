@@ -280,22 +280,6 @@ def _decode_pointer(info: ObjectInfo) -> Pointer | None:
     return None
 
 
-def read_back(path: ObjectPath) -> bytes:
-    """Return the bytes of a pointer that was just written. Raises ``StorageError`` if it is not there.
-
-    :mod:`rankless.run.claims` reads its entries back with it, too.
-    """
-    for _ in range(_ATTEMPTS):
-        if data := find_bytes(path):
-            return data
-        time.sleep(_ATTEMPT_SECONDS)  # a replica may lag
-    raise StorageError(
-        errno.EIO,
-        f"{path} is not there after the server has confirmed it: check whether a proxy answers for the server, and "
-        "save again",
-    )
-
-
 def find_bytes(path: ObjectPath) -> bytes:
     """Return the bytes of a pointer; none if it is not there, such as after its removal."""
     try:

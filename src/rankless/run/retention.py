@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankless.errors import InvalidArgumentError
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 
 _DAY_SECONDS = 86_400.0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rankless.errors import NoCheckpointError
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import JobHistory, LoadedBase, claim
-from rankless.run.scan import CheckpointInfo
 from rankless.run.tag_arguments import Best, resolve_tag
 
 #: The name of the command in the history, and in messages of the jobs that it supersedes.

@@ -20,8 +20,8 @@ from rankless.ondisk.validation import check_choice, check_tag
 from rankless.run.added_metrics import remove_metrics, write_added_metric
 from rankless.run.aliases import delete_alias, find_meant, read_alias, write_alias
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.retention import sort_by_metric
-from rankless.run.scan import CheckpointInfo
 from rankless.storage.store import store_of
 
 #: How often :func:`give_alias` tries again if the checkpoint is removed meanwhile, and the seconds between.

@@ -11,16 +11,11 @@ disks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from rankless.errors import StorageError
 from rankless.run.catalog import cached_checkpoints
-from rankless.storage.directory_trees import remove_tree
-from rankless.storage.file_lock import FileLock
-from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import list_names, remove_empty_directory
+from rankless.run.run_store import run_store_of
 
 #: The folder in a run directory.
 FOLDER = ".parts"
@@ -43,42 +38,11 @@ def remove_superseded_parts(run: Path) -> list[Path]:
 
 
 def remove_parts(run: Path, is_unwanted: Callable[[int, str], bool]) -> list[Path]:
-    """Remove the parts of the checkpoints, given by sequence number and id, that are not wanted.
-
-    If a process writes a checkpoint from parts now, all stay.
-    """
-    folder, removed = run / FOLDER, list[Path]()
-    if isinstance(folder, ObjectPath):
-        return _remove_objects(folder, is_unwanted)
-    names = list_names(folder)
-    if LOCK in names and not _remove_lock(folder / LOCK):
-        return removed
-    for name in sorted(names):
-        match = _NAME.fullmatch(name)
-        if match is not None and is_unwanted(int(match["sequence"]), match["id"]):
-            remove_tree(folder / name)
-            removed.append(folder / name)
-    if names <= {LOCK, *(path.name for path in removed)}:
-        with suppress(StorageError):  # another process uses it, or has removed it
-            remove_empty_directory(folder)
-    return removed
+    """Remove the parts of the checkpoints, given by sequence number and id, that are not wanted."""
+    return run_store_of(run).remove_parts(is_unwanted)
 
 
-def _remove_objects(folder: ObjectPath, is_unwanted: Callable[[int, str], bool]) -> list[Path]:
-    """Remove parts from an object store, which has no locks: a process that reads them finds that they were removed."""
-    matches = [match for name in folder.store.list_names(folder) if (match := _NAME.fullmatch(name))]
-    unwanted = [match.string for match in matches if is_unwanted(int(match["sequence"]), match["id"])]
-    for name in sorted(unwanted, key=lambda name: (name.endswith(".data"), name)):  # tables first
-        folder.store.remove_file(folder / name)
-    return [folder / name for name in sorted(unwanted)]
-
-
-def _remove_lock(path: Path) -> bool:
-    """Remove the lock file, unless a process holds the lock. Return whether none does."""
-    try:
-        FileLock(path, create=False).remove()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+def select_parts(names: Collection[str], is_unwanted: Callable[[int, str], bool]) -> list[str]:
+    """Return the names of the files with parts that are not wanted, of those in the folder. Called by both layouts."""
+    matches = (match for name in sorted(names) if (match := _NAME.fullmatch(name)))
+    return [match.string for match in matches if is_unwanted(int(match["sequence"]), match["id"])]

@@ -7,25 +7,26 @@ pointer first, and looks at the folder after that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from rankless.formats.native import read_manifest
 from rankless.observe.warning import warn_caller
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.folder_names import FOLDER
 from rankless.run.object_removal import is_still_whole
 from rankless.run.pointers import TAGS, Pointer, pointer_path
-from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.object_path import as_object
 
 
-def name_checkpoints(run: ObjectPath, unnamed: Sequence[CheckpointInfo]) -> None:
+def name_checkpoints(path: Path, unnamed: Sequence[CheckpointInfo]) -> None:
     """Create the pointers of checkpoints in a run that has none. The first save does so before it creates its own.
 
     Otherwise that one would be the only checkpoint of the run. If another process names them at the same time, or their
     own save does, its pointer has the same content.
     """
-    named = []
+    run, named = as_object(path), []
     for info in unnamed:
         match = FOLDER.fullmatch(info.path.name)
         if info.status == "complete" and match is not None:

@@ -26,7 +26,7 @@ from rankless.run.cleanup import clean_up
 from rankless.run.pending_dir import PendingDirectory, check_destination, claim_output
 from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import is_directory, make_durable_directory, make_private_directory, walk_files
-from rankless.storage.store import map_requests
+from rankless.storage.store import map_requests, store_of
 
 #: The ends of the names of files that name other files, in the order in which they are uploaded.
 _LAST = (".index.json", "adapter_config.json", "config.json", ".metadata", manifest.NAME)
@@ -154,7 +154,7 @@ def pending_directory(final: Path) -> Iterator[Path]:
 
     On failure the directory is removed. Raises ``TagExistsError`` if ``final`` was created meanwhile.
     """
-    if not isinstance(final, ObjectPath):
+    if not store_of(final).is_remote:
         clean_up(final.parent, tag=final.name)
     pending = make_output(final)
     pending.create_new()
@@ -176,7 +176,7 @@ def hold_output(final: Path) -> Iterator[None]:
     Merges and exports call it, in one process.
     """
     check_destination(final)
-    if isinstance(final, ObjectPath):
+    if store_of(final).is_remote:
         yield
         return
     make_durable_directory(final.parent)

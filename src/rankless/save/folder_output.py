@@ -26,13 +26,14 @@ from rankless.observe.warning import warn_or_log
 from rankless.ondisk import manifest
 from rankless.ondisk.hidden_names import HiddenName
 from rankless.process.prepared_types import prepared
-from rankless.run.cleanup import clean_up, clean_up_first_saves, delete_checkpoints, expired_checkpoints
+from rankless.run.checkpoint_info import CheckpointInfo
+from rankless.run.cleanup import clean_up, delete_checkpoints, expired_checkpoints
 from rankless.run.corruption import CorruptRecord, find_corrupt, set_aside_corrupt
+from rankless.run.folder_removal import clean_up_first_saves
 from rankless.run.history import KnownCheckpoint, is_newer
 from rankless.run.ownership import checkpoint_of
 from rankless.run.pending_dir import PendingDirectory
 from rankless.run.pending_lock import confirm_lock
-from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import (
     BaseCheckpoint,
     BaseFile,

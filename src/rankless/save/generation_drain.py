@@ -32,9 +32,9 @@ from rankless.observe.events import Event, OnEvent
 from rankless.observe.reporter import EventReporter
 from rankless.observe.warning import warn_caller
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.journal import append_entry, describe_event
 from rankless.run.retention import Retention
-from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun
 from rankless.save.drain_attempts import begin_attempt, retry_drain
 from rankless.save.run_output import NewTag, RunOutput, open_output

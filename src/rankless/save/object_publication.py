@@ -33,7 +33,6 @@ from rankless.run.pointers import (
     find_tag,
     is_pointer,
     pointer_path,
-    read_back,
 )
 from rankless.run.retention import Retention
 from rankless.storage.object_path import ObjectPath
@@ -119,7 +118,7 @@ class ObjectPublication:
         self._possible_numbers.add(number)
         # A store whose conditions are not atomic, or which ignores them, may let two writers create one object. What it
         # says to exist may be the pointer of an attempt whose answer was lost, or wrong.
-        stored = read_back(path) if self._run.store.create_object(path, data) else find_bytes(path)
+        stored = path.store.read_back(path) if path.store.create_object(path, data) else find_bytes(path)
         if stored != data:
             if is_pointer(stored):  # another save's; what is no pointer may be the answer of a proxy
                 self._possible_numbers.discard(number)
@@ -179,7 +178,8 @@ class ObjectPublication:
         entry = self._replaced
         if entry is None:
             return
-        if isinstance(entry.pointer, Pointer) and any(record.is_named_by(entry) for record in corrupt):
+        pointer = entry.pointer
+        if isinstance(pointer, Pointer) and CorruptRecord(entry.tag, pointer.checkpoint_id) in corrupt:
             remove_pointers(self._run, entry)
             note_corrupt(self._run, entry.folder_in(self._run))
         else:

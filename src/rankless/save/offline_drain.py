@@ -19,14 +19,14 @@ from rankless.engine.comm.session import RankGroup
 from rankless.errors import InvalidArgumentError, StateError, StorageError
 from rankless.observe.events import OnEvent, ignore_event
 from rankless.run.catalog import list_checkpoints
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.save.background import background_saves
 from rankless.save.generation_drain import DrainOptions, GenerationDrain
 from rankless.storage.file_lock import FileLock
 from rankless.storage.location import parse_location
 from rankless.storage.mapped_file import map_to_read
-from rankless.storage.object_path import ObjectPath
-from rankless.storage.posix import make_durable_directory, wrap_os_errors
+from rankless.storage.posix import wrap_os_errors
+from rankless.storage.store import store_of
 from rankless.tier.assembled_generation import Assembly
 from rankless.tier.generation import Generation
 from rankless.tier.host_folder import TierFolder
@@ -125,8 +125,7 @@ class _HostDrain:
     """The drain of one folder. ``problems`` are those found so far."""
 
     def __init__(self, run: Path, folder: TierFolder, on_event: OnEvent, *, adopts: bool = False) -> None:
-        if not isinstance(run, ObjectPath):
-            make_durable_directory(run)
+        store_of(run).make_folder(run)
         self._run, self._folder, self._on_event, self._adopts = run, folder, on_event, adopts
         self._collected = CollectedParts.of(run)
         self._state = TierJob(folder.path, run)
@@ -142,7 +141,7 @@ class _HostDrain:
     def publish_complete(self) -> CheckpointInfo | None:
         """Publish the newest checkpoint of which all parts are there, if one is pending."""
         for generation in self._list_pending():
-            own = {} if isinstance(self._run, ObjectPath) else self._find_intact(generation)
+            own = {} if store_of(self._run).is_remote else self._find_intact(generation)
             if generation.is_complete and (info := self._publish(generation, own)):
                 self._collected.remove_outdated(self._run)
                 return info

@@ -20,11 +20,11 @@ from rankless.engine.io.tensor_bytes import TensorBytes
 from rankless.engine.plan.save_plan import SavePlan
 from rankless.engine.plan.writer_cells import CellGrain
 from rankless.ondisk.manifest import FileRecord, Manifest
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import JobHistory
 from rankless.run.corruption import CorruptRecord
 from rankless.run.history import KnownCheckpoint
 from rankless.run.retention import Retention
-from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun, TensorVersions
 from rankless.storage.object_path import ObjectPath
 

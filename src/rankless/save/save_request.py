@@ -22,12 +22,12 @@ from rankless.run.catalog import cached_checkpoints
 from rankless.run.claims import JobHistory, check_not_superseded, read_history
 from rankless.run.corruption import CorruptRecord, find_corrupt
 from rankless.run.ownership import checkpoint_of
-from rankless.run.pointers import find_tag
 from rankless.run.retention import Retention
+from rankless.run.run_store import run_store_of
 from rankless.save.metrics import read_metrics
 from rankless.state.training import TrainingObjects
 from rankless.storage import posix
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 
 #: Names of files and folders of a checkpoint, and the most bytes of a file that the caller adds.
 _RESERVED_FILES = frozenset({manifest.NAME, SHARED_FILE, RANKS_FILE, "model", "optimizer", "adapter"})
@@ -110,12 +110,12 @@ class SaveRequest(msgspec.Struct, frozen=True):
             # Another job that has continued the run may have saved this step: another tag would not help.
             check_not_superseded(self.path, read_history(self.path), self.job)
             # In a bucket, or if only the tier has the checkpoint, nothing has this path.
-            if not isinstance(final, ObjectPath) and posix.path_exists(final) and not is_native(final):
+            if not store_of(final).is_remote and posix.path_exists(final) and not is_native(final):
                 raise TagExistsError(
                     f"{final} exists already, and is no checkpoint: choose another tag, or move it away"
                 )
             raise TagExistsError(f"{final} exists already; choose another tag, or pass overwrite=True")
-        if not isinstance(final, ObjectPath):
+        if not store_of(final).is_remote:
             checkpoint_of(self.tag).check(final)
         elif is_native(final):
             raise TagExistsError(f"{final} was copied there, and is not overwritten; choose another tag, or remove it")
@@ -123,10 +123,10 @@ class SaveRequest(msgspec.Struct, frozen=True):
     def _is_taken(self, final: Path) -> bool:
         if self.known_tags is not None:  # a save into the tier does not wait for storage, unless the name is taken
             is_taken = self.tag in self.known_tags
-        elif isinstance(final, ObjectPath):
+        elif store_of(final).is_remote:
             # To overwrite, it must also be known whether the checkpoint was copied there. A whole folder in a run that
             # has no pointer at all gets one before the publication, which refuses the tag then.
-            is_taken = self.overwrite or find_tag(final.parent, self.tag) is not None or is_native(final)
+            is_taken = self.overwrite or run_store_of(self.path).has_tag(self.tag) or is_native(final)
         else:
             is_taken = posix.path_exists(final)
         return is_taken and not self._is_abandoned(final) and not self._is_interrupted_copy(final)

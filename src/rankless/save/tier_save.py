@@ -19,7 +19,7 @@ from rankless.errors import RanklessError, StorageError
 from rankless.observe.spans import traced
 from rankless.observe.warning import warn_caller
 from rankless.run.catalog import CheckpointIdentity
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun, TensorVersions
 from rankless.save.drain_attempts import begin_attempt, retry_drain
 from rankless.save.run_output import LiveTensors, open_output

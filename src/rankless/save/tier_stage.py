@@ -21,7 +21,7 @@ from rankless.errors import SpaceShortageError, StateError, StorageError
 from rankless.observe.units import format_size
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.storage.aligned_memory import Bytes
 from rankless.tier.copies_on_hosts import PartCopies, choose_partners
 from rankless.tier.generation import Common

@@ -30,8 +30,8 @@ from rankless.ondisk.manifest import FileRecord, Manifest
 from rankless.ondisk.value_files import build_ranks_file, build_state_file
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import CheckpointIdentity, next_identity
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.journal import Placement, append_entry, describe_event, describe_placement
-from rankless.run.scan import CheckpointInfo
 from rankless.save.base_checkpoint import KnownRun
 from rankless.save.build_manifest import CheckpointLabel, build_manifest
 from rankless.save.run_output import LiveTensors, NewTag, open_output

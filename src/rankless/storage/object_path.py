@@ -5,8 +5,9 @@ it is a key of dictionaries. So a run in a bucket is described by the same class
 of the operating system: whatever would open it as one raises ``InvalidArgumentError``. Functions that read or write go
 through the store that a path belongs to: see :mod:`rankless.storage.store`.
 
-:mod:`rankless.storage.location` and the stores make such paths; ``save/``, ``load/``, ``run/`` and ``tier/`` branch by
-``isinstance(path, ObjectPath)``, on every rank alike.
+:mod:`rankless.storage.location` and the stores make such paths. Only ``storage/`` and the places that write into a
+store ask whether a path is one: all else asks the store of a path (``store_of``) or the layout of a run
+(``run_store_of``).
 """
 
 from __future__ import annotations
@@ -68,6 +69,13 @@ class ObjectPath(PosixPath):
 def path_class(store: ObjectStore) -> type[ObjectPath]:
     """Return the class of the paths in a store."""
     return type("ObjectPath", (ObjectPath,), {"store": store})
+
+
+def as_object(path: Path) -> ObjectPath:
+    """Return the path, which is in an object store. Raises ``TypeError`` if it is not."""
+    if not isinstance(path, ObjectPath):
+        raise TypeError(f"{path} is not in an object store")
+    return path
 
 
 def is_bucket(path: Path) -> bool:

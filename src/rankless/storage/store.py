@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import msgspec
 
 from rankless.process.worker_threads import run_in_threads
 from rankless.storage import posix
-from rankless.storage.atomic_rename import replace_small
+from rankless.storage.atomic_rename import create_small, replace_small
 from rankless.storage.body import Body
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.object_path import ObjectPath
@@ -57,7 +57,25 @@ class RangeReader(Protocol):
 
 
 class Store(Protocol):
-    """A store that checkpoints are read from. All methods raise ``StorageError`` if the store fails."""
+    """A store that checkpoints are read from. All methods raise ``StorageError`` if the store fails.
+
+    ``is_remote``: each read is a request to a server, and no path of the operating system leads there. So there are
+    no links, no page cache that ranks share, and no names that a client remembers.
+    """
+
+    is_remote: ClassVar[bool]
+
+    def path(self, location: str) -> Path:
+        """Return the path that a text means in this store."""
+
+    def make_folder(self, folder: Path) -> None:
+        """Create a directory, and make it durable, if the store has directories."""
+
+    def list_entries(self, folder: Path) -> dict[str, str]:
+        """List the files in a directory with what changes if their bytes do: empty if only a look at each tells it."""
+
+    def create_small(self, path: Path, data: bytes) -> bool:
+        """Write a small file in one step, unless it exists. Return whether this call has written it."""
 
     def list_names(self, folder: Path) -> set[str]:
         """List the names in a directory; none if it is missing."""
@@ -148,6 +166,9 @@ class ObjectStore(Store, Protocol):
         Of several processes that call it at a time, one creates the object.
         """
 
+    def read_back(self, path: ObjectPath) -> bytes:
+        """Return the bytes of a small object that was just written. Raises ``StorageError`` if it is not there."""
+
     def read_with_age(self, path: ObjectPath, limit: int) -> tuple[bytes, float | None]:
         """Return all bytes of a small object, and for how many seconds it was not written, by the store's clock.
 
@@ -200,6 +221,11 @@ class ObjectStore(Store, Protocol):
 class PosixStore:
     """The file systems of this host, as a :class:`Store`."""
 
+    is_remote: ClassVar[bool] = False
+
+    path = staticmethod(Path)
+    make_folder = staticmethod(posix.make_durable_directory)
+    create_small = staticmethod(create_small)
     list_names = staticmethod(posix.list_names)
     list_files = staticmethod(posix.list_files)
     list_subdirectories = staticmethod(posix.list_subdirectories)
@@ -217,6 +243,10 @@ class PosixStore:
     def open_reader(self, path: Path) -> BufferedReader:
         """See :class:`Store`."""
         return BufferedReader(path)
+
+    def list_entries(self, folder: Path) -> dict[str, str]:
+        """See :class:`Store`."""
+        return dict.fromkeys(posix.list_names(folder), "")
 
     def map_files(self, read: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
         """See :class:`Store`. To start threads takes longer than to open some files."""

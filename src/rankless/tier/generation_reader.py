@@ -89,7 +89,7 @@ class GenerationReader(NativeReader):
 
     def _stored_group(self, group: str) -> str:
         """Return the name of a group in the checkpoint; that of a selected model differs."""
-        return self._model if group == "model" else group
+        return self._opened[0] if group == "model" else group
 
 
 def _stop_of(piece: _Piece) -> int:

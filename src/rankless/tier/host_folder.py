@@ -44,7 +44,6 @@ from rankless.storage.atomic_rename import create_small
 from rankless.storage.file_lock import FileLock
 from rankless.storage.filesystem_kind import is_local
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath, make_object_path
 from rankless.storage.posix import (
     directory_identity,
     file_size,
@@ -366,14 +365,14 @@ class TierFolder(msgspec.Struct, frozen=True):
 
 def _parse_run(recorded: str, run: Path) -> Path:
     """Return the recorded path of a run, in an object store with the access of the present one."""
-    return make_object_path(run.store, recorded) if isinstance(run, ObjectPath) else parse_location(recorded)
+    return store_of(run).path(recorded) if store_of(run).is_remote else parse_location(recorded)
 
 
 def _is_same_run(recorded: str, run: Path) -> bool:
     """Return whether a run directory is the recorded one, which may have been reached by another path or a link."""
     if recorded == str(run):
         return True
-    if isinstance(run, ObjectPath):
+    if store_of(run).is_remote:
         return False
     try:
         return directory_identity(Path(recorded)) == directory_identity(run)

@@ -28,6 +28,7 @@ from rankless.observe.warning import warn_caller
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import LARGEST
 from rankless.run.catalog import CheckpointIdentity, list_checkpoints, list_checkpoints_strictly
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.claims import (
     Claim,
     JobHistory,
@@ -40,9 +41,8 @@ from rankless.run.claims import (
 )
 from rankless.run.cleanup import delete_checkpoints
 from rankless.run.history import Entry, KnownCheckpoint
-from rankless.run.scan import CheckpointInfo
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.posix import list_names
+from rankless.storage.store import store_of
 from rankless.tier.generation_catalog import list_offers
 from rankless.tier.host_folder import TierFolder
 from rankless.tier.job_text import name_job
@@ -185,7 +185,7 @@ class TierJob:
         # Of the history with this claim, which may have gone back: what it abandons may be removed at any time.
         taken = (info for info in infos if info.status != "complete" or info.is_copy or history.is_current(info))
         self._tags, self._drained_at = {info.tag for info in taken}, time.monotonic()
-        if not isinstance(self.run, ObjectPath):
+        if not store_of(self.run).is_remote:
             known = {info.tag for info in infos}
             self._tags |= list_names(self.run) - known  # a folder of the user's is no checkpoint, and is not replaced
 

@@ -29,7 +29,7 @@ from rankless.save.deferred_errors import DeferredErrors
 from rankless.save.handle import SaveHandle
 from rankless.state.training import TrainingObjects
 from rankless.storage.location import parse_location
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.store import store_of
 from rankless.torchtitan.data_loader import DataLoaderStates
 from rankless.torchtitan.step_folders import RunFolder, StartPoint, check_replaceable, remove_replaceable, tag_of
 
@@ -90,7 +90,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # the pac
         check_choice("export_dtype", config.export_dtype, [*TORCH_DTYPE_MAP])
         check_timeout(config.timeout)
         folder = parse_location(config.folder)
-        self.folder = folder if isinstance(folder, ObjectPath) else parse_location(base_folder or ".") / config.folder
+        self.folder = folder if store_of(folder).is_remote else parse_location(base_folder or ".") / config.folder
         self.model_parts = model_parts
         self._ranks = RankGroup()
         loader = None if dataloader is None else DataLoaderStates(dataloader, self._ranks.rank, self._ranks.size)

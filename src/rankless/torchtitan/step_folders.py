@@ -16,12 +16,11 @@ from rankless.dcp.reader.dcp_directory import is_dcp
 from rankless.errors import CorruptCheckpointError, NoCheckpointError, TagExistsError
 from rankless.process.prepared_types import prepared
 from rankless.run.catalog import list_checkpoints_strictly
+from rankless.run.checkpoint_info import CheckpointInfo, is_rankless_checkpoint
 from rankless.run.interrupted_copy import is_interrupted_copy
 from rankless.run.ownership import EXPORT, replaced_by_export
 from rankless.run.pending_dir import PendingDirectory
-from rankless.run.scan import CheckpointInfo, is_rankless_checkpoint
 from rankless.storage.directory_trees import remove_directory
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import store_of
 
 #: torchtitan's name of a checkpoint, and its parts.
@@ -146,7 +145,7 @@ def is_replaceable(folder: Path) -> bool:
 
 def remove_replaceable(folder: Path) -> bool:
     """Remove an empty folder or an export. Return whether it was one. In an object store it is in no save's way."""
-    if isinstance(folder, ObjectPath) or not is_replaceable(folder):
+    if store_of(folder).is_remote or not is_replaceable(folder):
         return False
     remove_directory(folder, PendingDirectory(folder).removal_path)
     return True

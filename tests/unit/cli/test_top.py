@@ -18,7 +18,7 @@ import torch
 
 import rankless
 from rankless.cli.top import usual_interval
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from tests.helpers.commands import invoke
 from tests.helpers.fake_http import BUCKET
 from tests.helpers.fake_s3 import FakeS3

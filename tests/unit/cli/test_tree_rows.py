@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rankless.cli.tree_rows import plan_rows
+from rankless.run.checkpoint_info import CheckpointInfo
 from rankless.run.history_tree import Incarnation, Place, RunTree
-from rankless.run.scan import CheckpointInfo
 
 
 def info(incarnation: int, sequence: int) -> CheckpointInfo:

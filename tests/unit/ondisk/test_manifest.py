@@ -20,7 +20,7 @@ from rankless.errors import CorruptCheckpointError, FormatError, RanklessError, 
 from rankless.ondisk import manifest
 from rankless.ondisk.block_crcs import crc64
 from rankless.ondisk.manifest import FileRecord, Manifest, Provenance
-from rankless.run.scan import CheckpointInfo
+from rankless.run.checkpoint_info import CheckpointInfo
 from tests.helpers.crc import crc64_by_bits
 from tests.helpers.examples import examples
 

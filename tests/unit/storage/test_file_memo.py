@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rankless
-from rankless.run import scan
+from rankless.run import checkpoint_info
 from rankless.storage import file_memo
 from rankless.storage.file_memo import FileMemo, FileSignature, sign_file
 
@@ -32,7 +32,7 @@ def save(run: Path, tag: str, value: float, **options: Any) -> None:
 def reads(run: Path) -> Iterator[int]:
     """How many manifests each of three saves reads."""
     for number in range(3):
-        with mock.patch.object(scan, "read_manifest", wraps=scan.read_manifest) as read:
+        with mock.patch.object(checkpoint_info, "read_manifest", wraps=checkpoint_info.read_manifest) as read:
             save(run, f"more_{number}", 100.0 + number, keep=rankless.KeepLast(1000))
         yield read.call_count
 
@@ -146,7 +146,7 @@ def test_what_a_caller_does_to_a_list_does_not_change_the_next(tmp_path: Path) -
 
 @pytest.mark.usefixtures("settled")
 def test_a_memo_that_is_full_changes_nothing_but_the_time_it_takes(tmp_path: Path) -> None:
-    with mock.patch.object(scan, "_MEMO", FileMemo(2)):
+    with mock.patch.object(checkpoint_info, "_MEMO", FileMemo(2)):
         for step in range(6):
             save(tmp_path, f"step_{step}", float(step), keep=4)
     assert steps(tmp_path) == {f"step_{step}": step for step in range(2, 6)}

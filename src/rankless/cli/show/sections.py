@@ -23,7 +23,7 @@ from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.manifest import Provenance
 from rankless.run.history_tree import Incarnation
 from rankless.run.lineage import Lineage
-from rankless.run.object_run import tag_of
+from rankless.run.run_store import tag_of
 
 #: The maximum number of lines per value.
 _MAX_LINES = 30

@@ -24,7 +24,7 @@ from rankless.inspection.name_patterns import match_names
 from rankless.observe.terminal import escape_control_characters, terminal_console
 from rankless.ondisk.data_files import TensorInfo
 from rankless.run.lineage import Lineage, find_lineage
-from rankless.run.object_run import tag_of
+from rankless.run.run_store import tag_of
 from rankless.storage.location import parse_location
 from rankless.storage.store import store_of
 

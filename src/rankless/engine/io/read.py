@@ -21,8 +21,8 @@ from rankless.process.worker_threads import THREADS, count_threads, run_in_threa
 from rankless.storage.aligned_memory import Bytes
 from rankless.storage.direct_io import BufferedReader
 from rankless.storage.exact_reader import ExactReaderFactory
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.reader_pool import MakeReaders, ReaderPool
+from rankless.storage.store import store_of
 
 if TYPE_CHECKING:
     from rankless.engine.io.device_streams import CopyStream  # imports torch
@@ -94,7 +94,7 @@ _OBJECT_GRAIN = _ReadGrain(16 * 2**20, 8)
 
 
 def _choose_grain(files: Sequence[Source]) -> _ReadGrain:
-    return _OBJECT_GRAIN if any(isinstance(path, ObjectPath) for path in paths_of(files)) else _FILE_GRAIN
+    return _OBJECT_GRAIN if any(store_of(path).is_remote for path in paths_of(files)) else _FILE_GRAIN
 
 
 def _open_buffers(sink_of: SinkOf, grain: _ReadGrain, streams: Sequence[CopyStream]) -> ReadBuffers:

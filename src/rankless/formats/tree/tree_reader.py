@@ -14,7 +14,6 @@ from rankless.formats.reader import CheckpointValues, FileExtent, UnreadTensorNo
 from rankless.formats.tree.tree_contents import TreeContents
 from rankless.ondisk.data_files import TensorInfo
 from rankless.ondisk.values import ArrayCodec
-from rankless.storage.object_path import ObjectPath
 from rankless.storage.store import list_versions, store_of
 
 #: How many times as many bytes as the files the tensors may have, because they can share storages; and how many more.
@@ -72,7 +71,7 @@ class TreeReader:
 
     def _look_at_versions(self) -> dict[Path, str]:
         """Return the versions of the noted files. In an object store a list is one request."""
-        if isinstance(self.path, ObjectPath):
+        if store_of(self.path).is_remote:
             listed = list_versions(self.path, _NOTED)
             return {file: listed.get(file, "") for file in self.files}
         return {file: store_of(file).file_version(file) for file in self.files[:_NOTED]}

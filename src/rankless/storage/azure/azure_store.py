@@ -44,10 +44,10 @@ from rankless.storage.http.client import (
     RefusedRequestError,
     unexpected_answer_error,
 )
-from rankless.storage.http.object_reads import ObjectReads, Permissions, as_object
+from rankless.storage.http.object_reads import ObjectReads, Permissions
 from rankless.storage.http.settings import check_connection_settings
 from rankless.storage.http.xml import find_text, local_name, parse_xml
-from rankless.storage.object_path import ObjectPath, is_canonical, make_object_path, path_class
+from rankless.storage.object_path import ObjectPath, as_object, is_canonical, make_object_path, path_class
 from rankless.storage.store import ObjectInfo, Upload
 
 #: A role, or a letter of a shared access signature.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from rankless.storage.http.client import (
     unexpected_answer_error,
 )
 from rankless.storage.http.connection import MAX_BODY, parse_http_date
-from rankless.storage.object_path import ObjectPath
+from rankless.storage.object_path import ObjectPath, as_object
 from rankless.storage.object_reader import ObjectReader
-from rankless.storage.store import Item, T, map_requests
+from rankless.storage.store import Item, ObjectInfo, T, map_requests
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)", re.ASCII)
 
@@ -57,9 +58,14 @@ class Permissions:
     list_uploads: str
 
 
+#: How often an object is looked for that was just written, and the seconds between.
+_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05
+
+
 class ObjectReads(ABC):
     """Requests for objects, and the reads that are made of ``GET`` and ``HEAD``, with ``Range`` and ``If-Match``."""
 
+    is_remote: ClassVar[bool] = True
     permissions: ClassVar[Permissions]
 
     #: The headers that describe any object.
@@ -113,6 +119,43 @@ class ObjectReads(ABC):
                 return None
             raise
 
+    def make_folder(self, folder: Path) -> None:
+        """See :class:`~rankless.storage.store.Store`. There are no directories."""
+        del folder
+
+    @abstractmethod
+    def list_objects(self, prefix: ObjectPath) -> list[ObjectInfo]:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+
+    @abstractmethod
+    def create_object(self, path: ObjectPath, data: bytes) -> bool:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+
+    def create_small(self, path: Path, data: bytes) -> bool:
+        """See :class:`~rankless.storage.store.Store`.
+
+        A store may ignore the condition, and a reply may be lost: so what counts is what is there then.
+        """
+        written = as_object(path)
+        self.create_object(written, data)
+        return self.read_back(written) == data
+
+    def read_back(self, path: ObjectPath) -> bytes:
+        """See :class:`~rankless.storage.store.ObjectStore`."""
+        for _ in range(_ATTEMPTS):
+            try:
+                if data := self.read_small(path):
+                    return data
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+            time.sleep(_ATTEMPT_SECONDS)  # a replica may lag
+        raise StorageError(
+            errno.EIO,
+            f"{path} is not there after the server has confirmed it: check whether a proxy answers for the server, and "
+            "save again",
+        )
+
     def find_version(self, path: ObjectPath) -> str | None:
         """See :class:`~rankless.storage.store.ObjectStore`."""
         found = self._head(path)
@@ -163,6 +206,10 @@ class ObjectReads(ABC):
     def list_names(self, folder: Path) -> set[str]:
         """See :class:`~rankless.storage.store.Store`."""
         return {_last_name(key) for key in self._list_inside(folder)} - {""}
+
+    def list_entries(self, folder: Path) -> dict[str, str]:
+        """See :class:`~rankless.storage.store.Store`."""
+        return {info.path.name: info.etag for info in self.list_objects(as_object(folder))}
 
     def list_files(self, folder: Path) -> list[Path]:
         """See :class:`~rankless.storage.store.Store`."""
@@ -291,10 +338,3 @@ def _find_range(response: ObjectResponse, path: ObjectPath) -> tuple[int, int]:
 
 def _last_name(key: str) -> str:
     return key.rstrip("/").rpartition("/")[2]
-
-
-def as_object(path: Path) -> ObjectPath:
-    """Return the path, which is in an object store. Raises ``TypeError`` if it is not."""
-    if not isinstance(path, ObjectPath):
-        raise TypeError(f"{path} is not in an object store")
-    return path

@@ -23,10 +23,9 @@ from xml.sax.saxutils import escape
 from rankless.errors import StorageError
 from rankless.storage.body import Body
 from rankless.storage.http.client import ObjectResponse, RefusedRequestError, unexpected_answer_error
-from rankless.storage.http.object_reads import as_object
 from rankless.storage.http.xml import find_text, local_name, parse_time, parse_xml
 from rankless.storage.http.xml_requests import XmlRequests
-from rankless.storage.object_path import ObjectPath, is_canonical, make_object_path
+from rankless.storage.object_path import ObjectPath, as_object, is_canonical, make_object_path
 from rankless.storage.store import ObjectInfo, Upload
 
 #: How often a conditional write is sent again if the server could not decide it, and the seconds between.

@@ -1,17 +1,12 @@
-"""Lists the checkpoints of a run directory while other jobs may save into it and remove from it.
+"""The description of one checkpoint of a run, and how it is read from a manifest, wherever the run is.
 
-All names are listed in one step. If a checkpoint is removed before its manifest is read, the directory is listed again.
-So a directory that always contains a checkpoint never appears to be empty.
-
-:mod:`rankless.run.catalog` and rank 0 of loads scan, in votes, and so do all commands. The order of checkpoints follows
-from manifests and the history alone, never from file times or names.
+The layouts of runs (:mod:`rankless.run.run_store`) list checkpoints with it. A process remembers the manifests: a save
+must not read thousands of them.
 """
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -19,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from rankless.errors import (
-    CheckpointReplacedError,
     CorruptCheckpointError,
     FormatError,
     OutsideLinkError,
@@ -30,15 +24,12 @@ from rankless.formats.native import claims_to_be_native, read_manifest
 from rankless.ondisk.hidden_names import HiddenName, parse_hidden_name
 from rankless.ondisk.manifest import NAME, Manifest
 from rankless.run.added_metrics import list_metric_files, read_added_metrics, select_metrics
-from rankless.run.claims import FOLDER, read_newest
-from rankless.run.folder_names import is_abandoned_tag, is_called, is_copied_folder, is_saved_folder, tag_of_folder
+from rankless.run.folder_names import is_abandoned_tag, is_called
 from rankless.run.history import Entry
-from rankless.run.pointers import TAGS, TagEntry, check_readable, list_tags
 from rankless.storage import posix
 from rankless.storage.file_memo import FileMemo, sign_file
-from rankless.storage.filesystem_kind import forget_missing, is_local
-from rankless.storage.object_path import ObjectPath
-from rankless.storage.store import map_requests
+from rankless.storage.filesystem_kind import is_local
+from rankless.storage.store import store_of
 
 _Status = Literal["complete", "damaged", "unreadable"]
 
@@ -120,17 +111,9 @@ class CheckpointInfo:
 #: Cached checkpoints of all directories. Without it, each save would read all manifests, possibly thousands.
 _MEMO: FileMemo[CheckpointInfo] = FileMemo(2**15)
 
+
 #: The maximum number of metrics of a checkpoint that is cached.
 _MAX_CACHED_METRICS = 64
-
-
-def scan_run(path: Path, *, is_strict: bool) -> list[CheckpointInfo]:
-    """Return the checkpoints in a run directory, oldest first. Unreadable ones come before all others.
-
-    If the scan ``is_strict``, raise ``StorageError`` if one cannot be read now: the latest checkpoint is unknown then.
-    The objects are cached and shared: callers must not change them.
-    """
-    return look_at_run(path, is_strict=is_strict).checkpoints
 
 
 class RunScan(msgspec.Struct, frozen=True):
@@ -146,38 +129,7 @@ class RunScan(msgspec.Struct, frozen=True):
     unnamed: list[CheckpointInfo] = []
 
 
-def look_at_run(path: Path, *, is_strict: bool) -> RunScan:
-    """Return the checkpoints as :func:`scan_run`, and the history of the directory."""
-    if isinstance(path, ObjectPath):
-        return _scan_objects(path, is_strict=is_strict)
-    read_info_of = read_info_strictly if is_strict else read_info
-    infos: dict[str, CheckpointInfo | None] = {}
-    while True:
-        names = posix.list_names(path) or _list_missing(path)
-        tags = _candidate_tags(names)
-        for name in sorted(tags.keys() - infos.keys()):
-            with suppress(CheckpointReplacedError):
-                infos[name] = _cached_info(path, name, tags[name]) or read_info_of(path / name, tags[name])
-        if tags.keys() <= infos.keys():
-            checkpoints = [info for name in tags if (info := infos[name]) is not None]
-            history, highest = _read_history(path, names)
-            return RunScan(_sort_infos(_with_added_metrics(path, names, checkpoints), history), history, highest)
-
-
-def _list_missing(path: Path) -> set[str]:
-    """Return the names in a directory that seems to be empty or missing, after its file server was asked for it.
-
-    Another host may have made it since this one has looked.
-    """
-    forget_missing(path)
-    return posix.list_names(path)
-
-
-def _read_history(path: Path, names: Collection[str]) -> tuple[Entry, int]:
-    return read_newest(path) if FOLDER in names else (Entry(), 0)
-
-
-def _sort_infos(infos: list[CheckpointInfo], history: Entry) -> list[CheckpointInfo]:
+def sort_infos(infos: list[CheckpointInfo], history: Entry) -> list[CheckpointInfo]:
     """Return the checkpoints from the oldest to the latest, abandoned ones before all current ones."""
     complete = [info for info in infos if info.status == "complete"]
     abandoned = {info.id for info in complete if not history.is_current(info)}
@@ -187,56 +139,8 @@ def _sort_infos(infos: list[CheckpointInfo], history: Entry) -> list[CheckpointI
     return by_age if latest is None else [*(info for info in by_age if info is not latest), latest]
 
 
-def _scan_objects(run: ObjectPath, *, is_strict: bool) -> RunScan:
-    """Return the checkpoints of a run in an object store: those with a pointer, and those that were copied there.
-
-    If the run has no pointer at all, its whole folders are its checkpoints: a copy may lack hidden names.
-    """
-    read_info_of = read_info_strictly if is_strict else read_info
-    names = run.store.list_names(run)
-    entries = list_tags(run) if TAGS in names else []
-    if is_strict:
-        check_readable(entries)
-    named = {entry.tag: _info_of_pointer(run, entry) for entry in entries}
-
-    def read_folder(name: str) -> CheckpointInfo | None:
-        with suppress(CheckpointReplacedError):
-            return read_info_of(run / name, tag_of_folder(name))
-        if is_strict and NAME in run.store.list_names(run / name):
-            raise StorageError(errno.EIO, f"{run / name / NAME} is listed, but the server does not find it: try again")
-        return None
-
-    copied = [name for name in sorted(names - named.keys()) if is_copied_folder(name)]
-    unnamed = [] if entries else [name for name in sorted(names) if is_saved_folder(name)]
-    found = [info for info in map_requests(read_folder, [*copied, *unnamed]) if info is not None]
-    newest = {info.tag: info for info in sorted(found, key=lambda info: info.age)}
-    history, highest = _read_history(run, names)
-    infos = _sort_infos(_with_added_metrics(run, names, [*named.values(), *newest.values()]), history)
-    return RunScan(infos, history, highest, [info for info in infos if info.path.name in unnamed])
-
-
-def _info_of_pointer(run: ObjectPath, entry: TagEntry) -> CheckpointInfo:
-    pointer = entry.pointer
-    if isinstance(pointer, RanklessError):
-        status: _Status = "damaged" if isinstance(pointer, CorruptCheckpointError) else "unreadable"
-        return CheckpointInfo(entry.tag, entry.path, status, problem=_error_text(pointer))
-    return CheckpointInfo(
-        tag=entry.tag,
-        path=entry.folder_in(run),
-        step=pointer.step,
-        metrics=dict(pointer.metrics),
-        sequence=pointer.sequence,
-        time=pointer.time,
-        nbytes=pointer.nbytes,
-        run=pointer.run,
-        id=pointer.checkpoint_id,
-        saved_as=pointer.saved_as or entry.tag,
-        world_size=pointer.world_size,
-        incarnation=pointer.incarnation,
-    )
-
-
-def _with_added_metrics(path: Path, names: Collection[str], infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+def with_added_metrics(path: Path, names: Collection[str], infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return the checkpoints with the metrics that were added to them. ``names`` are all names in the run."""
     if not (files := list_metric_files(names)):
         return infos
     added = read_added_metrics(path, files)
@@ -246,15 +150,10 @@ def _with_added_metrics(path: Path, names: Collection[str], infos: list[Checkpoi
     ]
 
 
-def _cached_info(path: Path, name: str, tag: str) -> CheckpointInfo | None:
+def recall_info(path: Path, name: str, tag: str) -> CheckpointInfo | None:
+    """Return the checkpoint in a folder of a directory if its manifest is remembered, and has not changed."""
     info = _MEMO.recall(f"{path}/{name}/{NAME}")
     return info if info is None or info.tag == tag else replace(info, tag=tag)
-
-
-def _candidate_tags(names: Collection[str]) -> dict[str, str]:
-    """Return the names of directories that may be checkpoints, with their tags."""
-    visible = {name: name for name in names if not name.startswith(".")}
-    return visible | {hidden.name: hidden.tag for hidden in displaced_checkpoints(names)}
 
 
 def displaced_checkpoints(names: Collection[str]) -> Iterator[HiddenName]:
@@ -285,9 +184,9 @@ def read_info_strictly(folder: Path, tag: str) -> CheckpointInfo | None:
         info = replace(CheckpointInfo.of(folder, read_manifest(folder)), tag=tag)
     except CorruptCheckpointError as error:
         status: _Status = "unreadable" if isinstance(error, OutsideLinkError) else "damaged"
-        return CheckpointInfo(tag, folder, status, problem=_error_text(error))
+        return CheckpointInfo(tag, folder, status, problem=error_text(error))
     except FormatError as error:
-        return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
+        return CheckpointInfo(tag, folder, "unreadable", problem=error_text(error))
     if len(info.metrics) <= _MAX_CACHED_METRICS:
         _MEMO.remember(file, signature, info)
     return info
@@ -299,8 +198,8 @@ def _is_other_directory(folder: Path) -> bool:
     A client of a network file system may take the name for a checkpoint that was replaced, and of which not all is
     left. Then it asks again.
     """
-    if isinstance(folder, ObjectPath):
-        store = folder.store
+    store = store_of(folder)
+    if store.is_remote:
         return not store.is_file(folder / NAME) and NAME not in store.list_names(folder)  # a replica may lag
     if not posix.is_directory_without(folder, NAME):
         return False
@@ -320,8 +219,9 @@ def read_info(folder: Path, tag: str) -> CheckpointInfo | None:
     try:
         return read_info_strictly(folder, tag)
     except StorageError as error:
-        return CheckpointInfo(tag, folder, "unreadable", problem=_error_text(error))
+        return CheckpointInfo(tag, folder, "unreadable", problem=error_text(error))
 
 
-def _error_text(error: RanklessError) -> str:
+def error_text(error: RanklessError) -> str:
+    """Return the message of an error, without the number of a ``StorageError``."""
     return str(error.args[-1])
