@@ -1,4 +1,8 @@
-"""The rule of a ``Checkpointer`` for a save that is due and fails: raise the error, or warn and try again later."""
+"""The rule of a ``Checkpointer`` for a save that is due and fails: raise the error, or warn and try again later.
+
+:class:`rankless.Checkpointer` has one on each rank, and uses it in the thread of the training. Only rank 0's clock
+decides, so that all ranks go on or all raise.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +73,8 @@ class FailureTolerance:
         """Run a save that is due. If storage fails, warn instead, as long as that is allowed by the clock of rank 0.
 
         All ranks have the same error, and meet for the decision.
+
+        A step of a :class:`rankless.Checkpointer` enters it around a save that is due.
         """
         try:
             yield
@@ -86,7 +92,10 @@ class FailureTolerance:
         return msgspec.msgpack.decode(raw, type=float)
 
     def filter(self, function: Callable[[], object]) -> DeferredErrors:
-        """Call a function until it raises nothing more. Return its errors but those that are warnings."""
+        """Call a function until it raises nothing more. Return its errors but those that are warnings.
+
+        The end of a block calls it for saves of weights alone.
+        """
         failures = DeferredErrors()
         failures.run_until_success(function)
         self.warn_instead(failures)

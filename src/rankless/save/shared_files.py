@@ -1,4 +1,7 @@
-"""The interface between the search for unchanged bytes and what shares them, on rank 0."""
+"""The interface between the search for unchanged bytes and what shares them, on rank 0.
+
+:mod:`rankless.save.incremental` calls it in the decision of the vote "finding unchanged bytes".
+"""
 
 from __future__ import annotations
 
