@@ -1,4 +1,7 @@
-"""The pending saves of components, and the ranks that they use."""
+"""The pending saves of components, and the ranks that they use.
+
+:mod:`rankless.components.component_calls` has one for the process. Every rank calls it, in the thread of the caller.
+"""
 
 from __future__ import annotations
 
