@@ -1,4 +1,8 @@
-"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges."""
+"""A ``StorageReader`` for ``dcp.load``: verifies what it reads, runs no code, reads only needed ranges.
+
+torch calls the methods: each rank reads the metadata and its plan, in the thread of ``dcp.load``.
+:mod:`rankless.torchtitan.manager` loads with it, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Write results: what each rank reports to rank 0 about the records it has written."""
+"""Write results: what each rank reports to rank 0 about the records it has written.
+
+:class:`~rankless.dcp.storage_writer.FileSystemWriter` hashes on each rank, and checks on rank 0 in ``finish``. Records
+are hashed as they are read back from the file.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ replace the checksums of the checkpoint that is there.
 
 It has the CRCs of the records: a record is a range of a file that the metadata gives by offset and length, and each
 block of 16 MiB of it has a CRC.
+
+:mod:`rankless.dcp.storage_writer` writes it on rank 0, readers of the format verify with it. Its form is stored: do not
+change it without a new version.
 """
 
 from __future__ import annotations

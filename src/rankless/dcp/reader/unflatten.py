@@ -1,4 +1,7 @@
-"""Rebuilding the tree of dicts and lists that was saved, from the paths of its values."""
+"""Rebuilding the tree of dicts and lists that was saved, from the paths of its values.
+
+:mod:`rankless.dcp.reader.dcp_directory` calls it on each rank that opens a folder.
+"""
 
 from __future__ import annotations
 
