@@ -1,4 +1,7 @@
-"""The dtype that a ``config.json`` of transformers names."""
+"""The dtype that a ``config.json`` of transformers names.
+
+:class:`~rankless.conversion.native_target.NativeTarget` calls it on rank 0, when it writes the small files.
+"""
 
 from __future__ import annotations
 
