@@ -1,4 +1,7 @@
-"""Reader for a folder of NxD: reads its files, and orders them by the parallelism of the ranks."""
+"""Reader for a folder of NxD: reads its files, and orders them by the parallelism of the ranks.
+
+:class:`~rankless.nxd.reader.nxd_reader.NxdReader` calls it on each rank that opens a checkpoint.
+"""
 
 from __future__ import annotations
 

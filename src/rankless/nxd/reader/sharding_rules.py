@@ -1,6 +1,8 @@
 """Sharding specs of the models that NxD's examples train: Llama, Mixtral, GPT-NeoX.
 
 Source: ``examples/training`` and ``scripts/checkpoint_converter.py`` of NxD 0.18.
+
+The reader and the writer of NxD's format load specs with it, on each rank that needs one.
 """
 
 from __future__ import annotations

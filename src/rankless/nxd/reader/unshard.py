@@ -1,4 +1,7 @@
-"""Joins tensor-parallel shards to whole tensors as a layout says."""
+"""Joins tensor-parallel shards to whole tensors as a layout says.
+
+:class:`~rankless.nxd.reader.nxd_reader.NxdReader` has one on each rank that opens a checkpoint.
+"""
 
 from __future__ import annotations
 

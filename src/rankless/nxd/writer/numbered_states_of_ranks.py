@@ -1,4 +1,7 @@
-"""The optimizer states of each NxD rank, by parameter number."""
+"""The optimizer states of each NxD rank, by parameter number.
+
+:class:`~rankless.nxd.writer.nxd_files.NxdWriter` makes one, on rank 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Writes a checkpoint in NxD's format: the files that each of its ranks would have saved."""
+"""Writes a checkpoint in NxD's format: the files that each of its ranks would have saved.
+
+:mod:`rankless.nxd.writer.nxd_target` runs it on rank 0. Markers are written last: without them NxD takes no folder for
+a checkpoint.
+"""
 
 from __future__ import annotations
 
