@@ -1,4 +1,7 @@
-"""The hooks that get a checkpoint's dict. State that no hook gets is moved between files and tensors directly."""
+"""The hooks that get a checkpoint's dict. State that no hook gets is moved between files and tensors directly.
+
+A ``Trainer`` strategy asks it on each rank, at each save and load.
+"""
 
 from __future__ import annotations
 

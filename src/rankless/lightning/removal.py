@@ -2,6 +2,8 @@
 
 A folder is renamed to a hidden name first, so that no process loads half of it. In an object store the pointer is the
 first object that is removed.
+
+:mod:`rankless.lightning.checkpoints` calls it on rank 0, when what was saved is durable.
 """
 
 from __future__ import annotations

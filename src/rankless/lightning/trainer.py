@@ -1,4 +1,8 @@
-"""Strategies of the ``Trainer``: Lightning's own, with rankless's checkpoints."""
+"""Strategies of the ``Trainer``: Lightning's own, with rankless's checkpoints.
+
+Lightning calls them on every rank, in the thread of the caller; it calls ``remove_checkpoint`` on every rank, and rank
+0 removes.
+"""
 
 from __future__ import annotations
 
