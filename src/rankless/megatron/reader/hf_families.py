@@ -1,4 +1,7 @@
-"""The model families of Hugging Face that Megatron trains, and how the arguments of a training tell them apart."""
+"""The model families of Hugging Face that Megatron trains, and how the arguments of a training tell them apart.
+
+The reader asks it for ``layout="hf"``, and a conversion to Megatron for the reverse, on each rank.
+"""
 
 from __future__ import annotations
 

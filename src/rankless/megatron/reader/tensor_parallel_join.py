@@ -1,4 +1,7 @@
-"""Joining the tensors that tensor-parallel ranks have of a parameter, by Megatron's fixed rules."""
+"""Joining the tensors that tensor-parallel ranks have of a parameter, by Megatron's fixed rules.
+
+:mod:`rankless.megatron.reader.legacy_torch` calls it on each rank that opens such an iteration.
+"""
 
 from __future__ import annotations
 

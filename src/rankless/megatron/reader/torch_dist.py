@@ -2,6 +2,8 @@
 
 Source: ``megatron/core/dist_checkpointing`` and ``megatron/core/optimizer/distrib_optimizer.py`` of megatron-core 0.15
 to 0.19.
+
+:class:`~rankless.megatron.reader.megatron_reader.MegatronReader` calls it on each rank that opens such an iteration.
 """
 
 from __future__ import annotations

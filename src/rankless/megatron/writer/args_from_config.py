@@ -1,4 +1,7 @@
-"""Megatron's arguments for a model, from the ``config.json`` of transformers."""
+"""Megatron's arguments for a model, from the ``config.json`` of transformers.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source.
+"""
 
 from __future__ import annotations
 

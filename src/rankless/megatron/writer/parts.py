@@ -1,4 +1,7 @@
-"""The parts of Megatron's tensors: ranges of elements of the source's tensors. Pure data and functions."""
+"""The parts of Megatron's tensors: ranges of elements of the source's tensors. Pure data and functions.
+
+The other modules of this package plan with it, on each rank.
+"""
 
 from __future__ import annotations
 

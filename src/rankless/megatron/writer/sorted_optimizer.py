@@ -1,4 +1,7 @@
-"""The states of the source's optimizer, and the parameter groups that Megatron sorts them into."""
+"""The states of the source's optimizer, and the parameter groups that Megatron sorts them into.
+
+:mod:`rankless.megatron.writer.megatron_source` calls it on each rank that opens the source.
+"""
 
 from __future__ import annotations
 
